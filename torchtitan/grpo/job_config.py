@@ -1,0 +1,226 @@
+"""Every TOML key that this project adds to torchtitan's, as dataclasses: name, type, default and why.
+
+torchtitan's ConfigManager merges these into its own `JobConfig` (its `job.custom_config_module` seam): a new
+section is added, a section that torchtitan has gets the extra keys.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Model:
+    weights: Literal["hf", "random"] = "hf"
+    """`hf` loads safetensors from `model.hf_assets_path`; `random` initialises from `debug.seed`."""
+
+
+@dataclass
+class Training:
+    tokens_per_microbatch: int = 0
+    """Token budget of one packed forward and backward on one data-parallel rank; 0 means `training.seq_len`."""
+
+
+@dataclass
+class Metrics:
+    samples_per_step: int = 4
+    """Answers written to `samples.jsonl` at each step (0: none)."""
+
+
+@dataclass
+class Checkpoint:
+    resume: bool = False
+    """Go on from the newest complete checkpoint in `job.dump_folder`/`checkpoint.folder`."""
+    export_hf: bool = True
+    """Write a Hugging Face folder (weights, config, tokenizer) beside every checkpoint that is saved."""
+
+
+@dataclass
+class Validation:
+    prompts: int = 64
+    """Held-out prompts asked at each validation."""
+    samples_per_prompt: int = 1
+    """Sampled answers per prompt for pass@k and mean reward; 1 or more. Greedy is always measured too."""
+    temperature: float = 1.0
+    """Temperature of the sampled validation answers."""
+
+
+@dataclass
+class Grpo:
+    prompts_per_step: int = 32
+    """Groups in one step's batch."""
+    group_size: int = 8
+    """Answers sampled per prompt; advantages are relative within this group."""
+    minibatches: int = 1
+    """Optimizer steps taken on one batch of rollouts. Over 1, old log-probabilities are computed before the first."""
+    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
+    """Baseline subtracted from a reward: the group's mean (GRPO) or the mean of the others (RLOO)."""
+    advantage_std: bool = True
+    """Divide by the group's standard deviation (GRPO); false is Dr. GRPO's choice."""
+    zero_variance_groups: Literal["keep", "drop"] = "keep"
+    """Groups whose rewards are all equal carry no signal: `keep` counts their tokens in the normaliser, `drop` not."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """Token ratio with clipping (PPO, GRPO, DAPO), sequence ratio (GSPO) or clipped weights without clipped gradients (CISPO)."""
+    ratio_clip_min: float = 0.2
+    """Lower clip: the ratio is held above 1 - ratio_clip_min."""
+    ratio_clip_max: float = 0.2
+    """Upper clip: the ratio is held below 1 + ratio_clip_max. DAPO's clip-higher uses 0.28."""
+    ratio_clip_c: float = 0.0
+    """Dual-clip bound for negative advantages (over 1, usually 3); 0 turns it off."""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over tokens (DAPO), over sequences of token means (GRPO), or the sum over a constant length (Dr. GRPO)."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to the reference model, the model at step 0; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators of KL(policy || reference)."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Where the KL enters: added to each token's loss, or its sum over the answer taken off the reward."""
+    importance_correction: Literal["none", "truncate", "mask"] = "truncate"
+    """Correction for sampler and trainer disagreeing: truncated importance weights, or masking outside the bounds."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whether the importance weight is each token's ratio or the product over the sequence."""
+    importance_min: float = 0.0
+    """Lower bound of the importance weight; `truncate` clamps to it, `mask` drops what is under it."""
+    importance_max: float = 2.0
+    """Upper bound of the importance weight; `truncate` clamps to it, `mask` drops what is over it."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus taken off the loss."""
+    overlong_filter: bool = False
+    """Leave answers that hit the length limit out of the loss (DAPO)."""
+    overlong_buffer_tokens: int = 0
+    """DAPO's soft punishment: the reward falls linearly over this many tokens before the limit; 0 turns it off."""
+    overlong_penalty: float = 1.0
+    """Largest reduction of the reward by `overlong_buffer_tokens`."""
+
+
+@dataclass
+class Rollout:
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Who samples: a server of our own, spawned with the run, or running vLLM servers."""
+    urls: list[str] = field(default_factory=list)
+    """Base addresses of the servers, one per replica. Empty with `embedded`: one is spawned."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the servers' API key; the key itself is never written or logged."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probabilities use the same."""
+    max_answer_tokens: int = 512
+    """Longest answer."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end an answer besides the model's own end tokens."""
+    max_concurrent_requests: int = 256
+    """Requests in flight over all servers; each asks for one prompt's whole group."""
+    request_timeout_seconds: float = 600.0
+    """Longest wait for one request."""
+    start_timeout_seconds: float = 300.0
+    """Longest wait for a server to be healthy at the start."""
+    max_logprob_mismatch: float = 0.2
+    """At the start, mean |trainer - sampler| log-probability over a probe above this stops the run: the server's
+    logprobs mode, model or weights are not what the trainer takes them for."""
+    embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the spawned server runs; `auto` is the trainer's device type."""
+    embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the spawned server; `auto` is float32 on CPU and bfloat16 on CUDA."""
+    embedded_max_sequences: int = 1024
+    """Sequences the spawned server decodes at once."""
+
+
+@dataclass
+class WeightSync:
+    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the published weights; `auto` is what the servers compute in: bfloat16 on CUDA, float32 on CPU."""
+    num_buffers: int = 2
+    """Buckets in flight at once."""
+    buffer_memory_ratio: float = 0.05
+    """Share of the device's memory that all buckets together may take."""
+    bucket_mib_max: int = 1024
+    """Cap on one bucket, in MiB. A tensor larger than this gets a bucket of its own."""
+    timeout_seconds: float = 300.0
+    """Longest wait for any one phase of a publish; the error names server, phase, version and bytes."""
+    verify: bool = True
+    """Checksum every bucket at both ends and refuse an update that differs."""
+
+
+@dataclass
+class Data:
+    source: Literal["arithmetic", "jsonl", "hf", "reasoning_gym"] = "arithmetic"
+    """Built-in sums, a JSONL file, a local Hugging Face dataset folder, or reasoning-gym tasks by name."""
+    path: str = ""
+    """JSONL file or dataset folder."""
+    subset: str = ""
+    """Configuration name of a Hugging Face dataset (GSM8K: `main`)."""
+    split: str = "train"
+    """Split that prompts come from."""
+    validation_path: str = ""
+    """Held-out JSONL file or folder; empty: `validation_split`, else rows taken from the end of the training data."""
+    validation_split: str = ""
+    """Held-out split of the same dataset."""
+    prompt_column: str = "question"
+    """Column with the question: text, or a list of chat messages."""
+    answer_column: str = "answer"
+    """Column with the reference answer."""
+    answer_pattern: str = ""
+    """Regular expression whose first group is the answer within `answer_column` (GSM8K: `#### (.+)`); empty: the whole."""
+    system_prompt: str = ""
+    """System message put before each question."""
+    prompt_template: str = "{prompt}"
+    """Text around the question; `{prompt}` stands for it."""
+    chat_template: bool = True
+    """Render through the tokenizer's chat template; false sends the text as it is."""
+    shuffle: bool = True
+    """Shuffle anew each epoch, by `debug.seed`."""
+    max_prompt_tokens: int = 512
+    """Longest prompt."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What to do with a longer one; the number dropped is reported."""
+    tasks: list[str] = field(default_factory=list)
+    """reasoning-gym task names."""
+    size: int = 10000
+    """Number of generated prompts (`arithmetic`, and per `reasoning_gym` task)."""
+    arithmetic_max: int = 99
+    """Largest operand of `arithmetic`."""
+    arithmetic_operators: list[str] = field(default_factory=lambda: ["+"])
+    """Operators of `arithmetic`: +, -, *."""
+
+
+@dataclass
+class Reward:
+    functions: list[str] = field(default_factory=lambda: ["exact_match"])
+    """Built-in names (exact_match, numeric_match, math_verify, reasoning_gym) or `module:function`."""
+    weights: list[float] = field(default_factory=list)
+    """One weight per function; empty: 1 each."""
+    answer_pattern: str = ""
+    """Regular expression whose last match's first group is the model's final answer (e.g. `#### (.+)`); empty: the whole."""
+    workers: int = 2
+    """Worker processes that score answers."""
+    timeout_seconds: float = 10.0
+    """Longest time for one answer and one function; a score that takes longer is 0, counted and shown."""
+
+
+@dataclass
+class Sft:
+    steps: int = 0
+    """Supervised steps on prompt and reference answer before GRPO; 0: none."""
+    batch_size: int = 64
+    """Prompt and answer pairs per step."""
+    lr: float = 1e-3
+    """Learning rate of the warm start, constant; GRPO's optimizer starts fresh after it."""
+    target_column: str = ""
+    """Column with the text to learn; empty: `data.answer_column` whole."""
+
+
+@dataclass
+class JobConfig:
+    """Extension merged into torchtitan's JobConfig."""
+
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+    metrics: Metrics = field(default_factory=Metrics)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
+    grpo: Grpo = field(default_factory=Grpo)
+    rollout: Rollout = field(default_factory=Rollout)
+    weight_sync: WeightSync = field(default_factory=WeightSync)
+    data: Data = field(default_factory=Data)
+    reward: Reward = field(default_factory=Reward)
+    sft: Sft = field(default_factory=Sft)

@@ -1,0 +1,54 @@
+"""What moves between prompts, engines, rewards and packing."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.
+
+    Attributes:
+        index: Position in its dataset; stable over runs, so seeds and resumes can be derived from it.
+        token_ids: The rendered prompt as the model sees it.
+        text: The rendered prompt as a person reads it.
+        answer: The reference answer, "" if the dataset has none.
+        columns: The dataset's whole row, for reward functions. JSON values only.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    answer: str = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One answer to a prompt. `token_ids`, `logprobs` and `versions` have one entry per answer token.
+
+    Attributes:
+        token_ids: Answer tokens; the stop token is included when the engine stopped on one.
+        logprobs: The sampler's log-probability of each token, at the sampling temperature.
+        versions: The weight version that sampled each token.
+        finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (cut off by the engine).
+        text: The decoded answer, special tokens left out.
+        rewards: Each reward function's score; `reward` is their weighted sum.
+        reward_failures: Reward functions that raised or ran out of time on this sample (scored 0).
+    """
+
+    prompt: Prompt
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    text: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    reward_failures: list[str] = field(default_factory=list)
+
+
+Group = list[Sample]
+"""The answers to one prompt, in sample order."""
