@@ -1,0 +1,140 @@
+"""torchtitan's dense language models on packed rows: attention within each document, log-probabilities out.
+
+torchtitan 0.2.2 has no attention that trains on packed rows on a CPU, passes positions through tensor
+parallelism for no Qwen3, and returns the full logits. `make_packed` changes these three things on a model that
+torchtitan built, and nothing else of it.
+"""
+
+import functools
+import inspect
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.varlen import varlen_attn
+
+from torchtitan.grpo.logprobs import token_logprobs
+from torchtitan.grpo.packing import Microbatch
+from torchtitan.models.attention import VarlenMetadata
+
+_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class Documents(VarlenMetadata):
+    """Where each document of a packed row starts (`cu_seq_q`, int32 [docs + 1]), as torchtitan's layers expect it."""
+
+    @functools.cached_property
+    def length_classes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Documents grouped by length up to a power of two, so that padding at most doubles the work.
+
+        Returns for each class `gather` [docs, L], the row position of each padded slot, and `valid` [docs, L].
+        """
+        starts, ends = self.cu_seq_q[:-1].long(), self.cu_seq_q[1:].long()
+        lengths = ends - starts
+        classes = torch.ceil(torch.log2(lengths.clamp(min=1).double())).long()
+        result = []
+        for length_class in classes.unique().tolist():
+            members = classes == length_class
+            slots = torch.arange(int(lengths[members].max()), device=starts.device)
+            valid = slots < lengths[members, None]
+            gather = torch.where(valid, starts[members, None] + slots, starts[members, None])
+            result.append((gather, valid))
+        return result
+
+
+class PackedAttention(nn.Module):
+    """Causal attention within each document of one packed row; takes the place of torchtitan's inner attention."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None = None
+    ) -> torch.Tensor:
+        """q: [1, heads, T, head_dim], k and v: [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim]."""
+        mesh = None
+        if isinstance(q, DTensor):  # heads are sharded: attention needs no other rank's
+            mesh = q.device_mesh
+            q, k, v = q.to_local(), k.to_local(), v.to_local()
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            out = _flash(q, k, v, documents, scale)
+        else:
+            out = _by_length_class(q, k, v, documents, scale)
+        out = out.unsqueeze(0)
+        return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False)
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None
+) -> torch.Tensor:
+    grouped = {"enable_gqa": True} if _VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
+    return varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        documents.cu_seq_q,
+        documents.cu_seq_k,
+        documents.max_q,
+        documents.max_k,
+        scale=scale,
+        window_size=(-1, 0),
+        **grouped,
+    )
+
+
+def _by_length_class(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None
+) -> torch.Tensor:
+    # Right padding under a causal mask reaches no valid query, so padded slots need no mask of their own.
+    out = torch.empty_like(q)
+    for gather, valid in documents.length_classes:
+        padded = (x[gather].transpose(1, 2) for x in (q, k, v))  # [docs, heads, L, head_dim]
+        attended = F.scaled_dot_product_attention(
+            *padded, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out = out.index_put((gather[valid],), attended.transpose(1, 2)[valid])
+    return out
+
+
+def make_packed(model: nn.Module, tp_mesh: DeviceMesh | None, fixed_max_seqlen: int | None) -> None:
+    """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
+
+    Args:
+        model: A Qwen3 or Llama3 model of torchtitan built with `attn_type="varlen"`.
+        tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
+        fixed_max_seqlen: Upper bound for the longest document, passed as a constant so that compiled blocks are
+            not specialised on each row's own; None passes the row's own.
+    """
+    for block in model.layers.values():
+        block.attention.inner_attention = PackedAttention()
+    model.forward = types.MethodType(
+        functools.partial(_packed_forward, tp_mesh=tp_mesh, fixed_max_seqlen=fixed_max_seqlen), model
+    )
+
+
+def _packed_forward(
+    model: nn.Module,
+    row: Microbatch,
+    temperature: float,
+    *,
+    tp_mesh: DeviceMesh | None,
+    fixed_max_seqlen: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy (detached), float32 [answer tokens], at the positions where `row.loss_mask`."""
+    longest = fixed_max_seqlen or row.max_seqlen
+    documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
+    rope = model.rope_cache if hasattr(model, "rope_cache") else model.freqs_cis
+    # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
+    rope = rope[row.positions]
+    hidden = model.tok_embeddings(row.tokens.unsqueeze(0))
+    for block in model.layers.values():
+        hidden = block(hidden, rope, documents, None)
+    hidden = model.norm(hidden)
+    if isinstance(hidden, DTensor):
+        hidden = hidden.full_tensor()
+    weight = model.output.weight
+    if isinstance(weight, DTensor):
+        weight = weight.to_local()
+    hidden = hidden[0][row.loss_mask]
+    return token_logprobs(hidden, weight, row.targets[row.loss_mask], temperature, mesh=tp_mesh)

@@ -1,0 +1,95 @@
+"""Building a model on its mesh: tensor parallelism, activation checkpointing, compile, FSDP2.
+
+torchtitan's own `apply_fsdp` fails on tied embeddings with torch 2.13 and applies no mixed precision on one rank,
+so the FSDP2 grouping is ours; the other three are torchtitan's.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.grpo.models import ModelSource
+from torchtitan.grpo.packed_model import make_packed
+from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.qwen3.infra import parallelize as qwen3
+from torchtitan.tools.utils import set_default_dtype
+
+
+def build_model(
+    source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device, *, trainable: bool = True
+) -> nn.Module:
+    """Build, shard and randomly initialise a model that takes packed rows (see `packed_model.make_packed`).
+
+    Args:
+        source: Which model, from `models.resolve_model`.
+        trainable: False for a reference model: no gradients, no activation checkpointing.
+    """
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = source.build()
+    tp_mesh = dims.get_optional_mesh("tp")
+    if tp_mesh is not None:
+        _apply_tensor_parallel(model, source, tp_mesh)
+    compiled = config.compile.enable
+    make_packed(model, tp_mesh, config.training.seq_len if compiled else None)
+    if trainable and config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=(qwen3 if source.family == "qwen3" else llama3)._op_sac_save_list,
+            base_folder=config.job.dump_folder,
+        )
+    if compiled and source.family == "qwen3":
+        qwen3.apply_compile(model, config.compile, ep_enabled=False)
+    elif compiled:
+        llama3.apply_compile(model, config.compile)
+    if dims.dp_enabled or config.training.mixed_precision_param != config.training.dtype:
+        _apply_fsdp(model, config, dims, device)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
+    model.requires_grad_(trainable)
+    return model.train()
+
+
+def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
+    if source.family == "qwen3":
+        qwen3.apply_non_moe_tp(
+            model,
+            tp_mesh,
+            loss_parallel=True,
+            enable_float8_tensorwise_tp=False,
+            enable_async_tp=False,
+            cp_enabled=False,
+        )
+    else:
+        llama3.apply_tp(model, tp_mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
+    if source.tied:  # sharding replaced both parameters; one FSDP group must see them as one
+        model.output.weight = model.tok_embeddings.weight
+
+
+def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
+    """One group per block, one for embedding, final norm and output together: tied weights need them together."""
+    if dims.dp_enabled:
+        mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else "fsdp")
+    else:
+        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
+    )
+    reshard = config.parallelism.fsdp_reshard_after_forward != "never"
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # The loss is computed in the root's forward from the output weight, which must then stay for the backward.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Token weights already hold the global normaliser: gradients are summed, never averaged.
+            module.set_gradient_divide_factor(1.0)
+            if device.type == "cpu":  # gloo has no premultiplied sum
+                module.set_force_sum_reduction_for_comms(True)
