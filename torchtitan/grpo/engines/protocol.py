@@ -1,0 +1,74 @@
+"""What every inference engine offers the trainer: token ids in, sampled tokens and their log-probabilities out."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan.grpo.rollouts.samples import FinishReason
+
+
+class EngineError(RuntimeError):
+    """A server failed, went away or took too long. The message names its address."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a prompt is answered. Nothing but the temperature shapes the distribution: no top-p, top-k or penalties,
+    so that a trainer that divides its logits by the same temperature computes the same log-probabilities.
+
+    Attributes:
+        n: Answers to the prompt.
+        temperature: Logits are divided by it; 0 is greedy (log-probabilities are then those of temperature 1).
+        max_tokens: Longest answer, stop token included.
+        stop_token_ids: Tokens that end an answer besides the model's own end tokens; they are part of the answer.
+        seed: Same seed, same prompt, same weights: same answers. None leaves it to the engine.
+        ignore_eos: Go on after the model's own end tokens; `stop_token_ids` still stop.
+    """
+
+    n: int
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass
+class Completion:
+    """One answer: `token_ids`, `logprobs` and `versions` have one entry per answer token.
+
+    Attributes:
+        logprobs: log p(token) after the temperature, float32 precision.
+        finish_reason: "stop" (a stop or end token), "length" (`max_tokens`) or "abort" (cut off by the engine).
+        versions: The weight version that sampled each token.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    versions: list[int]
+
+
+class EngineClient(Protocol):
+    """One server. All calls of one client are made from one asyncio event loop."""
+
+    url: str
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, cohort: tuple[str, int] | None = None
+    ) -> list[Completion]:
+        """Answer one prompt `params.n` times.
+
+        Args:
+            request_id: Names the request in logs, and orders it within its cohort.
+            cohort: (name, number of requests) of a set of requests that the server should start as one batch, so
+                that floating-point results do not depend on arrival times. Servers may ignore it.
+
+        Raises:
+            EngineError: The server failed, is gone, or did not answer in time.
+            UserError: The server refuses the request for a reason that the user can mend.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections. Requests still running are dropped."""
+        ...
