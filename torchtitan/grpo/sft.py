@@ -1,0 +1,43 @@
+"""Supervised warm start: a few steps on prompt and answer pairs, so that GRPO has some reward to climb from."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.job_config import Sft
+from torchtitan.grpo.packing import Microbatch, PackedSample
+
+
+def as_packed_samples(pairs: list[tuple[list[int], list[int]]]) -> list[PackedSample]:
+    """Prompt and target token ids as samples whose weighted sum is the mean loss per target token."""
+    weight = 1 / max(1, sum(len(target) for _, target in pairs))
+    return [PackedSample(prompt, target, 1.0, weight, [0.0] * len(target)) for prompt, target in pairs]
+
+
+def supervised_steps(
+    model: nn.Module, next_rows: Callable[[], list[Microbatch]], sft: Sft, max_norm: float, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Take `sft.steps` AdamW steps at a constant learning rate.
+
+    Args:
+        model: Takes packed rows; see `packed_model.make_packed`.
+        next_rows: This rank's rows of the next batch, with the global normaliser in their weights.
+
+    Yields:
+        This rank's part of each step's loss (their sum over data ranks is nats per target token).
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=sft.lr, weight_decay=0.0)
+    for _ in range(sft.steps):
+        optimizer.zero_grad()
+        step_loss = torch.zeros((), device=device)
+        for row in (row.to(device) for row in next_rows()):
+            logprobs, _ = model(row, temperature=1.0)
+            loss = -(row.weights[row.loss_mask] * logprobs).sum()
+            loss.backward()
+            step_loss += loss.detach()
+        dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
+        optimizer.step()
+        yield step_loss
+    optimizer.zero_grad()

@@ -1,0 +1,51 @@
+"""What a step's groups and summed losses say, as flat metrics. Names are explained in `docs/metrics.md`."""
+
+from statistics import fmean, pstdev
+
+from torchtitan.grpo.advantages import zero_variance
+from torchtitan.grpo.rollouts.samples import Group
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Rewards, lengths and how answers ended, over all samples of a step. Empty if there are none."""
+    samples = [sample for group in groups for sample in group]
+    if not samples:
+        return {}
+    rewards = [sample.reward for sample in samples]
+    lengths = [len(sample.token_ids) for sample in samples]
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/zero_variance_fraction": fmean(zero_variance([s.reward for s in group]) for group in groups),
+        "reward/failures": sum(len(sample.reward_failures) for sample in samples),
+        "rollout/answer_tokens": sum(lengths),
+        "rollout/answer_tokens_mean": fmean(lengths),
+        "rollout/answer_tokens_max": max(lengths),
+        "rollout/truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
+        "rollout/aborted_fraction": fmean(sample.finish_reason == "abort" for sample in samples),
+    }
+    for name in samples[0].rewards:
+        metrics[f"reward/{name}"] = fmean(sample.rewards[name] for sample in samples)
+    return metrics
+
+
+def validation_metrics(greedy: list[Group], sampled: list[Group], full_reward: float) -> dict[str, float]:
+    """Mean greedy reward, mean sampled reward, and pass@k: prompts with any of k answers at full reward."""
+    k = len(sampled[0])
+    best = [max(sample.reward for sample in group) for group in sampled]
+    return {
+        "validation/greedy_reward": fmean(group[0].reward for group in greedy),
+        "validation/sampled_reward": fmean(sample.reward for group in sampled for sample in group),
+        f"validation/pass_at_{k}": fmean(reward >= full_reward - 1e-6 for reward in best),
+        "validation/answer_tokens_mean": fmean(len(group[0].token_ids) for group in greedy),
+    }
+
+
+def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Means per answer token from sums over all rows and ranks (`losses.policy_loss`, `losses.mismatch`)."""
+    tokens = max(sums["tokens"], 1.0)
+    metrics = {"train/loss": sums["loss"]}
+    for name, value in sums.items():
+        if name not in ("tokens", "loss"):
+            metrics[f"policy/{name}"] = value / tokens
+    return metrics
