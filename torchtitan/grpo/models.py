@@ -1,0 +1,275 @@
+"""Which model is trained: a Hugging Face folder or a torchtitan flavour, as torchtitan's Qwen3 or Llama3.
+
+A folder's `config.json` decides shape and family by itself, so that any size of the two families trains without
+a registry entry. Weights go in and out as safetensors under Hugging Face's names.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedTokenizerBase
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.hf_config import ModelArgs, agree, from_flavor, from_folder, read_json
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+
+
+class TiedTransformer(Transformer):
+    """torchtitan's Llama3 with one parameter for embedding and output, as in Llama 3.2 1B and 3B."""
+
+    def __init__(self, model_args: TransformerModelArgs) -> None:
+        super().__init__(model_args)
+        self.output.weight = self.tok_embeddings.weight
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        self.output.weight = self.tok_embeddings.weight  # `to_empty` gives each module its own
+        super().init_weights(buffer_device)
+
+
+class _TiedEmbedding:
+    """State-dict adapter for tied models: Hugging Face files hold the embedding only. Takes partial state dicts."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return super().to_hf({name: value for name, value in state_dict.items() if name != "output.weight"})
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = super().from_hf({k: v for k, v in hf_state_dict.items() if k != "lm_head.weight"})
+        if "tok_embeddings.weight" in state_dict:
+            state_dict["output.weight"] = state_dict["tok_embeddings.weight"]
+        return state_dict
+
+
+class TiedLlama3StateDictAdapter(_TiedEmbedding, Llama3StateDictAdapter):
+    pass
+
+
+class TiedQwen3StateDictAdapter(_TiedEmbedding, Qwen3StateDictAdapter):
+    def __init__(self, model_args: Qwen3ModelArgs, hf_assets_path: str | None) -> None:
+        # Upstream's own tying demands the embedding in every call; `_TiedEmbedding` does it for partial dicts too.
+        super().__init__(dataclasses.replace(model_args, enable_weight_tying=False), hf_assets_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """What to build and how its weights are named outside.
+
+    Attributes:
+        family: `qwen3` or `llama3`.
+        model_args: torchtitan's arguments; `max_seq_len` is the run's, the length of the RoPE table.
+        adapter: torchtitan's state-dict adapter between its names and Hugging Face's; takes partial state dicts.
+        tied: Embedding and output are one parameter.
+        hf_config: Content of a `config.json` that describes the same model to transformers and vLLM.
+        folder: `model.hf_assets_path`; it need not exist for a flavour with random weights.
+    """
+
+    family: str
+    model_cls: type[nn.Module]
+    model_args: ModelArgs
+    adapter: Qwen3StateDictAdapter | Llama3StateDictAdapter
+    tied: bool
+    hf_config: dict[str, Any]
+    folder: Path
+
+    def build(self) -> nn.Module:
+        """The model on torch's current default device, its weights not initialised."""
+        return self.model_cls(self.model_args)
+
+
+def resolve_model(model_cfg, seq_len: int) -> ModelSource:
+    """Find the model that `[model]` names.
+
+    Args:
+        model_cfg: The `[model]` section. With an empty `flavor`, `config.json` in `hf_assets_path` decides family
+            and shape; else torchtitan's registry does, by `name` and `flavor`.
+        seq_len: `[training] seq_len`: longest document, tokens.
+
+    Raises:
+        UserError: the folder, its config or the flavour is missing, broken or not supported; `seq_len` is over
+            the model's maximum; flavour and folder differ.
+    """
+    folder = Path(model_cfg.hf_assets_path)
+    if model_cfg.flavor == "":
+        family, args, hf_config = from_folder(folder)
+    else:
+        family, args, hf_config = from_flavor(model_cfg.name, model_cfg.flavor)
+        if model_cfg.weights == "hf":
+            args, hf_config = agree(family, args, folder, f'[model] flavor = "{model_cfg.flavor}"')
+    if seq_len > args.max_seq_len:
+        raise UserError(
+            f"[training] seq_len = {seq_len} is over this model's maximum of {args.max_seq_len} tokens: lower seq_len"
+        )
+    args = dataclasses.replace(args, attn_type="varlen", attn_mask_type="block_causal", max_seq_len=seq_len)
+    tied = bool(hf_config.get("tie_word_embeddings", False))
+    if family == "qwen3":
+        model_cls, adapter_cls = Qwen3Model, TiedQwen3StateDictAdapter if tied else Qwen3StateDictAdapter
+    elif tied:
+        model_cls, adapter_cls = TiedTransformer, TiedLlama3StateDictAdapter
+    else:
+        model_cls, adapter_cls = Transformer, Llama3StateDictAdapter
+    return ModelSource(family, model_cls, args, adapter_cls(args, None), tied, hf_config, folder)
+
+
+def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:
+    """Fill `model` from the safetensors files in `folder`. Call on every rank, after the model is materialised.
+
+    Each rank maps the files and copies its own shard, whatever the FSDP2 and tensor-parallel placements; nothing
+    is gathered or sent, and the files' precision is cast to the parameters'.
+
+    Raises:
+        UserError: no weights, a file that is missing or broken, names that are missing or left over, wrong shapes.
+    """
+    folder = Path(folder)
+    parameters = get_model_state_dict(model)
+    if any(parameter.is_meta for parameter in parameters.values()):
+        raise RuntimeError("load_hf_weights needs a materialised model: call to_empty and init_weights first")
+    on_meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
+    expected = {name: tuple(value.shape) for name, value in source.adapter.to_hf(on_meta).items()}
+    files = _weight_files(folder)
+    _check_names_and_shapes(files, expected, source, folder)
+    with torch.no_grad():
+        for path in files:
+            with _open(path) as file:
+                for hf_name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                    if hf_name not in expected:
+                        continue
+                    for name, value in source.adapter.from_hf({hf_name: file.get_tensor(hf_name)}).items():
+                        _local(parameters[name]).copy_(_shard_of(value, parameters[name]))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index_path = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index_path.is_file():
+        raise UserError(
+            f'[model] hf_assets_path = "{folder}" has neither model.safetensors nor {index_path.name}: download the '
+            'safetensors weights (other formats are not read), or set [model] weights = "random"'
+        )
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index_path} has no weight_map: download it again")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise UserError(f"{index_path} names files that {folder} lacks: {_some(missing)}. Download them")
+    return files
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or not a safetensors file ({error}): download it again") from error
+
+
+def _check_names_and_shapes(
+    files: list[Path], expected: dict[str, tuple[int, ...]], source: ModelSource, folder: Path
+) -> None:
+    found: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with _open(path) as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    problems = []
+    missing = [name for name in expected if name not in found]
+    # Old files carry the rotary table, and those of tied models sometimes a second copy of the embedding.
+    spare = ("rotary_emb.inv_freq", "lm_head.weight") if source.tied else ("rotary_emb.inv_freq",)
+    extra = [name for name in found if name not in expected and not name.endswith(spare)]
+    wrong = [
+        f"{name} {list(found[name])}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if missing:
+        problems.append(f"{len(missing)} missing: {_some(missing)}")
+    if extra:
+        problems.append(f"{len(extra)} that the model has no place for: {_some(extra)}")
+    if wrong:
+        problems.append(f"{len(wrong)} of another shape: {_some(wrong)}")
+    if problems:
+        raise UserError(
+            f"the tensors in {folder} do not fit the model that [model] describes; {'; '.join(problems)}. "
+            "config.json and the weights must be of the same model (tie_word_embeddings and sizes included)"
+        )
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of `full` that this rank holds of `parameter`: a view, by torch.chunk's rule on each mesh axis."""
+    if not isinstance(parameter, DTensor):
+        return full
+    coordinate = parameter.device_mesh.get_coordinate()
+    axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    # FSDP cuts what tensor parallelism has cut before, though its axis comes first: it is marked as strided.
+    for axis in sorted(axes, key=lambda axis: isinstance(parameter.placements[axis], _StridedShard)):
+        dim, ranks = parameter.placements[axis].dim, parameter.device_mesh.size(axis)
+        rows = -(-full.shape[dim] // ranks)
+        start = min(rows * coordinate[axis], full.shape[dim])
+        full = full.narrow(dim, start, min(rows, full.shape[dim] - start))
+    return full
+
+
+def write_hf_config(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write config.json, generation_config.json (if the model's folder has one) and the tokenizer into `folder`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A flavour knows no token ids, and transformers would fill in its own defaults.
+    ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = ids | source.hf_config
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+    generation_config = source.folder / "generation_config.json"
+    if generation_config.is_file():
+        shutil.copyfile(generation_config, folder / generation_config.name)
+
+
+def export_hf(
+    model: nn.Module,
+    source: ModelSource,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+) -> None:
+    """Write a folder that transformers and vLLM load: safetensors, config and tokenizer. Collective.
+
+    Rank 0 gathers one tensor at a time, holds the whole model in `dtype` in host memory and writes it.
+    """
+    # Every rank runs the generator, so that all take part in the gathering; only rank 0 keeps what it yields.
+    full = {name: value.to("cpu", dtype) for name, value in _gathered(model, source) if _is_writer()}
+    if not _is_writer():
+        return
+    hf_config = {key: value for key, value in source.hf_config.items() if key != "torch_dtype"}
+    hf_config["dtype"] = str(dtype).removeprefix("torch.")
+    write_hf_config(dataclasses.replace(source, hf_config=hf_config), tokenizer, folder)
+    save_torch_state_dict(source.adapter.to_hf(full), folder)
+
+
+def _is_writer() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _gathered(model: nn.Module, source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in get_model_state_dict(model).items():
+        if not (source.tied and name == "output.weight"):
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
