@@ -1,0 +1,111 @@
+"""Draw metrics of one or several runs from their metrics.jsonl to a PNG; needs matplotlib.
+
+    python scripts/plot_metrics.py outputs/quickstart
+    python scripts/plot_metrics.py grpo='outputs/grpo_seed*' rloo='outputs/rloo_seed*' --metrics reward/mean policy/kl
+
+Each argument is one curve: `[LABEL=]FOLDER`, where FOLDER may be a pattern. The runs that it names are taken for seeds
+of one experiment: the line is their mean at each step, the band their range.
+"""
+
+import argparse
+import glob
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Curve = dict[int, float]
+"""Value by step."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="[LABEL=]FOLDER")
+    parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="names (default reward/mean)")
+    parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="PNG to write (default metrics.png)")
+    parser.add_argument("--smooth", type=int, default=1, help="mean over this many past points of each run (default 1)")
+    parser.add_argument("--title", default="")
+    return parser.parse_args(argv)
+
+
+def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
+    """Label -> metrics.jsonl files. A label that is given twice is one experiment."""
+    runs: dict[str, list[Path]] = {}
+    for argument in arguments:
+        label, separator, pattern = argument.rpartition("=")
+        folders = sorted(Path(match) for match in glob.glob(pattern))
+        files = [folder / "metrics.jsonl" if folder.is_dir() else folder for folder in folders]
+        files = [file for file in files if file.exists()]
+        if not files:
+            sys.exit(f"error: no metrics.jsonl under {pattern}")
+        runs.setdefault(label if separator else Path(pattern).name, []).extend(files)
+    return runs
+
+
+def read_curves(file: Path) -> dict[str, Curve]:
+    """Every metric of one run. Supervised steps have an axis of their own, `sft/step`."""
+    curves: dict[str, Curve] = {}
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                continue  # still being written
+            record = json.loads(line)
+            step = record.get("step", record.get("sft/step"))
+            for name, value in record.items():
+                curves.setdefault(name, {})[step] = value
+    return curves
+
+
+def smoothed(curve: Curve, points: int) -> Curve:
+    steps = sorted(curve)
+    return {
+        step: statistics.fmean(curve[s] for s in steps[max(0, i + 1 - points) : i + 1]) for i, step in enumerate(steps)
+    }
+
+
+def mean_and_range(curves: list[Curve]) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps that any of the curves has, with the mean, least and greatest value of those that have it."""
+    steps = sorted(set().union(*curves))
+    values = [[curve[step] for curve in curves if step in curve] for step in steps]
+    return steps, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    runs = {label: [read_curves(file) for file in files] for label, files in find_runs(arguments.runs).items()}
+    known = sorted({name for seeds in runs.values() for curves in seeds for name in curves} - {"step", "sft/step"})
+    missing = [name for name in arguments.metrics if name not in known]
+    if missing:
+        sys.exit(f"error: no run has {', '.join(missing)}; there are: {', '.join(known)}")
+
+    figure, rows = plt.subplots(
+        len(arguments.metrics), 1, figsize=(8, 3.2 * len(arguments.metrics)), squeeze=False, layout="constrained"
+    )
+    for axes, metric in zip(rows[:, 0], arguments.metrics, strict=True):
+        for label, seeds in runs.items():
+            curves = [smoothed(curves[metric], arguments.smooth) for curves in seeds if metric in curves]
+            if not curves:
+                continue
+            steps, mean, low, high = mean_and_range(curves)
+            legend = label if len(curves) == 1 else f"{label} ({len(curves)} seeds: mean, range)"
+            # A metric that is logged now and then (validation) is shown as the points that there are.
+            (line,) = axes.plot(steps, mean, label=legend, marker="o" if len(steps) <= 20 else None, markersize=3)
+            if len(curves) > 1:
+                axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        axes.set_ylabel(metric)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    rows[-1, 0].set_xlabel("step")
+    figure.suptitle(arguments.title)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(arguments.out, dpi=120)
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

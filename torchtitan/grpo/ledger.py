@@ -1,0 +1,162 @@
+"""Where the seconds of a step went, and what bounds it.
+
+Stages are timed on the host, and on CUDA by events on the current stream too. A stage's seconds are then the device's:
+the host runs ahead of the stream, so its clock would book the work of one stage on the next that happens to wait.
+The stages of one stream follow each other, so top-level stages partition the step either way.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+KINDS = ("trainer", "rollout", "sync", "reward")
+_KIND_OF_STAGE = {
+    "rollout": "rollout",
+    "sync": "sync",
+    "reward": "reward",
+    # Neither bounds a step: both happen once in many steps, and their cadence is the user's choice.
+    "validation": None,
+    "checkpoint": None,
+}
+"""Kind of a top-level stage in the verdict; a stage that is not listed is the trainer's own work."""
+
+_CLEAR_LEAD = 0.15
+"""A kind bounds the step when its share is ahead of the next one's by at least this; else the step is balanced."""
+
+
+@dataclass
+class _Span:
+    """One passage through a stage. `name` is the path from the top level, joined by "/"."""
+
+    name: str
+    host_s: float
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+class Ledger:
+    """Seconds by stage for one step at a time. Not thread-safe: other threads' figures come in through `add`.
+
+    A step lasts from one `close_step` to the next; the first one from its first stage on.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._open: list[str] = []
+        self._spans: list[_Span] = []
+        self._added_s: dict[str, float] = defaultdict(float)
+        self._hidden_s: dict[str, float] = defaultdict(float)
+        self._moved_s: dict[str, float] = defaultdict(float)
+        self._step_start: float | None = None
+        self._last: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage. Nested stages are reported as `outer/inner` and do not add to the step."""
+        start = time.perf_counter()
+        if self._step_start is None:
+            self._step_start = start
+        self._open.append(name)
+        path = "/".join(self._open)
+        events = None
+        if self._on_cuda:
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events[0].record()
+        try:
+            yield
+        finally:
+            if events is not None:
+                events[1].record()
+            self._open.pop()
+            self._spans.append(_Span(path, time.perf_counter() - start, events))
+
+    def add(self, name: str, seconds: float, *, hidden: bool = False, out_of: str | None = None) -> None:
+        """Book seconds that were measured elsewhere.
+
+        Args:
+            name: A top-level stage ("reward") adds to the step; a path ("sync/gather") is a detail of its stage.
+            seconds: Its length.
+            hidden: It ran beside the step and cost it nothing: reported as `time/<name>_hidden_s`, summed nowhere.
+            out_of: The top-level stage whose measured time holds these seconds; they move from it to `name`
+                (rewards that a rollout waited for), so that the step's sum stays right.
+        """
+        if hidden:
+            self._hidden_s[name] += seconds
+            return
+        self._added_s[name] += seconds
+        if out_of is not None:
+            self._moved_s[out_of] += seconds
+
+    def close_step(self) -> dict[str, float]:
+        """End the step and return its seconds by metric name. On CUDA this waits for the last stage's event.
+
+        Returns:
+            `time/<stage>_s` for each stage and nested path, `time/<stage>_hidden_s` for what ran beside it,
+            `time/<stage>_host_s` for top-level stages on CUDA (what the host spent in it), `time/step_s`
+            (wall clock) and `time/other_s` (wall clock in no stage).
+        """
+        if self._open:
+            raise RuntimeError(f"close_step inside the stage {'/'.join(self._open)!r}")
+        seconds: dict[str, float] = defaultdict(float)
+        host: dict[str, float] = defaultdict(float)
+        for span in self._spans:
+            if span.events is None:
+                seconds[span.name] += span.host_s
+                continue
+            span.events[1].synchronize()  # spans need not end in order: a stage may run on another stream
+            seconds[span.name] += span.events[0].elapsed_time(span.events[1]) / 1e3
+            if "/" not in span.name:
+                host[span.name] += span.host_s
+        for name, moved in self._moved_s.items():
+            if name not in seconds:
+                raise ValueError(f"add(out_of={name!r}): no such stage in this step, there are {sorted(seconds)}")
+            seconds[name] = max(seconds[name] - moved, 0.0)
+        for name, added in self._added_s.items():
+            seconds[name] += added
+
+        now = time.perf_counter()
+        step_s = now - (now if self._step_start is None else self._step_start)
+        in_stages_s = sum(value for name, value in seconds.items() if "/" not in name)
+        result = {f"time/{name}_s": value for name, value in seconds.items()}
+        result |= {f"time/{name}_host_s": value for name, value in host.items()}
+        result |= {f"time/{name}_hidden_s": value for name, value in self._hidden_s.items()}
+        result["time/step_s"] = step_s
+        result["time/other_s"] = max(step_s - in_stages_s, 0.0)
+
+        self._spans.clear()
+        for booked in (self._added_s, self._hidden_s, self._moved_s):
+            booked.clear()
+        self._step_start = now
+        self._last = result
+        return dict(result)
+
+    def verdict(self) -> str:
+        """What bounded the last closed step: see the function of this name."""
+        return verdict(self._last)
+
+
+def shares(seconds: dict[str, float]) -> dict[str, float]:
+    """Each kind's share, 0 to 1, of the seconds that `close_step` returned for stages of the four kinds."""
+    by_kind = dict.fromkeys(KINDS, 0.0)
+    for name, value in seconds.items():
+        stage = name.removeprefix("time/").removesuffix("_s")
+        top_level = name.startswith("time/") and "/" not in stage and not stage.endswith(("_hidden", "_host"))
+        if top_level and stage not in ("step", "other"):
+            kind = _KIND_OF_STAGE.get(stage, "trainer")
+            if kind is not None:
+                by_kind[kind] += value
+    total = sum(by_kind.values())
+    return {kind: value / total if total > 0 else 0.0 for kind, value in by_kind.items()}
+
+
+def verdict(seconds: dict[str, float]) -> str:
+    """One line for the console, such as `rollout-bound (rollout 71%, trainer 22%, sync 7%)`; "" without stages."""
+    ranked = sorted(shares(seconds).items(), key=lambda item: -item[1])
+    (first, most), (_, next_most) = ranked[:2]
+    if most == 0:
+        return ""
+    bound = f"{first}-bound" if most - next_most >= _CLEAR_LEAD else "balanced"
+    return f"{bound} ({', '.join(f'{kind} {share:.0%}' for kind, share in ranked if share >= 0.005)})"
