@@ -121,9 +121,9 @@ def pack(
     """Rows of at most `budget_tokens` for each rank: `result[rank]` is that rank's microbatches, on the CPU.
 
     Every rank gets the same number of rows (sharded parameters are gathered by all ranks at once), at least one; a rank
-    with too little work gets rows of padding alone. The number is the least that first-fit-decreasing needs. Then the
-    longest samples go first into the least loaded row, and rows of similar length go to the ranks in the same turn,
-    because each turn takes as long as its longest row. The result is a function of the arguments alone.
+    with too little work gets rows of padding alone. The longest samples go first into the least loaded of as few rows
+    as hold them that way, or as first-fit-decreasing needs if that is fewer. Rows of similar length go to the ranks in
+    the same turn, because a turn takes as long as its longest row. The result is a function of the arguments alone.
     Samples with an empty answer have nothing to train and are left out.
 
     Args:
@@ -173,17 +173,28 @@ def _assign(lengths: dict[int, int], budget_tokens: int, num_ranks: int) -> list
     """Sample indices of each row, rows in falling order of load; a multiple of `num_ranks` rows, at least that many."""
     longest_first = sorted(lengths, key=lambda i: (-lengths[i], i))
     tight = _first_fit(longest_first, lengths, budget_tokens)
-    num_rows = max(1, -(-len(tight) // num_ranks)) * num_ranks
+    least_turns = max(1, -(-sum(lengths.values()) // (budget_tokens * num_ranks)))
+    most_turns = max(1, -(-len(tight) // num_ranks))
+    for turns in range(least_turns, most_turns + 1):
+        rows = _least_loaded(longest_first, lengths, budget_tokens, turns * num_ranks)
+        if rows:
+            break
+    else:  # balancing wastes room that first fit does not
+        rows = tight + [[] for _ in range(most_turns * num_ranks - len(tight))]
+    return sorted(map(sorted, rows), key=lambda row: -sum(lengths[i] for i in row))
+
+
+def _least_loaded(order: list[int], lengths: dict[int, int], budget_tokens: int, num_rows: int) -> list[list[int]]:
+    """Each sample into the row with the fewest tokens; [] if one exceeds the budget there, as it then does in all."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     heap = [(0, row) for row in range(num_rows)]  # (tokens, row)
-    for i in longest_first:
+    for i in order:
         load, row = heap[0]
-        if load + lengths[i] > budget_tokens:  # balancing wasted room that the tight packing did not
-            rows = tight + [[] for _ in range(num_rows - len(tight))]
-            break
+        if load + lengths[i] > budget_tokens:
+            return []
         heapq.heapreplace(heap, (load + lengths[i], row))
         rows[row].append(i)
-    return sorted(map(sorted, rows), key=lambda row: -sum(lengths[i] for i in row))
+    return rows
 
 
 def _first_fit(order: list[int], lengths: dict[int, int], budget_tokens: int) -> list[list[int]]:

@@ -1,0 +1,51 @@
+import statistics
+
+import pytest
+
+from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
+
+GROUPS = [[1.0, 0.0, 0.0, 1.0, 1.0], [0.3, -2.0], [5.0, 5.5, 7.25]]
+
+
+@pytest.mark.parametrize("divide_by_std", [False, True])
+def test_mean_baseline_follows_the_published_formula(divide_by_std):
+    for group, advantages in zip(GROUPS, group_advantages(GROUPS, "mean", divide_by_std), strict=True):
+        scale = statistics.stdev(group) + 1e-4 if divide_by_std else 1.0
+        for reward, advantage in zip(group, advantages, strict=True):
+            assert advantage == pytest.approx((reward - statistics.fmean(group)) / scale, abs=1e-12)
+        assert sum(advantages) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("divide_by_std", [False, True])
+def test_leave_one_out_subtracts_the_mean_of_the_others(divide_by_std):
+    for group, advantages in zip(GROUPS, group_advantages(GROUPS, "leave_one_out", divide_by_std), strict=True):
+        scale = statistics.stdev(group) + 1e-4 if divide_by_std else 1.0
+        for i, reward in enumerate(group):
+            others = group[:i] + group[i + 1 :]
+            assert advantages[i] == pytest.approx((reward - statistics.fmean(others)) / scale, abs=1e-12)
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("divide_by_std", [False, True])
+def test_groups_without_signal_get_exact_zeros(baseline, divide_by_std):
+    # 0.1 three times: the mean in floating point is not 0.1
+    groups = [[], [3.0], [0.1, 0.1, 0.1], [0.0, 0.0]]
+    assert group_advantages(groups, baseline, divide_by_std) == [[], [0.0], [0.0, 0.0, 0.0], [0.0, 0.0]]
+    assert group_advantages([], baseline, divide_by_std) == []
+
+
+def test_unknown_baseline_is_an_error():
+    with pytest.raises(ValueError, match="leave_one_out"):
+        group_advantages([[0.0, 1.0]], "median", True)
+
+
+def test_zero_variance():
+    assert zero_variance([]) and zero_variance([1.0]) and zero_variance([0.5, 0.5])
+    assert not zero_variance([0.5, 0.5, 0.5 + 1e-9])
+
+
+def test_overlong_penalty_falls_linearly_over_the_buffer():
+    values = [overlong_penalty(n, max_answer_tokens=100, buffer_tokens=20, penalty=0.5) for n in (0, 80, 81, 90, 100)]
+    assert values == pytest.approx([0, 0, -0.5 / 20, -0.25, -0.5])
+    assert overlong_penalty(101, 100, 20, 0.5) == -0.5
+    assert overlong_penalty(100, 100, 0, 0.5) == 0.0

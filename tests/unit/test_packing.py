@@ -1,0 +1,183 @@
+import itertools
+import random
+from dataclasses import fields
+
+import pytest
+import torch
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+
+
+def sample(prompt_tokens: int, answer_tokens: int, seed: int = 0) -> PackedSample:
+    rng = random.Random(seed * 10007 + prompt_tokens * 101 + answer_tokens)
+    return PackedSample(
+        prompt_ids=[rng.randrange(1, 500) for _ in range(prompt_tokens)],
+        answer_ids=[rng.randrange(1, 500) for _ in range(answer_tokens)],
+        advantage=rng.uniform(-1, 1),
+        weight=rng.uniform(0.1, 1),
+        sampler_logprobs=[-rng.random() for _ in range(answer_tokens)],
+    )
+
+
+def random_samples(count: int, longest: int, seed: int) -> list[PackedSample]:
+    rng = random.Random(seed)
+    return [sample(rng.randint(1, longest // 2), rng.randint(1, longest // 2), i) for i in range(count)]
+
+
+def unpack(microbatches: list[list[Microbatch]]) -> dict[int, PackedSample]:
+    """Read every sample back from the rows, by the documented meaning of the fields alone."""
+    found: dict[int, PackedSample] = {}
+    for row in (row for rank in microbatches for row in rank):
+        bounds = row.cu_seqlens.tolist()
+        for k, index in enumerate(row.sample_index.tolist()):
+            document = slice(bounds[k], bounds[k + 1])
+            assert (row.sample_ids[document] == k).all()
+            mask = row.loss_mask[document]
+            first = int(mask.nonzero()[0])
+            assert mask[first:].all()
+            tokens, targets = row.tokens[document], row.targets[document]
+            assert torch.equal(targets[first:-1], tokens[first + 1 :])  # targets are the document's next tokens
+            (advantage,) = set(row.advantages[document][mask].tolist())
+            (weight,) = set(row.weights[document][mask].tolist())
+            assert index not in found
+            found[index] = PackedSample(
+                tokens[: first + 1].tolist(),
+                targets[mask].tolist(),
+                advantage,
+                weight,
+                row.sampler_logprobs[document][mask].tolist(),
+            )
+    return found
+
+
+def check_rows(microbatches: list[list[Microbatch]], budget_tokens: int, pad_multiple: int) -> None:
+    assert len({len(rank) for rank in microbatches}) == 1
+    for row in (row for rank in microbatches for row in rank):
+        length = len(row.tokens)
+        assert 0 < length <= budget_tokens and length % pad_multiple == 0
+        bounds = row.cu_seqlens.tolist()
+        assert row.cu_seqlens.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == length
+        lengths = [b - a for a, b in itertools.pairwise(bounds)]
+        assert row.max_seqlen == max(lengths)
+        assert row.positions.tolist() == [p for n in lengths for p in range(n)]
+        assert len(row.sample_index) in (len(lengths), len(lengths) - 1)  # at most one document of padding, the last
+        assert (row.sample_ids == -1).sum() == (lengths[-1] if len(row.sample_index) < len(lengths) else 0)
+        off = ~row.loss_mask
+        for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs):
+            assert (values[off] == 0).all()
+        assert not row.loss_mask[row.sample_ids == -1].any()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("pad_multiple", [1, 8, 64])
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_every_sample_comes_back_once(num_ranks, pad_multiple, count):
+    samples = random_samples(count, longest=40, seed=count)
+    packed = pack(samples, 64, num_ranks, pad_multiple)
+    check_rows(packed, 64, pad_multiple)
+    found = unpack(packed)
+    assert sorted(found) == list(range(count))
+    for i, expected in enumerate(samples):
+        assert found[i].prompt_ids == expected.prompt_ids and found[i].answer_ids == expected.answer_ids
+        assert found[i].advantage == pytest.approx(expected.advantage)
+        assert found[i].weight == pytest.approx(expected.weight)
+        assert found[i].sampler_logprobs == pytest.approx(expected.sampler_logprobs)
+
+
+def test_exact_row():
+    (rows,) = pack([PackedSample([1, 2], [3, 4], 0.5, 0.25, [-1.0, -2.0])], 8, 1, pad_multiple=4)
+    (row,) = rows
+    assert row.tokens.tolist() == [1, 2, 3, 0]
+    assert row.targets.tolist() == [0, 3, 4, 0]
+    assert row.loss_mask.tolist() == [False, True, True, False]
+    assert row.positions.tolist() == [0, 1, 2, 0]
+    assert row.sample_ids.tolist() == [0, 0, 0, -1]
+    assert row.cu_seqlens.tolist() == [0, 3, 4]
+    assert row.advantages.tolist() == [0, 0.5, 0.5, 0]
+    assert row.weights.tolist() == [0, 0.25, 0.25, 0]
+    assert row.sampler_logprobs.tolist() == [0, -1, -2, 0]
+
+
+def test_sample_at_the_budget_fits_and_one_over_does_not():
+    # the last answer token is only a target: 5 + 4 tokens take 8 positions
+    ((row,),) = pack([sample(5, 4)], 8, 1)
+    assert len(row.tokens) == 8 and row.loss_mask.sum() == 4
+    with pytest.raises(UserError, match=r"\[training\] tokens_per_microbatch"):
+        pack([sample(1, 1), sample(5, 5)], 8, 1)
+
+
+def test_budget_must_be_a_multiple_of_the_padding():
+    with pytest.raises(UserError, match=r"\[training\] tokens_per_microbatch"):
+        pack([], 100, 1, pad_multiple=64)
+
+
+def test_no_samples_give_every_rank_a_row_of_padding():
+    for packed in (pack([], 64, 3, 8), pack([sample(4, 0)], 64, 3, 8)):
+        check_rows(packed, 64, 8)
+        assert [len(rank) for rank in packed] == [1, 1, 1]
+        assert not any(rank[0].loss_mask.any() or len(rank[0].sample_index) for rank in packed)
+
+
+def test_more_ranks_than_samples():
+    packed = pack([sample(3, 3), sample(2, 2)], 64, 4)
+    check_rows(packed, 64, 1)
+    assert sorted(len(rank[0].sample_index) for rank in packed) == [0, 0, 1, 1]
+
+
+def test_bad_samples_are_errors():
+    with pytest.raises(ValueError, match="empty prompt"):
+        pack([PackedSample([], [1], 0.0, 1.0, [0.0])], 8, 1)
+    with pytest.raises(ValueError, match="2 sampler log-probabilities for 1"):
+        pack([PackedSample([1], [1], 0.0, 1.0, [0.0, 0.0])], 8, 1)
+
+
+def test_ranks_are_balanced_and_turns_are_even():
+    samples = random_samples(400, longest=200, seed=3)
+    packed = pack(samples, 2048, 4)
+    tokens = [[len(row.tokens) for row in rank] for rank in packed]
+    per_rank = [sum(rank) for rank in tokens]
+    assert max(per_rank) <= 1.02 * min(per_rank)
+    for turn in zip(*tokens, strict=True):
+        assert max(turn) <= 1.05 * min(turn)
+    total = sum(len(s.prompt_ids) + len(s.answer_ids) - 1 for s in samples)
+    assert len(packed[0]) == -(-total // (2048 * 4))  # no more rows than the tokens need
+
+
+def test_as_few_rows_as_either_way_of_packing_finds():
+    # first fit: 5 + 5, 4 + 4 + 3, 3; least loaded: 5 + 4 + 3 twice
+    # first fit: 6 + 4, 4 + 3 + 3; least loaded: 6 + 3, 4 + 4, and no room for the last 3
+    for lengths, budget_tokens in ((5, 5, 4, 4, 3, 3), 12), ((6, 4, 4, 3, 3), 10):
+        packed = pack([sample(n, 1) for n in lengths], budget_tokens, 1)
+        check_rows(packed, budget_tokens, 1)
+        assert [len(row.tokens) for row in packed[0]] == [budget_tokens, budget_tokens]
+        assert sorted(unpack(packed)) == list(range(len(lengths)))
+
+
+def test_packing_is_deterministic():
+    samples = random_samples(60, longest=60, seed=5)
+    once, again = pack(samples, 128, 2, 16), pack(samples, 128, 2, 16)
+    for a, b in zip(itertools.chain(*once), itertools.chain(*again), strict=True):
+        assert_equal(a, b)
+
+
+@pytest.mark.parametrize("samples", [[], random_samples(9, longest=30, seed=1)], ids=["empty", "filled"])
+@pytest.mark.parametrize("pad_multiple", [1, 32])
+def test_tensor_round_trip(samples, pad_multiple):
+    for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
+        header, ints, floats = row.to_tensors()
+        received_ints, received_floats = Microbatch.empty_tensors(header)
+        received_ints.copy_(ints)
+        received_floats.copy_(floats)
+        assert received_ints.dtype == torch.int64 and received_floats.dtype == torch.float32
+        assert_equal(Microbatch.from_tensors(received_ints, received_floats), row)
+        assert_equal(row.to("cpu"), row)
+
+
+def assert_equal(a: Microbatch, b: Microbatch) -> None:
+    for f in fields(Microbatch):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if f.name == "max_seqlen":
+            assert x == y
+        else:
+            assert x.dtype == y.dtype and torch.equal(x, y), f.name

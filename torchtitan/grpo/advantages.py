@@ -1,0 +1,52 @@
+"""Groups of rewards -> advantages. Pure functions over plain floats."""
+
+from typing import Literal
+
+import torch
+
+STD_EPSILON = 1e-4  # added to the standard deviation, as in TRL's GRPOTrainer
+
+
+def group_advantages(
+    rewards: list[list[float]], baseline: Literal["mean", "leave_one_out"], divide_by_std: bool
+) -> list[list[float]]:
+    """Advantage of each answer relative to the other answers to the same prompt.
+
+    `mean` subtracts the group's mean (GRPO, arXiv 2402.03300); `leave_one_out` subtracts the mean of the other answers,
+    which does not depend on the answer itself (RLOO, arXiv 2402.14740). `divide_by_std` divides by the group's standard
+    deviation + 1e-4, the unbiased one (n - 1) that TRL takes; without it this is Dr. GRPO's choice (arXiv 2503.20783).
+    A group of one answer, or of equal rewards, gets exact zeros. Groups may differ in size; an empty one stays empty.
+    """
+    return [_one_group(group, baseline, divide_by_std) for group in rewards]
+
+
+def _one_group(group: list[float], baseline: str, divide_by_std: bool) -> list[float]:
+    n = len(group)
+    if zero_variance(group):
+        return [0.0] * n
+    rewards = torch.tensor(group, dtype=torch.float64)
+    advantages = rewards - rewards.mean()
+    if baseline == "leave_one_out":
+        advantages *= n / (n - 1)  # r - (sum - r) / (n - 1)
+    elif baseline != "mean":
+        raise ValueError(f"unknown baseline {baseline!r}: use 'mean' or 'leave_one_out'")
+    if divide_by_std:
+        advantages /= rewards.std(correction=1) + STD_EPSILON
+    return advantages.tolist()
+
+
+def zero_variance(rewards: list[float]) -> bool:
+    """Whether all rewards of a group are equal, so that the group carries no signal; true for no or one reward."""
+    return len(set(rewards)) <= 1
+
+
+def overlong_penalty(answer_tokens: int, max_answer_tokens: int, buffer_tokens: int, penalty: float) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), to be added to the reward; between -`penalty` and 0.
+
+    0 up to `max_answer_tokens - buffer_tokens`, then linear in the length down to -`penalty` at `max_answer_tokens`.
+    `buffer_tokens = 0` turns it off.
+    """
+    if buffer_tokens == 0:
+        return 0.0
+    excess_tokens = answer_tokens - (max_answer_tokens - buffer_tokens)
+    return -penalty * min(max(excess_tokens / buffer_tokens, 0.0), 1.0)

@@ -1,0 +1,156 @@
+"""Per-token log-probabilities and entropy from hidden states, without the full logits.
+
+With T tokens and a vocabulary of V, float logits are T x V x 4 bytes (16k x 152k: 10 GB), more than a small model.
+Only `chunk_tokens` rows of them exist at a time, and backward computes them again. The gradient of a log-softmax is
+known in closed form, so forward and backward each take one pass over a chunk, and the chunks need no autograd graph.
+"""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    chunk_tokens: int = 1024,
+    mesh: DeviceMesh | None = None,
+    compile: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
+
+    The product is taken in hidden's dtype, the rest in float32 (float64 if hidden is float64).
+
+    Args:
+        hidden: [T, D], the final hidden states at the positions that predict `targets`. T may be 0.
+        weight: [V, D], the output layer's; with `mesh` this rank's slice [V_local, D] in the layout of DTensor's
+            `Shard(0)` (slices of equal size, the last ones may be smaller).
+        targets: [T] int64 in 0..V-1.
+        temperature: The sampler's, above 0.
+        chunk_tokens: Rows of logits that exist at once.
+        mesh: 1-D tensor-parallel mesh; hidden and targets are the same on all its ranks, and so are the results.
+            Every rank must backpropagate the same loss: hidden's gradient is then the full one on each rank,
+            weight's is this rank's slice.
+        compile: Fuse the work per logit by torch.compile, which otherwise is bound by memory traffic.
+    Returns:
+        logprobs [T] and entropy [T], both differentiable in hidden and weight. Second derivatives are not available.
+        The weight's gradient is summed over chunks in hidden's dtype.
+    """
+    if not temperature > 0:
+        raise ValueError(f"log-probabilities need a temperature above 0, got {temperature}")
+    if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden must be [T, D] and targets [T], got {tuple(hidden.shape)} and {tuple(targets.shape)}")
+    group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, compile)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens, group, compile):
+        projection = weight.to(hidden.dtype).T  # [D, V_local]
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        local_targets, is_local = _localize(targets, weight.shape[0], group)
+        stats = torch.empty(3, len(targets), dtype=dtype, device=hidden.device)
+        row_stats = _compiled(_row_stats) if compile else _row_stats
+        for rows in _chunks(len(targets), chunk_tokens):
+            logits = hidden[rows] @ projection
+            stats[0, rows], stats[1, rows] = row_stats(logits, temperature, dtype)
+            target_logits = logits.gather(1, local_targets[rows, None])[:, 0].to(dtype) / temperature
+            stats[2, rows] = target_logits.where(is_local[rows], 0)
+        lse, mean_logit, target_logit = stats if group is None else _combine(stats, group)
+        logprobs = target_logit - lse
+        entropy = lse - mean_logit
+        ctx.save_for_backward(hidden, weight, local_targets, is_local, lse, logprobs, entropy)
+        ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, local_targets, is_local, lse, logprobs, entropy = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        compute_weight = weight.to(hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(compute_weight) if need_weight else None
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(logprobs)
+        # d/d logit of row t: (one_hot - p) g / T, and for the entropy H: -p (log p + H) g_H / T
+        at_target = grad_logprobs * (1 - logprobs.exp())
+        if grad_entropy is not None:
+            at_target = at_target - grad_entropy * logprobs.exp() * (logprobs + entropy)
+        at_target = (at_target / ctx.temperature).to(hidden.dtype)
+        row_grads = _compiled(_row_grads) if ctx.compile else _row_grads
+        for rows in _chunks(len(hidden), ctx.chunk_tokens):
+            logits = hidden[rows] @ compute_weight.T
+            entropy_terms = (None, None) if grad_entropy is None else (entropy[rows], grad_entropy[rows])
+            grad = row_grads(logits, lse[rows], grad_logprobs[rows], *entropy_terms, ctx.temperature)
+            column = local_targets[rows, None]
+            grad.scatter_(1, column, at_target[rows, None].where(is_local[rows, None], grad.gather(1, column)))
+            if need_hidden:
+                grad_hidden[rows] = grad @ compute_weight
+            if need_weight:
+                grad_weight.addmm_(grad.T, hidden[rows])
+        if need_hidden and ctx.group is not None and len(hidden):
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden, grad_weight.to(weight.dtype) if need_weight else None, None, None, None, None, None
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
+
+
+def _row_stats(logits: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[C, V] -> log-sum-exp [C] and mean logit under the softmax [C], both at `temperature`."""
+    scaled = logits.to(dtype) / temperature
+    lse = scaled.logsumexp(-1)
+    return lse, ((scaled - lse[:, None]).exp() * scaled).sum(-1)
+
+
+def _row_grads(
+    logits: Tensor, lse: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None, temperature: float
+) -> Tensor:
+    """Gradient [C, V] at the logits in their dtype, right in every column but the target's."""
+    logp = logits.to(lse.dtype) / temperature - lse[:, None]
+    p = logp.exp()
+    grads = -p * grad[:, None]
+    if grad_entropy is not None:
+        grads = grads - p * (logp + entropy[:, None]) * grad_entropy[:, None]
+    return (grads / temperature).to(logits.dtype)
+
+
+@cache
+def _compiled(function):
+    return torch.compile(function, dynamic=True)  # the last chunk is shorter
+
+
+def _localize(targets: Tensor, local_width: int, group) -> tuple[Tensor, Tensor]:
+    """Targets as columns of this rank's slice (0 where elsewhere) and whether they are in it; no host sync."""
+    if group is None:
+        return targets, torch.ones_like(targets, dtype=torch.bool)
+    # Shard(0) cuts equal slices, so the widest gives every rank's offset
+    width = torch.full((), local_width, dtype=torch.int64, device=targets.device)
+    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+    columns = targets - dist.get_rank(group) * width
+    is_local = (columns >= 0) & (columns < local_width)
+    return columns.where(is_local, 0), is_local
+
+
+def _combine(stats: Tensor, group) -> Tensor:
+    """Statistics [3, T] of each rank's slice -> those of the whole vocabulary, with two all-reduces."""
+    if stats.shape[1] == 0:
+        return stats
+    local_lse, local_mean, local_target = stats
+    highest = local_lse.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    mass = (local_lse - highest).exp()
+    sums = torch.stack([mass, mass * local_mean, local_target])
+    dist.all_reduce(sums, group=group)
+    return torch.stack([highest + sums[0].log(), sums[1] / sums[0], sums[2]])

@@ -1,0 +1,247 @@
+"""Policy losses and off-policy corrections over packed answer tokens. Pure functions.
+
+Every tensor is [T] over the answer tokens of one microbatch. A loss is a weighted SUM over tokens; the weights hold the
+normaliser of the whole step (`token_weights`), so sums over microbatches and ranks are the step's loss, and nothing is
+divided anywhere else. Gradients need no averaging either: they are summed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan.grpo.job_config import Grpo
+
+LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
+
+
+def token_weights(
+    answer_lengths: list[int],
+    aggregation: Literal["token", "sequence", "constant"],
+    max_answer_tokens: int,
+    counted: list[bool],
+) -> list[float]:
+    """Weight of each TOKEN of sample i in the sum over all tokens of the step.
+
+    With N samples that count: `token` 1 / (their tokens) (DAPO, arXiv 2503.14476), `sequence` 1 / (N * own length)
+    (GRPO, arXiv 2402.03300), `constant` 1 / (N * max_answer_tokens) (Dr. GRPO, arXiv 2503.20783). A sample that is not
+    `counted`, or has no tokens, weighs 0 and is in no normaliser.
+    """
+    tokens = [n if c else 0 for n, c in zip(answer_lengths, counted, strict=True)]
+    num_samples = sum(n > 0 for n in tokens)
+    if aggregation == "token":
+        total = sum(tokens)
+        return [1 / total if n else 0.0 for n in tokens]
+    if aggregation == "sequence":
+        return [1 / (num_samples * n) if n else 0.0 for n in tokens]
+    if aggregation == "constant":
+        return [1 / (num_samples * max_answer_tokens) if n else 0.0 for n in tokens]
+    raise ValueError(f"unknown aggregation {aggregation!r}: use 'token', 'sequence' or 'constant'")
+
+
+def importance_weights(
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    sample_ids: Tensor,
+    correction: Literal["none", "truncate", "mask"],
+    level: Literal["token", "sequence"],
+    minimum: float,
+    maximum: float,
+) -> Tensor:
+    """Weight [T], detached, that corrects for the sampler (engine, older weights) not being the trainer's old policy.
+
+    The ratio is exp(trainer - sampler) of each token, or its product over the sequence, the same for all its tokens.
+    `truncate` clamps it to [minimum, maximum] (truncated importance sampling, TIS). `mask` keeps a ratio inside the
+    bounds as it is and puts 0 for one outside (IcePop, masked importance sampling); what is masked stays in the
+    normaliser, so a step with much of it masked is a smaller step. `none` gives ones.
+    """
+    log_ratio = (trainer_logprobs - sampler_logprobs).detach()
+    if correction == "none":
+        return torch.ones_like(log_ratio)
+    if level == "sequence":
+        log_ratio = _sequence_sum(log_ratio, sample_ids)[sample_ids]
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r}: use 'token' or 'sequence'")
+    ratio = log_ratio.exp()
+    if correction == "truncate":
+        return ratio.clamp(minimum, maximum)
+    if correction == "mask":
+        return ratio.where((ratio >= minimum) & (ratio <= maximum), 0)
+    raise ValueError(f"unknown correction {correction!r}: use 'none', 'truncate' or 'mask'")
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Schulman's estimators [T] of KL(policy || reference) from samples of the policy; differentiable in logprobs.
+
+    k1 = log p/q, unbiased; k2 = (log p/q)^2 / 2, biased, low variance; k3 = q/p - 1 - log q/p, unbiased and never
+    negative. As a loss term, k1's own gradient is zero in expectation: it belongs in the reward.
+    """
+    log_ratio = reference_logprobs - logprobs  # log q/p
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator == "k3":
+        return log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio
+    raise ValueError(f"unknown estimator {estimator!r}: use 'k1', 'k2' or 'k3'")
+
+
+@dataclass
+class TokenLosses:
+    """What a policy loss gives back: its value per token, and for metrics the ratio and where it was clipped, [T].
+
+    Attributes:
+        losses: Differentiable in the log-probabilities.
+        ratio: New over old probability, of the token or the sequence; detached.
+        clipped_low, clipped_high, dual_clipped: bool, where a bound changed the token's gradient.
+    """
+
+    losses: Tensor
+    ratio: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    dual_clipped: Tensor
+
+
+def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_ids: Tensor, grpo: Grpo) -> TokenLosses:
+    """PPO's clipped surrogate on token ratios (arXiv 1707.06347), as in GRPO; unequal bounds are DAPO's clip-higher."""
+    return _clipped_surrogate(_ratio(logprobs - old_logprobs), advantages, grpo)
+
+
+def gspo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_ids: Tensor, grpo: Grpo
+) -> TokenLosses:
+    """GSPO (arXiv 2507.18071): one ratio per sequence, exp of the mean log-ratio of its tokens, clipped as in PPO.
+
+    The gradient flows through the mean, so each token's log-probability gets 1 / length of the sequence's gradient. The
+    paper weights sequences equally: `[grpo] loss_aggregation = "sequence"`. Its clip range is about 3e-4.
+    """
+    lengths = _sequence_sum(torch.ones_like(logprobs), sample_ids)
+    mean_log_ratio = _sequence_sum(logprobs - old_logprobs, sample_ids) / lengths.clamp(min=1)
+    return _clipped_surrogate(_ratio(mean_log_ratio)[sample_ids], advantages, grpo)
+
+
+def cispo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_ids: Tensor, grpo: Grpo
+) -> TokenLosses:
+    """CISPO (arXiv 2506.13585): REINFORCE weighted by the clipped, detached ratio, so that no token loses its gradient.
+
+    The paper bounds only from above: `[grpo] ratio_clip_min = 1.0` does that, as a ratio is never below 0.
+    """
+    ratio = _ratio(logprobs - old_logprobs).detach()
+    low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max
+    losses = -ratio.clamp(low, high) * advantages * logprobs
+    return TokenLosses(losses, ratio, ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Grpo], TokenLosses]] = {
+    "ppo": ppo_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+}
+"""By `[grpo] policy_loss`. To add one: write a function (logprobs, old_logprobs, advantages, sample_ids, grpo) here."""
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    sample_ids: Tensor,
+    grpo: Grpo,
+    *,
+    importance: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum_t weights_t * (importance_t * loss_t + kl_coef * kl_t - entropy_coef * entropy_t), and sums for metrics.
+
+    Args (all float32 [T], answer tokens only):
+        logprobs: Of the policy that is trained, with gradient.
+        old_logprobs: Of the policy before the step's first optimizer step; `logprobs.detach()` if this is that step.
+        weights: From `token_weights`.
+        sample_ids: int64, nondecreasing 0..n-1. All answer tokens of a sequence must be in this call.
+        importance: From `importance_weights`; it scales the policy loss, not the KL or the entropy.
+        reference_logprobs: Needed with `kl_coef` and `kl_placement = "loss"`; elsewhere only measured.
+        entropy: Needed with gradient if `entropy_coef` is not 0; else only measured.
+    Returns:
+        The scalar, and detached sums over the tokens with a weight, on the device. Divided by `tokens`, after summing
+        over microbatches and ranks, they are: `clipped_low_tokens`, `clipped_high_tokens`, `dual_clipped_tokens` shares
+        of tokens whose gradient a bound changed; `ratio_sum` mean new / old probability; `policy_kl_sum` k3 estimate of
+        KL(old || new); and where the input was given `kl_sum` (to the reference), `entropy_sum`, `importance_sum`,
+        `importance_masked_tokens` (importance 0).
+    """
+    if grpo.policy_loss not in POLICY_LOSSES:
+        raise ValueError(f"unknown [grpo] policy_loss {grpo.policy_loss!r}: use one of {', '.join(POLICY_LOSSES)}")
+    result = POLICY_LOSSES[grpo.policy_loss](logprobs, old_logprobs, advantages, sample_ids, grpo)
+    per_token = result.losses if importance is None else importance * result.losses
+    kl = None if reference_logprobs is None else kl_estimate(logprobs, reference_logprobs, grpo.kl_estimator)
+    if grpo.kl_coef and grpo.kl_placement == "loss":
+        if kl is None:
+            raise ValueError("[grpo] kl_coef with kl_placement = 'loss' needs reference_logprobs")
+        per_token = per_token + grpo.kl_coef * kl
+    if grpo.entropy_coef:
+        if entropy is None or (logprobs.requires_grad and not entropy.requires_grad):
+            raise ValueError("[grpo] entropy_coef needs entropy with gradient: without it the bonus would do nothing")
+        per_token = per_token - grpo.entropy_coef * entropy
+
+    trained = weights != 0
+
+    def total(values: Tensor) -> Tensor:
+        return values.detach().float().where(trained, 0).sum()
+
+    log_ratio = (logprobs - old_logprobs).detach()
+    metrics = {
+        "tokens": trained.sum().float(),
+        "clipped_low_tokens": total(result.clipped_low),
+        "clipped_high_tokens": total(result.clipped_high),
+        "dual_clipped_tokens": total(result.dual_clipped),
+        "ratio_sum": total(result.ratio),
+        "policy_kl_sum": total(log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio),
+    }
+    if kl is not None:
+        metrics["kl_sum"] = total(kl)
+    if entropy is not None:
+        metrics["entropy_sum"] = total(entropy)
+    if importance is not None:
+        metrics["importance_sum"] = total(importance)
+        metrics["importance_masked_tokens"] = total(importance == 0)
+    return (weights * per_token).sum(), metrics
+
+
+def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """How far the sampler is from the trainer, as detached sums over the tokens with a weight (see `policy_loss`).
+
+    `mismatch_kl_sum` is the k3 estimate of KL(sampler || trainer), whose samples these are; `mismatch_abs_sum` the
+    absolute difference of log-probabilities.
+    """
+    log_ratio = (trainer_logprobs - sampler_logprobs).detach().where(weights != 0, 0)
+    return {
+        "mismatch_kl_sum": (log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio).sum(),
+        "mismatch_abs_sum": log_ratio.abs().sum(),
+    }
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:
+    """-min(r A, clip(r) A); with `ratio_clip_c` (dual clip, arXiv 1912.09729) at most -c A where A < 0."""
+    low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max
+    losses = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
+    negative = advantages < 0
+    dual_clipped = torch.zeros_like(negative)
+    if grpo.ratio_clip_c:
+        losses = torch.where(negative, torch.minimum(losses, -grpo.ratio_clip_c * advantages), losses)
+        dual_clipped = negative & (ratio > grpo.ratio_clip_c)
+    clipped_low = negative & (ratio < low)
+    clipped_high = (advantages > 0) & (ratio > high)
+    return TokenLosses(losses, ratio.detach(), clipped_low, clipped_high, dual_clipped)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _sequence_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
+    """Sum over each sample's tokens, at [sample id]; [T], a bound on the number of samples that needs no host sync."""
+    return torch.zeros_like(values).index_add(0, sample_ids, values)
