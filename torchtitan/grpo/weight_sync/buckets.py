@@ -1,0 +1,171 @@
+"""Which tensor travels at which byte of which bucket, and how a bucket is checked. Pure functions, torch only.
+
+Invariant I7: order, cuts and offsets depend on the model and the config alone. The plan is computed once by the trainer,
+sent once to each server (as JSON), and both ends read every bucket by it.
+
+A bucket on the wire is one uint8 tensor: `payload_bytes` of tensors at 16-byte aligned offsets, then a trailer of four
+int64: weight version, bucket index, payload bytes, checksum of the payload.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT_BYTES = 16
+"""Offsets are multiples of this, so that a received slice can be viewed as any dtype and copied in wide words."""
+
+TRAILER_FIELDS = 4
+TRAILER_BYTES = TRAILER_FIELDS * 8
+
+WIRE_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
+
+_CHUNK_WORDS = 1 << 22
+_WORD_MIX = -0x61C8864680B583EB  # 2^64 / golden ratio as a signed word, odd
+_CHUNK_MIX = -0x3D4D51C2D82B14B1  # odd, so that no chunk's sum is ever lost in the product
+_INT64_SPAN = 1 << 64
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be sent: its Hugging Face name, dtype and full (unsharded) shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together; `offsets` are bytes from the start of the payload, one per tensor."""
+
+    index: int
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    payload_bytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload and trailer: the size of the one tensor that is broadcast."""
+        return self.payload_bytes + TRAILER_BYTES
+
+    def views(self, wire: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) pairs that share memory with `wire` (uint8, at least `payload_bytes` long)."""
+        return [
+            (spec.name, wire[offset : offset + spec.bytes].view(spec.dtype).view(spec.shape))
+            for spec, offset in zip(self.tensors, self.offsets, strict=True)
+        ]
+
+    def trailer(self, wire: torch.Tensor) -> torch.Tensor:
+        """The trailer, int64 [4], sharing memory with `wire`."""
+        return wire[self.payload_bytes : self.wire_bytes].view(torch.int64)
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def bucket_bytes(device_memory_bytes: int, buffer_memory_ratio: float, num_buffers: int, bucket_mib_max: int) -> int:
+    """Payload limit of one bucket: the buckets in flight share `buffer_memory_ratio` of the device's memory.
+
+    At least 1 MiB, so that a small ratio slows a publish down rather than refusing it.
+    """
+    share = int(device_memory_bytes * buffer_memory_ratio / num_buffers)
+    return _aligned(max(1 << 20, min(share, bucket_mib_max << 20)))
+
+
+def plan_buckets(specs: Sequence[TensorSpec], limit_bytes: int) -> list[Bucket]:
+    """Cut `specs`, in their order, into buckets of at most `limit_bytes` of payload.
+
+    Order is kept because an engine that reloads layer by layer finishes a layer when its last tensor arrives. A tensor
+    over the limit travels alone in a bucket of its own size.
+    """
+    buckets: list[Bucket] = []
+    tensors: list[TensorSpec] = []
+    offsets: list[int] = []
+    end = 0
+
+    def close() -> None:
+        buckets.append(Bucket(len(buckets), tuple(tensors), tuple(offsets), end))
+
+    for spec in specs:
+        size = _aligned(spec.bytes)
+        if tensors and end + size > limit_bytes:
+            close()
+            tensors, offsets, end = [], [], 0
+        tensors.append(spec)
+        offsets.append(end)
+        end += size
+    if tensors:
+        close()
+    return buckets
+
+
+def plan_to_json(buckets: Sequence[Bucket]) -> list[list[list]]:
+    """The plan as JSON values: per bucket, per tensor `[name, dtype, shape, offset]`."""
+    return [
+        [
+            [spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), offset]
+            for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True)
+        ]
+        for bucket in buckets
+    ]
+
+
+def plan_from_json(plan: list[list[list]]) -> list[Bucket]:
+    """Inverse of `plan_to_json`; raises ValueError on a plan whose tensors overlap or whose dtype is unknown."""
+    buckets = []
+    seen: set[str] = set()
+    for index, entries in enumerate(plan):
+        tensors, offsets, end = [], [], 0
+        for name, dtype_name, shape, offset in entries:
+            if dtype_name not in WIRE_DTYPES:
+                raise ValueError(f"weight plan: {name} has dtype {dtype_name}, expected one of {sorted(WIRE_DTYPES)}")
+            spec = TensorSpec(name, WIRE_DTYPES[dtype_name], tuple(int(n) for n in shape))
+            if offset != end or min(spec.shape, default=0) < 0:
+                raise ValueError(f"weight plan: {name} {shape} at byte {offset} of bucket {index}, expected byte {end}")
+            if name in seen:
+                raise ValueError(f"weight plan: {name} appears twice")
+            seen.add(name)
+            tensors.append(spec)
+            offsets.append(offset)
+            end += _aligned(spec.bytes)
+        buckets.append(Bucket(index, tuple(tensors), tuple(offsets), end))
+    return buckets
+
+
+class Checksum:
+    """Order-sensitive 64-bit sum of a payload, computed where the payload lies, without waiting for the device.
+
+    Each int64 word is multiplied by an odd number of its position and the products are added with wraparound. An odd
+    factor maps words one to one, so any change within a single word changes the sum; position-dependent factors catch
+    words that changed places. It guards against torn, stale and misplaced bytes, not against an adversary.
+    """
+
+    def __init__(self, device: torch.device, largest_payload_bytes: int):
+        words = min(_CHUNK_WORDS, max(1, largest_payload_bytes // 8))
+        self._mix = torch.arange(1, words + 1, dtype=torch.int64, device=device).mul_(_WORD_MIX).bitwise_or_(1)
+
+    def __call__(self, payload: torch.Tensor) -> torch.Tensor:
+        """Checksum of a uint8 tensor whose length is a multiple of 8: an int64 scalar tensor on its device."""
+        words = payload.view(torch.int64)
+        total = torch.zeros((), dtype=torch.int64, device=payload.device)
+        for start in range(0, words.numel(), self._mix.numel()):
+            chunk = words[start : start + self._mix.numel()]
+            total = total * _CHUNK_MIX + (chunk * self._mix[: chunk.numel()]).sum()
+        return total
+
+
+def combine_checksums(checksums: Sequence[int]) -> int:
+    """One signed 64-bit number for a sequence of bucket checksums, order-sensitive."""
+    total = 0
+    for value in checksums:
+        total = (total * _CHUNK_MIX + value) % _INT64_SPAN
+    return total - _INT64_SPAN if total >= _INT64_SPAN // 2 else total

@@ -1,0 +1,187 @@
+"""The server's end of a weight update: receive buckets, verify each, hand tensors to the engine, acknowledge.
+
+Imports torch only, so that it runs in any inference server's environment (torchtitan need not be installed there).
+
+Shapes of the two messages, both plain JSON, sent through the server's own HTTP routes:
+
+`POST /init_weight_transfer_engine {"init_info": {...}}`, once per connection, with the fields of `InitInfo`:
+    {"protocol": 1, "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123, "rank_offset": 1,
+     "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0, "verify": true,
+     "plan": [[["model.embed_tokens.weight", "float32", [512, 64], 0], ...], ...]}
+
+`POST /update_weights {"update_info": {"version": 7}}`, once per version, with the fields of `UpdateInfo`. The whole
+plan moves within this one call: the pipeline is here, not in HTTP.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.grpo.weight_sync.buckets import Bucket, Checksum, combine_checksums, plan_from_json
+from torchtitan.grpo.weight_sync.transport import Group, address_towards, join_store, wait
+
+PROTOCOL = 1
+ACK_FIELDS = 5
+"""Per rank: 1 if every check passed, weight version, tensor count, payload bytes, combined checksum."""
+
+Load = Callable[[list[tuple[str, torch.Tensor]]], None]
+
+
+@dataclass
+class InitInfo:
+    """What a server needs once: where to meet, its place, and the plan (`buckets.plan_to_json`)."""
+
+    protocol: int
+    backend: str
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    num_buffers: int
+    timeout_seconds: float
+    verify: bool
+    plan: list[list[list]]
+
+    def __post_init__(self) -> None:
+        if self.protocol != PROTOCOL:
+            raise ValueError(
+                f"weight transfer protocol {self.protocol} from the trainer, {PROTOCOL} here: install the same "
+                "torchtitan-grpo in the trainer's and the server's environment"
+            )
+
+
+@dataclass
+class UpdateInfo:
+    """What a server needs per update."""
+
+    version: int
+
+
+class Receiver:
+    """One server rank's end of the group with the trainer.
+
+    Args:
+        init_info: Fields of `InitInfo`.
+        device: Where weights arrive: the device that the engine computes on.
+        rank_in_server: This worker's index among the server's `world_size - rank_offset` workers; its rank in the
+            group is `rank_in_server + rank_offset`.
+
+    Joins the group and blocks until the trainer has joined too; raises after `timeout_seconds`.
+    """
+
+    def __init__(self, init_info: dict, device: torch.device, rank_in_server: int = 0):
+        info = InitInfo(**init_info)
+        self.info = info
+        self.device = torch.device(device)
+        self.buckets = plan_from_json(info.plan)
+        self._checksum = Checksum(self.device, max(bucket.payload_bytes for bucket in self.buckets))
+        store = join_store(info.master_address, info.master_port, info.timeout_seconds)
+        self._group = Group(
+            info.backend,
+            store,
+            rank_in_server + info.rank_offset,
+            info.world_size,
+            self.device,
+            info.timeout_seconds,
+            address_towards(info.master_address, info.master_port),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Hugging Face names of all tensors of an update, in the order in which they come."""
+        return [spec.name for bucket in self.buckets for spec in bucket.tensors]
+
+    def receive(self, update_info: dict, load: Load, complete: Callable[[], None] | None = None) -> None:
+        """Receive one version. The engine must be paused: a failure leaves it with a mix of old and new weights.
+
+        Args:
+            update_info: Fields of `UpdateInfo`.
+            load: Called once per bucket, in plan order, with (name, tensor) pairs in checkpoint form: full tensors,
+                Hugging Face names. Each bucket has a fresh buffer, so the engine may keep the tensors.
+            complete: Called after the last bucket and before the acknowledgement; raises if the engine knows that
+                something is missing.
+
+        Raises:
+            ValueError: A bucket was torn: wrong version, index, size or checksum. It is not given to `load`.
+            TimeoutError, RuntimeError: The trainer is slow or gone. The group is given up; the trainer connects anew.
+            Anything that `load` or `complete` raises.
+
+        After a torn bucket or a failed load the rest is received and thrown away, and the acknowledgement says "no":
+        both ends stay in step, and the trainer may repeat the update over the same group.
+        """
+        version = UpdateInfo(**update_info).version
+        try:
+            failure = self._receive_buckets(version, load, complete)
+        except (TimeoutError, RuntimeError):
+            self.close()
+            raise
+        if failure is not None:
+            raise failure
+
+    def _receive_buckets(self, version: int, load: Load, complete: Callable[[], None] | None) -> Exception | None:
+        posted: deque = deque()
+        checksums: list[int] = []
+        names = received_bytes = 0
+        failure: Exception | None = None
+        for bucket in self.buckets[: self.info.num_buffers]:
+            posted.append(self._post(bucket))
+        for bucket in self.buckets:
+            wire, work = posted.popleft()
+            deadline = time.monotonic() + self.info.timeout_seconds
+            where = f"bucket {bucket.index + 1} of {len(self.buckets)}"
+            wait(work, deadline, f"{where} of version {version} from the trainer, after {received_bytes} bytes")
+            # The next receive is posted before this bucket is loaded, so that the wire never waits for the engine.
+            if bucket.index + self.info.num_buffers < len(self.buckets):
+                posted.append(self._post(self.buckets[bucket.index + self.info.num_buffers]))
+            if failure is not None:
+                continue
+            try:
+                checksums.append(self._verify(bucket, wire, version))
+                load(bucket.views(wire))
+            except Exception as error:  # kept and raised by the caller, once both ends are in step again
+                failure = error
+                continue
+            names += len(bucket.tensors)
+            received_bytes += bucket.payload_bytes
+        if failure is None and complete is not None:
+            try:
+                complete()
+            except Exception as error:
+                failure = error
+        self._acknowledge([failure is None, version, names, received_bytes, combine_checksums(checksums)])
+        return failure
+
+    def _post(self, bucket: Bucket) -> tuple[torch.Tensor, torch.distributed.Work]:
+        wire = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device=self.device)
+        return wire, self._group.broadcast(wire)
+
+    def _verify(self, bucket: Bucket, wire: torch.Tensor, version: int) -> int:
+        """The bucket's checksum; ValueError if the bucket is not what the plan says it is."""
+        fields = bucket.trailer(wire)
+        if self.info.verify:
+            fields = torch.cat([fields, self._checksum(wire[: bucket.payload_bytes]).view(1)])
+        got_version, got_index, got_bytes, sent_checksum, *own_checksum = fields.tolist()
+        where = f"bucket {bucket.index + 1} of {len(self.buckets)} of version {version} refused"
+        if (got_version, got_index, got_bytes) != (version, bucket.index, bucket.payload_bytes):
+            raise ValueError(
+                f"{where}: its trailer says version {got_version}, bucket {got_index + 1}, {got_bytes} bytes, expected "
+                f"version {version}, bucket {bucket.index + 1}, {bucket.payload_bytes} bytes"
+            )
+        if own_checksum and own_checksum[0] != sent_checksum:
+            raise ValueError(f"{where}: checksum of its {got_bytes} bytes is {own_checksum[0]}, sent {sent_checksum}")
+        return sent_checksum
+
+    def _acknowledge(self, fields: list[int]) -> None:
+        """Add this rank's row to a [world_size, ACK_FIELDS] table that the trainer reads."""
+        table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64)
+        table[self._group.rank] = torch.tensor(fields)
+        table = table.to(self.device)
+        deadline = time.monotonic() + self.info.timeout_seconds
+        wait(self._group.all_reduce(table), deadline, f"the trainer to take the acknowledgement of version {fields[1]}")
+
+    def close(self) -> None:
+        """Leave the group without waiting."""
+        self._group.abort()

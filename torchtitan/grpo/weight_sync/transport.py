@@ -1,0 +1,166 @@
+"""A process group of its own between the trainer's rank 0 and one server, and waits on it that end.
+
+Built straight on torch's `ProcessGroupGloo`/`ProcessGroupNCCL` over a TCPStore: neither end needs `torch.distributed`
+to be initialised, and nothing here touches a default group. Needs torch only, so that it runs in any server.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_POLL_S = 0.0002
+_POLL_MAX_S = 0.01
+_NCCL_TIMEOUT_FACTOR = 10.0
+_GLOO_TIMEOUT_MARGIN_S = 5.0
+_constructing = threading.Lock()
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to `host`; nothing is sent."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def host_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """A rendezvous store that listens on `address` alone (a TCPStore has no password), and its port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The rendezvous store that `host_store` made."""
+    return dist.TCPStore(address, port, None, False, timedelta(seconds=timeout_s))
+
+
+@contextmanager
+def _no_nccl_teardown():
+    # ProcessGroupNCCL reads this when it is built. By default its watchdog ends the whole process when a peer is lost;
+    # a lost server must not end the trainer, nor a lost trainer the server. Our own deadlines report the loss instead.
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class Group:
+    """Rank 0 is the trainer's sender; ranks 1.. are one server's workers.
+
+    Joining blocks until all ranks have come; gloo and the store bound it by `timeout_s`, NCCL's own set-up has no
+    bound, so a caller that must not hang joins in a thread and gives up on it.
+
+    The group's own timeout is above `timeout_s`, so that a `wait` here, whose error says what was waited for, is
+    always the first to fire. With NCCL it is far above: its watchdog must never be the one that acts. Gloo has no way
+    to cancel an operation except that timeout, so there it is only a little above.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        address: str,
+    ):
+        """`address` is this machine's, on the route to the other end; gloo binds to it."""
+        self.backend = backend
+        self.rank = rank
+        self.size = size
+        self.device = device
+        store = dist.PrefixStore("torchtitan_grpo", store)
+        if backend == "nccl":
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=_NCCL_TIMEOUT_FACTOR * timeout_s)
+            with _constructing, _no_nccl_teardown():
+                self._pg = dist.ProcessGroupNCCL(store, rank, size, options)
+        elif backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=timeout_s + _GLOO_TIMEOUT_MARGIN_S)
+            options._threads = 2
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            self._pg = dist.ProcessGroupGloo(store, rank, size, options)
+        else:
+            raise ValueError(f"weight transfer backend {backend!r}: expected nccl or gloo")
+        # The first collective makes NCCL's communicator: do it here, where both ends are known to be present.
+        hello = torch.ones(1, dtype=torch.int64, device=device)
+        wait(self.all_reduce(hello), time.monotonic() + timeout_s, "the first all_reduce of a weight-transfer group")
+        if hello.item() != size:
+            raise RuntimeError(f"weight-transfer group: {hello.item()} ranks answered, expected {size}")
+
+    def broadcast(self, tensor: torch.Tensor) -> dist.Work:
+        """Start sending `tensor` from rank 0 to every rank. Keep it alive and unchanged until the work is done."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return self._pg.broadcast([tensor], options)
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        """Start a sum over all ranks, in place."""
+        return self._pg.allreduce([tensor])
+
+    def abort(self) -> None:
+        """Give the group up without waiting for its peers: what is under way fails or is left to its own timeout.
+
+        Runs in a daemon thread, since gloo's destructor waits for operations that have not timed out yet and NCCL's
+        abort waits for its kernels to stop.
+        """
+        pg, self._pg = self._pg, None
+        if pg is None:
+            return
+        holder = [pg]
+        del pg
+
+        def give_up() -> None:
+            if self.backend == "nccl":
+                torch.cuda.set_device(self.device)
+                holder[0].abort()
+            holder.clear()
+
+        threading.Thread(target=give_up, name="weight-sync-abort", daemon=True).start()
+
+
+def wait(work: dist.Work, deadline: float, what: str, check: Callable[[], None] | None = None) -> None:
+    """Wait for `work` until `deadline` (time.monotonic seconds); on CUDA also order the current stream after it.
+
+    `check` is called between polls and may raise, to stop waiting when another channel says that it is useless.
+
+    Raises:
+        TimeoutError: The deadline passed; the message says `what` was waited for. The work is still under way:
+            abort its group.
+        RuntimeError: The transport failed (the peer closed the connection, for example).
+    """
+    pause_s = _POLL_S
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"timed out waiting for {what}")
+        if check is not None:
+            check()
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{what}: {error}") from error
