@@ -1,7 +1,8 @@
 """Every TOML key that this project adds to torchtitan's, as dataclasses: name, type, default and why.
 
 torchtitan's ConfigManager merges these into its own `JobConfig` (its `job.custom_config_module` seam): a new
-section is added, a section that torchtitan has gets the extra keys.
+section is added, a section that torchtitan has gets the extra keys. A key that torchtitan has too stands here
+because its default suits pre-training and not this trainer; its docstring says why.
 """
 
 from dataclasses import dataclass, field
@@ -10,28 +11,83 @@ from typing import Literal
 
 @dataclass
 class Model:
+    name: str = ""
+    """torchtitan's model, `qwen3` or `llama3`; only read with `model.flavor`. Empty: config.json names the family."""
+    flavor: str = ""
+    """torchtitan's preset shape. Empty: the shape is that of `model.hf_assets_path`/config.json, so any size works."""
+    hf_assets_path: str = ""
+    """Hugging Face folder with config.json, tokenizer and weights. Required: prompts need its tokenizer."""
     weights: Literal["hf", "random"] = "hf"
     """`hf` loads safetensors from `model.hf_assets_path`; `random` initialises from `debug.seed`."""
 
 
 @dataclass
+class Optimizer:
+    lr: float = 1e-6
+    """Learning rate. Policy-gradient steps are noisy: full fine-tuning by RL uses 1e-6, pre-training 8e-4."""
+    weight_decay: float = 0.0
+    """Weight decay. Pulling a trained model towards zero is not what the reward asks for."""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = 0
+    """Steps of linear warm-up. torchtitan's 200 would be longer than many a run of RL."""
+    decay_ratio: float = 0.0
+    """Share of the steps, at the end, in which the rate decays to `min_lr_factor`. 0: constant, so a run can be
+    prolonged."""
+
+
+@dataclass
 class Training:
+    steps: int = 100
+    """GRPO steps, each one batch of rollouts. RL is at work within tens of steps, so torchtitan's 10000 is no use."""
     tokens_per_microbatch: int = 0
     """Token budget of one packed forward and backward on one data-parallel rank; 0 means `training.seq_len`."""
 
 
 @dataclass
 class Metrics:
+    log_freq: int = 1
+    """Steps between log lines. A step takes seconds to minutes, so each one is shown."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard files: a reward curve is the first thing to look at."""
     samples_per_step: int = 4
     """Answers written to `samples.jsonl` at each step (0: none)."""
 
 
 @dataclass
 class Checkpoint:
+    interval: int = 20
+    """Steps between checkpoints; the last step is always saved. torchtitan's 500 is longer than many a run of RL."""
+    keep_latest_k: int = 2
+    """Checkpoints kept, 0 for all, never 1. Each holds weights and AdamW state (12 bytes a parameter) and an export."""
     resume: bool = False
     """Go on from the newest complete checkpoint in `job.dump_folder`/`checkpoint.folder`."""
     export_hf: bool = True
     """Write a Hugging Face folder (weights, config, tokenizer) beside every checkpoint that is saved."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["selective", "full", "memory_budget", "none"] = "full"
+    """Recompute activations in the backward pass. `full` fits long packed rows beside a reference model and the
+    snapshot; `none` saves the second forward pass where memory allows."""
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: int = 1800
+    """Longest wait in a collective up to the first step. Other ranks wait in one while rank 0 starts servers."""
+    train_timeout_seconds: int = 1800
+    """Longest wait in a collective after it. Other ranks wait in one while rank 0 collects rollouts: torchtitan's
+    100 s would end the run at the first long batch."""
+
+
+@dataclass
+class Debug:
+    seed: int = 42
+    """Seed of weights, data order and sampling. torchtitan picks one by chance, which no run could repeat."""
 
 
 @dataclass
@@ -59,7 +115,8 @@ class Grpo:
     zero_variance_groups: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal carry no signal: `keep` counts their tokens in the normaliser, `drop` not."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """Token ratio with clipping (PPO, GRPO, DAPO), sequence ratio (GSPO) or clipped weights without clipped gradients (CISPO)."""
+    """Token ratio with clipping (PPO, GRPO, DAPO), sequence ratio (GSPO) or clipped weights without clipped gradients
+    (CISPO)."""
     ratio_clip_min: float = 0.2
     """Lower clip: the ratio is held above 1 - ratio_clip_min."""
     ratio_clip_max: float = 0.2
@@ -160,7 +217,7 @@ class Data:
     answer_column: str = "answer"
     """Column with the reference answer."""
     answer_pattern: str = ""
-    """Regular expression whose first group is the answer within `answer_column` (GSM8K: `#### (.+)`); empty: the whole."""
+    """Regular expression whose group is the answer within `answer_column` (GSM8K: `#### (.+)`); empty: the whole."""
     system_prompt: str = ""
     """System message put before each question."""
     prompt_template: str = "{prompt}"
@@ -190,7 +247,7 @@ class Reward:
     weights: list[float] = field(default_factory=list)
     """One weight per function; empty: 1 each."""
     answer_pattern: str = ""
-    """Regular expression whose last match's first group is the model's final answer (e.g. `#### (.+)`); empty: the whole."""
+    """Regular expression whose last match's group is the model's final answer (e.g. `#### (.+)`); empty: the whole."""
     workers: int = 2
     """Worker processes that score answers."""
     timeout_seconds: float = 10.0
@@ -214,9 +271,14 @@ class JobConfig:
     """Extension merged into torchtitan's JobConfig."""
 
     model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     metrics: Metrics = field(default_factory=Metrics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
     validation: Validation = field(default_factory=Validation)
     grpo: Grpo = field(default_factory=Grpo)
     rollout: Rollout = field(default_factory=Rollout)

@@ -1,0 +1,291 @@
+"""From the command line to one checked JobConfig.
+
+    defaults  <  TOML file (`--job.config_file run.toml`)  <  command line (`--grpo.group_size 16`)
+
+Merging is torchtitan's ConfigManager's; reading is stricter than there: each key and value is checked before a
+dataclass is built, and everything that is wrong is reported at once, with the nearest right name.
+"""
+
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.grpo.config_checks import check_contradictions, check_machine
+from torchtitan.grpo.config_keys import (
+    MODULE,
+    Key,
+    Mismatch,
+    check_value,
+    keys,
+    label,
+    nearest,
+    sections,
+    show,
+    type_name,
+)
+from torchtitan.grpo.config_ranges import check_ranges
+from torchtitan.grpo.config_unsupported import check_unsupported, honoured_keys
+from torchtitan.grpo.errors import UserError
+
+CONFIG_FILE = "job.config_file"
+CUSTOM_MODULE = "job.custom_config_module"
+PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path")
+"""Keys in which `~` stands for the home folder."""
+
+ELSEWHERE = {
+    "batch_size": "grpo.prompts_per_step",
+    "beta": "grpo.kl_coef",
+    "epsilon": "grpo.ratio_clip_min",
+    "epsilon_high": "grpo.ratio_clip_max",
+    "gradient_accumulation_steps": "training.tokens_per_microbatch",
+    "learning_rate": "optimizer.lr",
+    "max_completion_length": "rollout.max_answer_tokens",
+    "max_grad_norm": "training.max_norm",
+    "max_new_tokens": "rollout.max_answer_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "training.steps",
+    "max_tokens": "rollout.max_answer_tokens",
+    "model_name_or_path": "model.hf_assets_path",
+    "n_rollouts": "grpo.group_size",
+    "num_generations": "grpo.group_size",
+    "num_iterations": "grpo.minibatches",
+    "output_dir": "job.dump_folder",
+    "scale_rewards": "grpo.advantage_std",
+}
+"""Keys by the names that other trainers give them."""
+
+HELP = """usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run] [--SECTION.KEY VALUE ...]
+
+Every key can be given in the TOML file as [SECTION] KEY or here; here wins. Lists are comma-separated, booleans are
+--SECTION.KEY and --SECTION.no-KEY (or true and false). --dry_run prints the run's arithmetic and stops.
+"""
+
+
+def load_config(argv: list[str]) -> JobConfig:
+    """Read, merge and check the configuration of a run.
+
+    Args:
+        argv: The command line without the program's name.
+
+    Returns:
+        torchtitan's JobConfig with this project's sections, every value of its annotated type and in its range.
+
+    Raises:
+        UserError: An unreadable file, unknown keys or flags, wrong types, values out of range, contradictions, keys
+            that this trainer does not honour. One message names them all.
+        SystemExit: `--help`, with status 0.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        sys.exit(0)
+    problems: list[str] = []
+    given = _read_flags(argv, problems)
+    path = given.get(CONFIG_FILE)
+    for key, value in _read_toml(path, problems) if path else ():
+        given.setdefault(key, value)
+    problems += check_unsupported(given)
+    _raise(problems, path)
+
+    config = _merge(given)
+    for name in PATHS:
+        section, _, key = name.rpartition(".")
+        setattr(getattr(config, section), key, os.path.expanduser(given.get(name, keys()[name].default)))
+    config.rollout.urls = [url.rstrip("/") for url in config.rollout.urls]
+    _raise(check_ranges(config), path)
+    _raise([*check_contradictions(config), *check_machine(config)], path)
+    return config
+
+
+def help_text() -> str:
+    """What `--help` prints: each key with its default, and its doc where it is not torchtitan's alone."""
+    lines = [HELP]
+    for key in honoured_keys():
+        lines.append(f"  --{key.path} ({type_name(key.type)}, default {show(key.default)})")
+        if key.doc:
+            lines.append(f"        {key.doc}")
+    return "\n".join(lines)
+
+
+def _raise(problems: list[str], path: str | None) -> None:
+    """Raise one UserError for all problems, if there are any."""
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        where = f" ({path} and the command line)" if path else ""
+        raise UserError("\n  - ".join([f"{len(problems)} problems in the configuration{where}:", *problems]))
+
+
+def _merge(given: dict[str, Any]) -> JobConfig:
+    """Build the dataclasses through torchtitan's ConfigManager from values that have been checked."""
+    tables: dict[str, Any] = {}
+    for path, value in {**given, CUSTOM_MODULE: MODULE}.items():
+        *parents, name = path.split(".")
+        table = tables
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[name] = value
+    manager = _CheckedManager(tables)
+    return manager.parse_args([])
+
+
+class _CheckedManager(ConfigManager):
+    """torchtitan's ConfigManager over values that are already read; its own path checks are models.py's business."""
+
+    def __init__(self, tables: dict[str, Any]):
+        super().__init__()
+        self.tables = tables
+
+    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
+        return self.tables
+
+    def _validate_config(self) -> None:
+        """Nothing: upstream's mends for renamed keys are refused by name in `config_unsupported`."""
+
+
+def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (path, checked value) of each good key of a TOML file; append what is wrong to `problems`."""
+    try:
+        with open(path, "rb") as file:
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise UserError(
+            f"--job.config_file {path}: cannot be read ({error.strerror}): give the path of a TOML file"
+        ) from None
+    except ValueError as error:  # bad TOML, or bytes that are not UTF-8
+        raise UserError(f"--job.config_file {path}: is not valid TOML: {error}") from None
+    yield from _read_table(tables, "", problems)
+
+
+def _read_table(table: dict[str, Any], section: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        path = f"{section}.{name}" if section else name
+        if path in sections():
+            if isinstance(value, dict):
+                yield from _read_table(value, path, problems)
+            else:
+                problems.append(f"[{path}] is a section, not a value: write [{path}] and its keys below it")
+        elif path == CONFIG_FILE:
+            problems.append(f"{label(path)}: a TOML file cannot name another one: give --{path} on the command line")
+        elif path in keys():
+            try:
+                yield path, check_value(value, keys()[path].type)
+            except Mismatch as error:
+                problems.append(f"{label(path)} = {error}")
+        else:
+            problems.append(_unknown(section, name, isinstance(value, dict)))
+
+
+def _unknown(section: str, name: str, is_table: bool) -> str:
+    """Say that there is no such key or section, and which one may be meant."""
+    if not section:
+        near = nearest(name, [s for s in sections() if "." not in s])
+        hint = f": did you mean [{near}]?" if near else ""
+        if not is_table:
+            near = _nearest_key("", name)
+            hint = f" outside any section: did you mean {label(near)}?" if near else ": keys stand below a [section]"
+        return f"unknown {'section' if is_table else 'key'} {f'[{name}]' if is_table else name}{hint}"
+    near = _nearest_key(section, name)
+    hint = f"did you mean {label(near)}?" if near else f"see [{section}] in docs/configuration.md for its keys"
+    return f"unknown key {label(f'{section}.{name}')}: {hint}"
+
+
+def _nearest_key(section: str, name: str) -> str | None:
+    """The key that `name` may stand for: in its own section, by its name in other trainers, or in any section."""
+    own = {key.name: key.path for key in honoured_keys() if key.section == section}
+    anywhere = {key.name: key.path for key in honoured_keys()}
+    near = nearest(name, own)
+    if near:
+        return own[near]
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    near = nearest(name, anywhere)
+    return anywhere[near] if near else None
+
+
+def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
+    """Parse `--section.key value` flags as torchtitan's command line writes them; hyphens count as underscores."""
+    given: dict[str, Any] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, text = word.partition("=")
+        if not flag.startswith("--"):
+            hint = (
+                f": did you mean --{CONFIG_FILE} {word}?"
+                if word.endswith(".toml")
+                else ": flags are --section.key value"
+            )
+            problems.append(f"unexpected argument {word!r}{hint}")
+            continue
+        path = flag[2:].replace("-", "_")
+        section, _, name = path.rpartition(".")
+        negated = path not in keys() and name.startswith("no_")
+        key = keys().get(f"{section}.{name.removeprefix('no_')}" if negated else path)
+        if key is None or (negated and key.type is not bool):
+            problems.append(_unknown_flag(flag, path))
+            while words and not words[0].startswith("--"):
+                words.pop(0)
+            continue
+        texts = [text] if equals else _values_of(key, words)
+        if key.path in given:
+            problems.append(f"--{key.path} is given twice: keep one")
+        elif negated and texts:
+            problems.append(f"{flag} takes no value: write {flag} or --{key.path} false")
+        elif not texts and key.type is not bool:
+            problems.append(f"--{key.path} needs a value: {type_name(key.type)}")
+        else:
+            try:
+                given[key.path] = check_value(_from_text(key, texts, negated), key.type)
+            except Mismatch as error:
+                problems.append(f"--{key.path} ({label(key.path)}): {error}")
+    return given
+
+
+def _values_of(key: Key, words: list[str]) -> list[str]:
+    """Take the words that belong to a flag from the front of `words`."""
+    if key.type is bool:
+        return [words.pop(0)] if words and words[0].lower() in ("true", "false") else []
+    many = get_origin(key.type) is list
+    texts: list[str] = []
+    while words and not words[0].startswith("--") and (many or not texts):
+        texts.append(words.pop(0))
+    return texts
+
+
+def _from_text(key: Key, texts: list[str], negated: bool) -> Any:
+    """A flag's words as the TOML value that they stand for; what cannot be read stays text for `check_value`."""
+    if key.type is bool:
+        return _scalar(texts[0], bool) if texts else not negated
+    if get_origin(key.type) is list:
+        item = get_args(key.type)[0]
+        return [_scalar(part, item) for text in texts for part in text.split(",") if part]
+    options = get_args(key.type) or (key.type,)
+    if type(None) in options and texts[0].lower() == "none":
+        return None
+    values = [_scalar(texts[0], option) for option in options]
+    return next((value for value in values if not isinstance(value, str)), texts[0])
+
+
+def _scalar(text: str, annotation: Any) -> Any:
+    if annotation is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _unknown_flag(flag: str, path: str) -> str:
+    """Say that there is no such flag, and which one may be meant."""
+    section, _, name = path.rpartition(".")
+    if section and section in sections():
+        near = _nearest_key(section, name)
+    else:
+        near = nearest(path, [*keys(), "dry_run", "help"]) or _nearest_key(section, name)
+    hint = f"did you mean --{near}?" if near else "flags are --section.key, see docs/configuration.md"
+    return f"unknown flag {flag}: {hint}"

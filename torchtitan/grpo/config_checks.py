@@ -1,0 +1,294 @@
+"""What keys must satisfy together, and what this machine must have for them.
+
+Each check returns all its messages: a user mends a file once. A message names the key, its value, what is allowed
+and what to change.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config_keys import label, show
+
+
+def check_contradictions(config: JobConfig) -> list[str]:
+    """Check the keys against one another, single values being in their ranges."""
+    checks = (
+        _check_batch,
+        _check_lengths,
+        _check_losses,
+        _check_torchtitan,
+        _check_servers,
+        _check_data,
+        _check_reward,
+    )
+    return [message for check in checks for message in check(config)]
+
+
+def _check_batch(config: JobConfig) -> Iterator[str]:
+    grpo, training = config.grpo, config.training
+    if grpo.prompts_per_step % grpo.minibatches:
+        yield (
+            f"[grpo] minibatches = {grpo.minibatches} does not divide [grpo] prompts_per_step = "
+            f"{grpo.prompts_per_step}: each optimizer step takes the same number of groups, so change one of them"
+        )
+    if 0 < training.tokens_per_microbatch < training.seq_len:
+        yield (
+            f"[training] tokens_per_microbatch = {training.tokens_per_microbatch} is under [training] seq_len = "
+            f"{training.seq_len}: the longest sample must fit one microbatch, so raise it, or 0 for seq_len"
+        )
+
+
+def _check_lengths(config: JobConfig) -> Iterator[str]:
+    prompt, answer, longest = config.data.max_prompt_tokens, config.rollout.max_answer_tokens, config.training.seq_len
+    if prompt + answer > longest:
+        yield (
+            f"[training] seq_len = {longest} is under [data] max_prompt_tokens + [rollout] max_answer_tokens = "
+            f"{prompt} + {answer} = {prompt + answer}: raise it, or lower one of the two"
+        )
+    if config.grpo.overlong_buffer_tokens >= answer:
+        yield (
+            f"[grpo] overlong_buffer_tokens = {config.grpo.overlong_buffer_tokens} must be under [rollout] "
+            f"max_answer_tokens = {answer}: it is the stretch before that limit in which the reward falls"
+        )
+
+
+def _check_losses(config: JobConfig) -> Iterator[str]:
+    grpo = config.grpo
+    if 0 < grpo.ratio_clip_c <= 1:
+        yield f"[grpo] ratio_clip_c = {grpo.ratio_clip_c} must be 0 (off) or over 1, usually 3"
+    elif 0 < grpo.ratio_clip_c <= 1 + grpo.ratio_clip_max:
+        yield (
+            f"[grpo] ratio_clip_c = {grpo.ratio_clip_c} must be over 1 + [grpo] ratio_clip_max = "
+            f"{1 + grpo.ratio_clip_max:g}: it bounds ratios that the upper clip does not; usually 3"
+        )
+    if grpo.importance_correction != "none" and not grpo.importance_min <= 1 <= grpo.importance_max:
+        yield (
+            f"[grpo] importance_min = {grpo.importance_min} and [grpo] importance_max = {grpo.importance_max} must "
+            "have 1 between them: it is the weight of a token on which sampler and trainer agree"
+        )
+    if grpo.importance_min > grpo.importance_max:
+        yield f"[grpo] importance_min = {grpo.importance_min} is over [grpo] importance_max = {grpo.importance_max}"
+
+
+def _check_torchtitan(config: JobConfig) -> Iterator[str]:
+    if not config.model.hf_assets_path:
+        yield "[model] hf_assets_path is missing: give the Hugging Face folder with config.json, tokenizer and weights"
+    if config.model.hf_assets_path.endswith("tokenizer.model"):
+        yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that it is in"
+    if config.model.flavor and not config.model.name:
+        yield f"[model] flavor = {show(config.model.flavor)} needs [model] name: qwen3 or llama3"
+    if config.model.name and not config.model.flavor:
+        yield (
+            f"[model] name = {show(config.model.name)} is read only with [model] flavor: leave it out "
+            "(config.json names the family) or give a flavor"
+        )
+    if config.optimizer.name not in ("Adam", "AdamW"):
+        yield f"[optimizer] name = {show(config.optimizer.name)} must be AdamW or Adam"
+    if config.checkpoint.keep_latest_k == 1:
+        yield "[checkpoint] keep_latest_k = 1 must be 0 (all) or at least 2: the newest may be half written"
+    if config.checkpoint.resume and not config.checkpoint.enable:
+        yield "[checkpoint] resume = true needs [checkpoint] enable = true"
+    shard = config.parallelism.data_parallel_shard_degree
+    if shard != -1 and shard < 1:
+        yield f"[parallelism] data_parallel_shard_degree = {shard} must be at least 1, or -1 for all that are left"
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isdigit() and int(option) > 0):
+        yield f'[activation_checkpoint] selective_ac_option = {show(option)} must be "op" or a layer interval like "2"'
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        yield '[activation_checkpoint] mode = "memory_budget" needs [compile] enable = true'
+    for component in config.compile.components:
+        if component not in ("model", "loss"):
+            yield f"[compile] components has {show(component)}: the components are model and loss"
+
+
+def _check_servers(config: JobConfig) -> Iterator[str]:
+    rollout, sync = config.rollout, config.weight_sync
+    if rollout.engine == "vllm" and not rollout.urls:
+        yield '[rollout] urls is empty: engine = "vllm" needs the addresses of running servers, as in ["http://host:8000"]'
+    for url, times in Counter(url.rstrip("/") for url in rollout.urls).items():
+        if times > 1:
+            yield f"[rollout] urls has {show(url)} {times} times: one address per server"
+        yield from _check_url(url)
+    for token, times in Counter(rollout.stop_token_ids).items():
+        if token < 0 or times > 1:
+            yield f"[rollout] stop_token_ids has {token}{f' {times} times' if times > 1 else ': ids are 0 or more'}"
+    spawned = rollout.engine == "embedded" and not rollout.urls
+    if spawned and rollout.embedded_device == "cpu" and sync.transport == "nccl":
+        yield (
+            '[weight_sync] transport = "nccl" cannot reach a server on [rollout] embedded_device = "cpu": '
+            'use transport = "gloo"'
+        )
+
+
+def _check_url(url: str) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        yield f"[rollout] urls has {show(url)}: {error}; write http://host:port"
+        return
+    if parts.username or parts.password:
+        yield f"[rollout] urls has a user or password for {parts.hostname}: use [rollout] api_key_env instead"
+    elif parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or " " in url:
+        yield f"[rollout] urls has {show(url)}: write http://host:port or https://host:port"
+    elif port == 0:
+        yield f"[rollout] urls has {show(url)}: 0 is no port"
+
+
+def _check_data(config: JobConfig) -> Iterator[str]:
+    data = config.data
+    readers = {
+        "path": ("jsonl", "hf"),
+        "subset": ("hf",),
+        "validation_path": ("jsonl", "hf"),
+        "validation_split": ("hf",),
+        "tasks": ("reasoning_gym",),
+    }
+    for name, sources in readers.items():
+        value = getattr(data, name)
+        if value and data.source not in sources:
+            wanted = " or ".join(show(source) for source in sources)
+            yield (
+                f"[data] {name} = {show(value)} is not read with source = {show(data.source)}: set source = {wanted}, "
+                "or leave it out"
+            )
+    if data.source in ("jsonl", "hf") and not data.path:
+        what = "a file" if data.source == "jsonl" else "a folder"
+        yield f"[data] path is missing: source = {show(data.source)} needs {what}"
+    if data.source == "reasoning_gym" and not data.tasks:
+        yield '[data] tasks is empty: source = "reasoning_gym" needs task names, as in ["basic_arithmetic"]'
+    for task, times in Counter(data.tasks).items():
+        if times > 1:
+            yield f"[data] tasks has {show(task)} {times} times"
+    if data.source in ("jsonl", "hf") and not data.prompt_column:
+        yield "[data] prompt_column is empty: name the column with the question"
+    if data.source == "hf" and not data.split:
+        yield '[data] split is empty: name one, usually "train"'
+    if "{prompt}" not in data.prompt_template:
+        yield f"[data] prompt_template = {show(data.prompt_template)} lacks {{prompt}}, which stands for the question"
+    if data.system_prompt and not data.chat_template:
+        yield "[data] system_prompt needs chat_template = true: without it, put the text into prompt_template"
+    if data.source == "arithmetic":
+        unknown = [operator for operator in data.arithmetic_operators if operator not in ("+", "-", "*")]
+        if unknown or not data.arithmetic_operators:
+            yield f'[data] arithmetic_operators = {show(data.arithmetic_operators)} must hold some of "+", "-", "*"'
+    yield from _check_pattern("data.answer_pattern", data.answer_pattern)
+
+
+def _check_reward(config: JobConfig) -> Iterator[str]:
+    reward, data = config.reward, config.data
+    if not reward.functions:
+        yield '[reward] functions is empty: name at least one, as in ["exact_match"]'
+    for function, times in Counter(reward.functions).items():
+        if times > 1:
+            yield f"[reward] functions has {show(function)} {times} times: give it a weight instead"
+    if reward.weights and len(reward.weights) != len(reward.functions):
+        yield (
+            f"[reward] weights has {len(reward.weights)} entries for {len(reward.functions)} [reward] functions: "
+            "one for each, or leave it out for 1 each"
+        )
+    if reward.weights and not any(reward.weights):
+        yield "[reward] weights are all 0: every reward would be 0"
+    if "reasoning_gym" in reward.functions and data.source != "reasoning_gym":
+        yield (
+            '[reward] functions has "reasoning_gym", which scores tasks of [data] source = "reasoning_gym", not '
+            f"{show(data.source)}"
+        )
+    compared = {"exact_match", "numeric_match", "math_verify"} & set(reward.functions)
+    if compared and data.source in ("jsonl", "hf") and not data.answer_column:
+        names = ", ".join(sorted(compared))
+        yield f"[data] answer_column is empty, but [reward] functions {names} compare with it: name it"
+    if config.sft.steps and data.source in ("jsonl", "hf") and not (config.sft.target_column or data.answer_column):
+        yield "[sft] target_column is missing: name the column to learn, or set [data] answer_column"
+    yield from _check_pattern("reward.answer_pattern", reward.answer_pattern)
+
+
+def _check_pattern(path: str, pattern: str) -> Iterator[str]:
+    if not pattern:
+        return
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield f"{label(path)} = {show(pattern)} is no regular expression: {error}"
+        return
+    if groups != 1:
+        yield (
+            f"{label(path)} = {show(pattern)} has {groups} groups and needs one: put ( ) around the answer, and write "
+            "other brackets as (?: ) or \\( \\)"
+        )
+
+
+def check_machine(config: JobConfig, world_size: int | None = None, cuda: bool | None = None) -> list[str]:
+    """Check what depends on where the run is: processes, devices, environment variables.
+
+    Args:
+        world_size: Number of trainer processes; None reads torchrun's WORLD_SIZE, 1 without it.
+        cuda: Whether trainer processes have a CUDA device; None asks torch.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    cuda = torch.cuda.is_available() if cuda is None else cuda
+    messages = [*_check_ranks(config, world_size)]
+    if not cuda and config.weight_sync.transport == "nccl":
+        messages.append('[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"')
+    spawned = config.rollout.engine == "embedded" and not config.rollout.urls
+    if spawned and not cuda and config.rollout.embedded_device == "cuda":
+        messages.append('[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"')
+    if spawned and cuda and config.rollout.embedded_device == "cpu" and config.weight_sync.transport == "auto":
+        messages.append(
+            '[weight_sync] transport = "auto" is nccl on this machine, which cannot reach a server on [rollout] '
+            'embedded_device = "cpu": use transport = "gloo"'
+        )
+    name = config.rollout.api_key_env
+    if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
+        messages.append(
+            "[rollout] api_key_env is not like a variable's name: give the name, as in VLLM_API_KEY, not the key"
+        )
+    elif name and not os.environ.get(name):
+        messages.append(
+            f"[rollout] api_key_env = {show(name)}: is not set in the environment: export it, or leave the key out"
+        )
+    return messages
+
+
+def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
+    parallel = config.parallelism
+    replicate, shard, tensor = (
+        parallel.data_parallel_replicate_degree,
+        parallel.data_parallel_shard_degree,
+        parallel.tensor_parallel_degree,
+    )
+    start = f"torchrun started {world_size} process{'es' if world_size > 1 else ''}"
+    if shard == -1 and world_size % (replicate * tensor):
+        yield (
+            f"[parallelism] data_parallel_replicate_degree = {replicate} x tensor_parallel_degree = {tensor} does not "
+            f"divide the world size: {start}; change them or --nproc-per-node"
+        )
+        return
+    if shard != -1 and replicate * shard * tensor != world_size:
+        yield (
+            f"[parallelism] data_parallel_replicate_degree = {replicate} x data_parallel_shard_degree = {shard} x "
+            f"tensor_parallel_degree = {tensor} = {replicate * shard * tensor}, but {start}: change them or "
+            "--nproc-per-node"
+        )
+        return
+    ranks = world_size // tensor
+    samples = config.grpo.prompts_per_step * config.grpo.group_size // config.grpo.minibatches
+    if samples < ranks:
+        yield (
+            f"[grpo] prompts_per_step x group_size / minibatches = {samples} answers for {ranks} data-parallel ranks: "
+            "some would have nothing to train on, so raise prompts_per_step"
+        )
+    longest = max(config.rollout.request_timeout_seconds, config.rollout.start_timeout_seconds)
+    for name in ("init_timeout_seconds", "train_timeout_seconds"):
+        if world_size > 1 and getattr(config.comm, name) <= longest:
+            yield (
+                f"[comm] {name} = {getattr(config.comm, name)} must be over [rollout] request_timeout_seconds and "
+                f"start_timeout_seconds (up to {longest:g}): other ranks wait in a collective while rank 0 "
+                "waits for servers"
+            )
