@@ -1,0 +1,469 @@
+"""GRPO training: `torchrun grpo_train.py --job.config_file train_configs/quickstart.toml`.
+
+One class, one loop, read from top to bottom. Rank 0 asks the questions, scores the answers and packs them; every
+rank holds a shard of the model, trains on its rows and takes part in publishing the weights to the servers.
+The loss is in `torchtitan/grpo/losses.py`, rewards in `torchtitan/grpo/reward_functions.py`.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo import losses
+from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
+from torchtitan.grpo.broadcast import Broadcaster
+from torchtitan.grpo.checkpoint import Checkpointer
+from torchtitan.grpo.config import describe, load_config
+from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.engines.spawn import EmbeddedServer
+from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.ledger import Ledger
+from torchtitan.grpo.metrics import MetricsLogger, SampleLog
+from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_config
+from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.rewards import RewardRunner
+from torchtitan.grpo.rollouts.collector import Collector
+from torchtitan.grpo.rollouts.samples import Group, Sample
+from torchtitan.grpo.sft import as_packed_samples, supervised_steps
+from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics
+from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.utils import GarbageCollection, device_module, device_type
+
+
+class Trainer:
+    """Everything a run holds; `train` is the loop, `close` releases it all."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+        self.step = 0
+        self.seed = config.debug.seed or 0
+        self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
+        self.resources = contextlib.ExitStack()
+        try:
+            # Whatever can be wrong with the input is found before there is a process group or a server.
+            self._read_inputs()
+            self._init_distributed()
+            self._start_servers()
+            self._build()
+            self._connect_servers()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---------------------------------------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Warm start, then step by step: sample, pack, update, publish, validate, log, save."""
+        config = self.config
+        self.step = self.checkpointer.load_latest() if config.checkpoint.resume else 0
+        self.metrics.start(self.step)
+        if self.step == 0:
+            self.warm_start()
+            if self.reference is not None:
+                self.reference.load_state_dict(self.model.state_dict())
+        self.publish()
+        if self.step == 0:
+            self.log({} | self.validate())
+        while self.step < config.training.steps:
+            self.step += 1
+            self.garbage_collection.run(self.step)
+            groups = self.collect()
+            rows = self.pack(groups)
+            learned = self.update(rows)
+            self.publish()
+            self.log(rollout_metrics(groups) | learned | self.validate(), groups)
+            self.save()
+
+    def warm_start(self) -> None:
+        """`[sft]`: supervised steps on prompt and reference answer pairs of the training data."""
+        sft = self.config.sft
+        steps = supervised_steps(self.model, self._next_sft_rows, sft, self.config.training.max_norm, self.device)
+        for i, loss in enumerate(steps, start=1):
+            if i % 20 == 0 or i == sft.steps:
+                self.metrics.log_sft(i, sft.steps, self._sum_over_data_ranks({"loss": loss})["loss"])
+
+    def collect(self) -> list[Group]:
+        """Ask the next prompts and score their answers. On rank 0; the other ranks get no groups."""
+        if not self.is_rank0:
+            return []
+        with self.ledger.stage("rollout"):
+            prompts = self.prompts.next(self.config.grpo.prompts_per_step)
+            params = self._sampling(self.config.grpo.group_size, self.config.rollout.temperature)
+            return self.collector.collect(prompts, params, tag=f"step{self.step}")
+
+    def pack(self, groups: list[Group]) -> list[list[Microbatch]]:
+        """Rewards become advantages, answers become packed rows: this rank's rows of each minibatch."""
+        grpo, budget = self.config.grpo, self.row_tokens
+        with self.ledger.stage("pack"):
+            self.rewards_by_group = self.broadcast.json([[self._shaped_reward(s) for s in g] for g in groups])
+            advantages = group_advantages(self.rewards_by_group, grpo.advantage_baseline, grpo.advantage_std)
+            minibatches = []
+            for part in _split(len(advantages), grpo.minibatches):
+                rows = None
+                if self.is_rank0:
+                    answers = [(s, a) for i in part for s, a in zip(groups[i], advantages[i], strict=True)]
+                    weights = losses.token_weights(
+                        [len(s.token_ids) for s, _ in answers],
+                        grpo.loss_aggregation,
+                        self.config.rollout.max_answer_tokens,
+                        [self._counts(s, groups[i]) for i in part for s in groups[i]],
+                    )
+                    samples = [
+                        PackedSample(s.prompt.token_ids, s.token_ids, advantage, weight, s.logprobs)
+                        for (s, advantage), weight in zip(answers, weights, strict=True)
+                    ]
+                    rows = pack(samples, budget, self.data_ranks, self.row_multiple)
+                minibatches.append([row.to(self.device) for row in self.broadcast.microbatches(rows, self.data_rank)])
+            return minibatches
+
+    def update(self, minibatches: list[list[Microbatch]]) -> dict[str, float]:
+        """One optimizer step per minibatch. Token weights hold the global normaliser, so gradients only add up."""
+        grpo, temperature = self.config.grpo, self.config.rollout.temperature
+        old, reference = self._fixed_logprobs(minibatches)
+        sums: dict[str, torch.Tensor] = {}
+        with self.ledger.stage("train"):
+            for rows in minibatches:
+                self.optimizers.zero_grad()
+                for row in rows:
+                    answer = row.loss_mask
+                    sampler_logprobs, sample_ids = row.sampler_logprobs[answer], row.sample_ids[answer]
+                    logprobs, entropy = self.model(row, temperature)
+                    old_logprobs = old.get(id(row), logprobs.detach())
+                    importance = losses.importance_weights(
+                        old_logprobs,
+                        sampler_logprobs,
+                        sample_ids,
+                        grpo.importance_correction,
+                        grpo.importance_level,
+                        grpo.importance_min,
+                        grpo.importance_max,
+                    )
+                    loss, row_sums = losses.policy_loss(
+                        logprobs,
+                        old_logprobs,
+                        row.advantages[answer],
+                        row.weights[answer],
+                        sample_ids,
+                        grpo,
+                        importance=importance,
+                        reference_logprobs=reference.get(id(row)),
+                        entropy=entropy,
+                    )
+                    loss.backward()
+                    row_sums |= {"loss": loss.detach()} | losses.mismatch(old_logprobs, sampler_logprobs)
+                    sums = {name: sums.get(name, 0) + value for name, value in row_sums.items()}
+                if not self.sampler_checked:
+                    self._check_sampler(self._sum_over_data_ranks(sums))
+                grad_norm = dist_utils.clip_grad_norm_(
+                    list(self.model.parameters()), self.config.training.max_norm, foreach=True
+                )
+                self.optimizers.step()
+            self.lr_schedulers.step()
+        return policy_metrics(self._sum_over_data_ranks(sums)) | {
+            "train/grad_norm": float(grad_norm),
+            "train/lr": self.lr_schedulers.schedulers[0].get_last_lr()[0],
+        }
+
+    def publish(self) -> None:
+        """Give the servers this step's weights; returns when every server has acknowledged the version."""
+        with self.ledger.stage("sync"):
+            report = self.weight_sync.publish(self.step)
+        self.version = self.step
+        for phase, seconds in report.seconds.items():
+            self.ledger.add(f"sync/{phase}_s", seconds)
+        self.ledger.add("sync/gib", report.bytes / 2**30)
+
+    def validate(self) -> dict[str, float]:
+        """Ask held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
+        validation = self.config.validation
+        due = self.step % validation.freq == 0 or self.step == self.config.training.steps
+        if not (self.is_rank0 and validation.enable and due):
+            return {}
+        with self.ledger.stage("validate"):
+            prompts = self.held_out.first(validation.prompts)
+            greedy = self.collector.collect(prompts, self._sampling(1, 0.0), tag="greedy")
+            params = self._sampling(validation.samples_per_prompt, validation.temperature)
+            sampled = self.collector.collect(prompts, params, tag="validation")
+            return validation_metrics(greedy, sampled, self.rewards.full_reward)
+
+    def log(self, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
+        """Console line, TensorBoard, metrics.jsonl, W&B; some of the step's answers in samples.jsonl."""
+        times = self.ledger.close_step()
+        if groups and times.get("time/step_s"):
+            metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
+        self.metrics.log(self.step, metrics | times, verdict=self.ledger.verdict())
+        if groups:
+            self.samples.log(self.step, groups)
+
+    def save(self) -> None:
+        checkpoint = self.config.checkpoint
+        due = self.step % checkpoint.interval == 0 or self.step == self.config.training.steps
+        if checkpoint.enable and due:
+            self.checkpointer.save(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides weights, optimizer, scheduler and random states. JSON values."""
+        prompts = self.prompts.state_dict() if self.is_rank0 else None
+        return {"step": self.step, "prompts": prompts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        if self.is_rank0:
+            self.prompts.load_state_dict(state["prompts"])
+
+    def close(self) -> None:
+        """Release servers, workers, files and process groups, last acquired first."""
+        self.resources.close()
+
+    # ------------------------------------------------------------------------------------- parts of a step
+
+    def _sampling(self, n: int, temperature: float) -> SamplingParams:
+        stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)
+        return SamplingParams(n, temperature, self.config.rollout.max_answer_tokens, stop, self.seed)
+
+    def _shaped_reward(self, sample: Sample) -> float:
+        grpo = self.config.grpo
+        return sample.reward + overlong_penalty(
+            len(sample.token_ids),
+            self.config.rollout.max_answer_tokens,
+            grpo.overlong_buffer_tokens,
+            grpo.overlong_penalty,
+        )
+
+    def _counts(self, sample: Sample, group: Group) -> bool:
+        """Whether a sample enters the loss and its normaliser."""
+        grpo = self.config.grpo
+        if sample.finish_reason == "abort" or (grpo.overlong_filter and sample.finish_reason == "length"):
+            return False
+        return grpo.zero_variance_groups == "keep" or not zero_variance([self._shaped_reward(s) for s in group])
+
+    def _fixed_logprobs(
+        self, minibatches: list[list[Microbatch]]
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Log-probabilities that stay fixed during the step's updates, by `id` of the row.
+
+        The old policy's are needed only if the policy moves between minibatches, or before the advantages are known;
+        else the first forward's own are the old ones.
+        """
+        grpo, temperature = self.config.grpo, self.config.rollout.temperature
+        kl_in_reward = self.reference is not None and grpo.kl_placement == "reward"
+        rows = [row for rows in minibatches for row in rows]
+        old: dict[int, torch.Tensor] = {}
+        reference: dict[int, torch.Tensor] = {}
+        with self.ledger.stage("logprobs"), torch.no_grad():
+            if len(minibatches) > 1 or kl_in_reward:
+                old = {id(row): self.model(row, temperature)[0] for row in rows}
+            if self.reference is not None:
+                reference = {id(row): self.reference(row, temperature)[0] for row in rows}
+            if kl_in_reward:
+                self._take_kl_off_rewards(minibatches, old, reference)
+        return old, reference
+
+    def _take_kl_off_rewards(
+        self, minibatches: list[list[Microbatch]], old: dict[int, torch.Tensor], reference: dict[int, torch.Tensor]
+    ) -> None:
+        """Reward less `kl_coef` times the answer's summed KL estimate, and from that the rows' advantages anew."""
+        grpo = self.config.grpo
+        parts = _split(len(self.rewards_by_group), grpo.minibatches)
+        for part, rows in zip(parts, minibatches, strict=True):
+            rewards = [self.rewards_by_group[i] for i in part]
+            kl = torch.zeros(sum(map(len, rewards)), device=self.device)
+            for row in rows:
+                sample = row.sample_index[row.sample_ids[row.loss_mask]]
+                estimate = losses.kl_estimate(old[id(row)], reference[id(row)], grpo.kl_estimator)
+                kl.index_add_(0, sample, estimate)
+            if self.data_ranks > 1:
+                dist.all_reduce(kl, group=self.dims.get_mesh("batch").get_group())
+            penalties = iter((grpo.kl_coef * kl).tolist())
+            rewards = [[reward - next(penalties) for reward in group] for group in rewards]
+            by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
+            advantages = torch.tensor([a for group in by_group for a in group], device=self.device)
+            for row in rows:
+                sample = row.sample_index[row.sample_ids[row.loss_mask]]
+                row.advantages[row.loss_mask] = advantages[sample]
+
+    def _check_sampler(self, sums: dict[str, float]) -> None:
+        """Before the first optimizer step: do sampler and trainer mean the same model and log-probabilities?"""
+        self.sampler_checked = True
+        limit = self.config.rollout.max_logprob_mismatch
+        mismatch = sums["logprob_difference"] / max(sums["tokens"], 1)
+        if mismatch > limit:
+            raise UserError(
+                f"sampler and trainer log-probabilities of the same tokens differ by {mismatch:.3f} nat on average, over "
+                f"[rollout] max_logprob_mismatch = {limit}: check that the servers serve this model, run with "
+                f"--logprobs-mode processed_logprobs and no quantisation ({', '.join(self.urls)})"
+            )
+
+    def _sum_over_data_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
+        total = torch.stack([torch.as_tensor(value, device=self.device).float() for value in sums.values()])
+        if self.data_ranks > 1:
+            dist.all_reduce(total, group=self.dims.get_mesh("batch").get_group())
+        return dict(zip(sums, total.tolist(), strict=True))
+
+    def _next_sft_rows(self) -> list[Microbatch]:
+        rows = None
+        if self.is_rank0:
+            prompts = self.prompts.next(self.config.sft.batch_size)
+            pairs = sft_pairs(prompts, self.config.data, self.config.sft.target_column, self.end_token_ids)
+            rows = pack(as_packed_samples(pairs), self.row_tokens, self.data_ranks, self.row_multiple)
+        return self.broadcast.microbatches(rows, self.data_rank)
+
+    # ----------------------------------------------------------------------------------------------- set-up
+
+    def _read_inputs(self) -> None:
+        config = self.config
+        assets = config.model.hf_assets_path
+        self.source = resolve_model(config.model, config.training.seq_len)
+        self.tokenizer = load_tokenizer(assets)
+        self.end_token_ids = end_token_ids(self.tokenizer, assets)
+        Checkpointer.check_folder(config.checkpoint, config.job.dump_folder)
+        if self.is_rank0:
+            held_out = config.validation.prompts if config.validation.enable else 0
+            self.prompts = PromptSource(config.data, self.tokenizer, self.seed, validation_prompts=held_out)
+            if held_out:
+                self.held_out = PromptSource(
+                    config.data, self.tokenizer, self.seed, held_out=True, validation_prompts=held_out
+                )
+            self.rewards = self.resources.enter_context(RewardRunner(config.reward))
+
+    def _init_distributed(self) -> None:
+        config = self.config
+        self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type != "cpu" else None)
+        if device_type != "cpu":
+            device_module.set_device(self.device)
+        dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
+        self.resources.callback(dist.destroy_process_group)
+        parallelism = config.parallelism
+        self.dims = ParallelDims(
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=1,
+            tp=parallelism.tensor_parallel_degree,
+            pp=1,
+            ep=1,
+            etp=1,
+            world_size=dist.get_world_size(),
+        )
+        dist_utils.set_determinism(self.dims, self.device, config.debug, [])
+        self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
+        self.data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0
+        self.row_tokens = config.training.tokens_per_microbatch or config.training.seq_len
+        self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
+        # Rank 0 may be busy with rollouts, validation or a server's start for as long as these may take.
+        self.broadcast = Broadcaster(2 * config.rollout.request_timeout_seconds + config.rollout.start_timeout_seconds)
+
+    def _start_servers(self) -> None:
+        rollout = self.config.rollout
+        self.urls = rollout.urls
+        self.server = None
+        if self.is_rank0 and rollout.engine == "embedded" and not rollout.urls:
+            dump = Path(self.config.job.dump_folder)
+            write_hf_config(self.source, self.tokenizer, dump / "served_model")
+            self.server = self.resources.enter_context(
+                EmbeddedServer(dump / "served_model", rollout, self.device, dump / "embedded_server.log")
+            )
+
+    def _build(self) -> None:
+        config = self.config
+        self.model = build_model(self.source, config, self.dims, self.device)
+        if config.model.weights == "hf":
+            load_hf_weights(self.model, self.source, config.model.hf_assets_path)
+        self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
+        self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
+        self.reference = None
+        if config.grpo.kl_coef > 0:
+            self.reference = build_model(self.source, config, self.dims, self.device, trainable=False)
+        self.checkpointer = Checkpointer(
+            config.checkpoint,
+            config.job.dump_folder,
+            self.model,
+            self.optimizers,
+            self.lr_schedulers,
+            self,
+            source=self.source,
+            tokenizer=self.tokenizer,
+            reference=self.reference,
+        )
+        self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
+        self.ledger = Ledger(self.device)
+        dump = config.job.dump_folder
+        self.metrics = MetricsLogger(config, dump, self.is_rank0, config.training.steps)
+        self.resources.callback(self.metrics.close)
+        self.samples = SampleLog(config, dump, self.is_rank0)
+        self.resources.callback(self.samples.close)
+
+    def _connect_servers(self) -> None:
+        """Wait for the servers, check that they mean what the trainer means, form the weight-sync groups."""
+        config, rollout = self.config, self.config.rollout
+        api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
+        self.version = -1
+        self.sampler_checked = False
+        controls = []
+        if self.is_rank0:
+            if self.server is not None:
+                self.urls = [self.server.wait_ready()]
+            controls = [ServerControl(url, api_key, config.weight_sync.timeout_seconds) for url in self.urls]
+            for control in controls:
+                control.wait_healthy(rollout.start_timeout_seconds)
+                control.check(config.training.seq_len)
+            clients = [
+                VllmClient(url, api_key, rollout.request_timeout_seconds, lambda: self.version) for url in self.urls
+            ]
+            self.collector = Collector(clients, self.rewards, self.tokenizer, rollout.max_concurrent_requests)
+            self.resources.callback(self.collector.close)
+        self.weight_sync = WeightSync(
+            self.model, self.source.adapter, config.weight_sync, controls, self.device, self.source.tied
+        )
+        self.resources.callback(self.weight_sync.close)
+        self.weight_sync.connect()
+
+
+def _split(n: int, parts: int) -> list[range]:
+    """0..n-1 in `parts` runs of as equal length as can be."""
+    bounds = [i * n // parts for i in range(parts + 1)]
+    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def main(argv: list[str]) -> int:
+    init_logger()
+    dry_run = "--dry_run" in argv
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        config = load_config([arg for arg in argv if arg != "--dry_run"])
+        if dry_run:
+            print(describe(config) if speaks else "", end="")
+            return 0
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's stop: let `close` run
+        trainer = Trainer(config)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+    except UserError as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""Two FSDP2 ranks, two TP ranks and FSDP2 x TP train as one process does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = dict(
+    vocab_size=131,  # odd, so that FSDP2 and TP shards are uneven
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    made = {}
+    for name, tied in (("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)):
+        torch.manual_seed(0)
+        if name == "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=tied))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+        key = f"{name}-{'tied' if tied else 'untied'}"
+        folder = tmp_path_factory.mktemp(key)
+        model.save_pretrained(folder)
+        made[key] = str(folder)
+    return made
+
+
+def run(folder: str, ranks: int, tp: int, out: Path, checkpointing: str = "none") -> list[list[float]]:
+    """[[loss, gradient norm]] of three steps on `ranks` gloo ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(Path(__file__).with_name("parallel_worker.py")), folder, str(tp), checkpointing, str(out)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=out.parent, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("model", ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied"])
+def test_sharded_training_equals_one_process(folders, model, tmp_path):
+    alone = torch.tensor(run(folders[model], 1, 1, tmp_path / "1"))
+    assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move
+    for ranks, tp in ((2, 1), (2, 2)):
+        sharded = torch.tensor(run(folders[model], ranks, tp, tmp_path / f"{ranks}{tp}"))
+        torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, t=tp: f"tp={t}: {m}")
+
+
+def test_fsdp_with_tp_and_activation_checkpointing_equals_one_process(folders, tmp_path):
+    alone = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "1"))
+    both = torch.tensor(run(folders["qwen3-tied"], 4, 2, tmp_path / "4", checkpointing="full"))
+    torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
