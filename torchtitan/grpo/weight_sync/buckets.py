@@ -1,7 +1,7 @@
 """Which tensor travels at which byte of which bucket, and how a bucket is checked. Pure functions, torch only.
 
-Invariant I7: order, cuts and offsets depend on the model and the config alone. The plan is computed once by the trainer,
-sent once to each server (as JSON), and both ends read every bucket by it.
+Invariant I7: order, cuts and offsets depend on the model and the config alone. The plan is computed once by the
+trainer, sent once to each server (as JSON), and both ends read every bucket by it.
 
 A bucket on the wire is one uint8 tensor: `payload_bytes` of tensors at 16-byte aligned offsets, then a trailer of four
 int64: weight version, bucket index, payload bytes, checksum of the payload.
