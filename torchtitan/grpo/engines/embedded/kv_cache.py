@@ -1,0 +1,101 @@
+"""Keys and values of the rows being decoded, in transformers' cache interface."""
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+class _RowLayer(DynamicLayer):
+    """One layer's keys and values, [rows, kv_heads, tokens, head_dim] each, in buffers that outlive a step."""
+
+    def __init__(self, cache: "RowCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        cache = self.cache
+        if self.keys is None:
+            _, heads, _, width = key_states.shape
+            shape = (cache.row_capacity, heads, cache.token_capacity, width)
+            # Zeros: what is masked out is still multiplied by 0, and 0 times stale NaN is NaN.
+            self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
+        if cache.prefill_rows is not None:
+            tokens = key_states.shape[2]
+            self.keys[cache.prefill_rows, :, :tokens] = key_states[cache.prefill_sources]
+            self.values[cache.prefill_rows, :, :tokens] = value_states[cache.prefill_sources]
+            return key_states, value_states
+        rows, positions = cache.decode_rows, cache.decode_positions
+        self.keys[rows, :, positions] = key_states[:, :, 0]
+        self.values[rows, :, positions] = value_states[:, :, 0]
+        view = (slice(cache.decode_row_count), slice(None), slice(cache.decode_tokens))
+        return self.keys[view], self.values[view]
+
+    def grow(self, rows: int, tokens: int) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros((rows, old.shape[1], tokens, old.shape[3]))
+            new[: old.shape[0], :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
+        self.keys[targets, :, :tokens] = self.keys[sources, :, :tokens]
+        self.values[targets, :, :tokens] = self.values[sources, :, :tokens]
+
+
+class RowCache(Cache):
+    """A cache whose rows come and go: row r holds its tokens at columns 0..length-1, so rows of any length decode
+    together without padding on the left and without moving anything when one joins.
+
+    Call `prefill` or `decode` before the model's forward to say where its keys and values go. The rows in use are
+    always the first ones; `move` fills the holes that finished rows leave.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
+        self.row_capacity = 0
+        self.token_capacity = 0
+        self.prefill_rows: slice | None = None
+
+    def reserve(self, rows: int, tokens: int, keep: bool) -> None:
+        """Make room for `rows` rows of `tokens` tokens; what is stored stays if `keep`."""
+        if not keep and (self.row_capacity > 4 * rows or self.token_capacity > 4 * tokens):
+            self._drop()  # much larger than what is asked for now: give the memory back
+        if rows <= self.row_capacity and tokens <= self.token_capacity:
+            return
+        # Twice the old size where it grows, so that copying costs a constant per token.
+        if rows > self.row_capacity:
+            rows = max(rows, 2 * self.row_capacity)
+        if tokens > self.token_capacity:
+            tokens = max(-(-tokens // 32) * 32, 2 * self.token_capacity)
+        rows, tokens = max(rows, self.row_capacity), max(tokens, self.token_capacity)
+        if not keep:
+            self._drop()
+        self.row_capacity, self.token_capacity = rows, tokens
+        for layer in self.layers:
+            if layer.keys is not None:
+                layer.grow(rows, tokens)
+
+    def prefill(self, first_row: int, sources: torch.Tensor) -> None:
+        """The next forward has one input row per distinct prompt; input row `sources[i]` fills row `first_row` + i."""
+        self.prefill_rows = slice(first_row, first_row + len(sources))
+        self.prefill_sources = sources
+
+    def decode(self, positions: torch.Tensor, tokens: int) -> None:
+        """The next forward has one token for each of the first rows: it goes to column `positions` [R] of its row,
+        and attention sees the first `tokens` columns."""
+        self.prefill_rows = None
+        self.decode_positions = positions
+        self.decode_row_count = len(positions)
+        self.decode_rows = torch.arange(len(positions), device=positions.device)
+        self.decode_tokens = tokens
+
+    def move(self, sources: list[int], targets: list[int], tokens: int) -> None:
+        """Copy the first `tokens` columns of rows `sources` to rows `targets`."""
+        device = self.layers[0].keys.device
+        source_rows, target_rows = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for layer in self.layers:
+            layer.move(source_rows, target_rows, tokens)
+
+    def _drop(self) -> None:
+        self.row_capacity = self.token_capacity = 0
+        for layer in self.layers:
+            layer.keys = layer.values = None

@@ -1,0 +1,77 @@
+"""The embedded server's model: built from a Hugging Face folder, filled by weight updates."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from torchtitan.grpo.errors import UserError
+
+SUPPORTED = ("qwen3", "llama")
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model that `folder`/config.json describes. Weights come from safetensors in the folder where there
+    are any; else they are random (seed 0) until the first update.
+
+    Raises:
+        UserError: The folder has no config.json, or describes an architecture that is not in SUPPORTED.
+    """
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder} has no config.json: --model must be a Hugging Face model folder")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.model_type not in SUPPORTED:
+        raise UserError(
+            f"{folder}: the embedded server runs {', '.join(SUPPORTED)}, not {config.model_type!r}; "
+            '[rollout] engine = "vllm" serves more'
+        )
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(f'{folder}: sliding-window attention is not supported here; use [rollout] engine = "vllm"')
+    if any(folder.glob("*.safetensors")):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    else:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def end_token_ids(folder: Path) -> tuple[int, ...]:
+    """The model's own end tokens: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+class ModelUpdate:
+    """One weight update of a model in place: `load` any number of times, then `check_complete`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Tied embeddings appear once in named_parameters and under both names here; either name will do.
+        self._targets = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+        self._missing = {name for name, _ in model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors under their Hugging Face names into the model, casting to its dtype.
+
+        Raises:
+            ValueError: A name or shape that the model does not have.
+        """
+        for name, tensor in tensors:
+            target = self._targets.get(name)
+            if target is None:
+                raise ValueError(f"the served model has no parameter {name!r}")
+            if target.shape != tensor.shape:
+                raise ValueError(f"{name}: the served model has {tuple(target.shape)}, sent {tuple(tensor.shape)}")
+            target.copy_(tensor)
+            self._missing.discard(name)
+
+    def check_complete(self) -> None:
+        """Raise ValueError if any parameter was not sent."""
+        if self._missing:
+            some = ", ".join(sorted(self._missing)[:5])
+            raise ValueError(f"{len(self._missing)} parameters were never sent: {some}")

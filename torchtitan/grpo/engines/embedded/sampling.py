@@ -1,0 +1,79 @@
+"""Sampling whose noise belongs to the row and the position, not to the batch."""
+
+import hashlib
+import struct
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 25
+"""Most logits turned into float64 cumulative probabilities at once (256 MiB)."""
+
+_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def noise_key(seed: int, sample: int) -> int:
+    """The int64 key of one answer's noise: answer number `sample` of a request with this seed."""
+    message = struct.pack("<qq", seed, sample)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, on int64
+
+
+def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float64 [R], a pure function of key and position (int64 [R] each).
+
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) used as a counter-based
+    generator; int64 arithmetic wraps around as its uint64 does.
+    """
+    x = keys + (positions + 1) * _WEYL
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 11).double() * 2.0**-53
+
+
+def sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, top: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Draw one token per row by inverting the cumulative distribution at the row's own uniform number.
+
+    One number per row and position means that a row draws the same token in any batch, as long as its logits are
+    the same to rounding. Temperature 0 takes the most likely token and reports log-probabilities at temperature 1.
+
+    Args:
+        logits: [R, V], any float dtype.
+        temperatures: [R] float32.
+        keys, positions: [R] int64, see `uniform`.
+        top: How many of the most likely tokens to return besides.
+
+    Returns:
+        tokens [R] int64, log-probabilities [R] float32, and for `top` > 0 the most likely tokens' ids and
+        log-probabilities, [R, top] each. Log-probabilities are NaN where the logits are.
+    """
+    rows_per_chunk = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    numbers = uniform(keys, positions)
+    greedy = temperatures == 0
+    divisors = torch.where(greedy, 1.0, temperatures)
+    tokens, logprobs, top_ids, top_logprobs = [], [], [], []
+    for start in range(0, logits.shape[0], rows_per_chunk):
+        rows = slice(start, start + rows_per_chunk)
+        chunk = torch.log_softmax(logits[rows].float() / divisors[rows, None], dim=-1)
+        cumulative = chunk.exp().cumsum(dim=-1, dtype=torch.float64)
+        # number < 1, so the target is under the last entry, and `right` skips tokens of probability 0.
+        targets = numbers[rows] * cumulative[:, -1]
+        drawn = torch.searchsorted(cumulative, targets[:, None], right=True).squeeze(1)
+        # Only NaN logits reach past the end; the clamp leaves their NaN log-probability for the caller to see.
+        drawn = torch.where(greedy[rows], chunk.argmax(dim=-1), drawn.clamp(max=logits.shape[1] - 1))
+        tokens.append(drawn)
+        logprobs.append(chunk.gather(1, drawn[:, None]).squeeze(1))
+        if top:
+            best = chunk.topk(top, dim=-1)
+            top_ids.append(best.indices)
+            top_logprobs.append(best.values)
+    if not top:
+        return torch.cat(tokens), torch.cat(logprobs), None, None
+    return torch.cat(tokens), torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs)

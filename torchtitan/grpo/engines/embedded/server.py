@@ -1,0 +1,358 @@
+"""An inference server of our own: vLLM's routes for token generation and weight updates, over one model."""
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from torchtitan.grpo.engines.embedded.generator import Generator, Request, Row
+from torchtitan.grpo.engines.embedded.model import ModelUpdate
+from torchtitan.grpo.engines.embedded.worker import GenerationWorker
+from torchtitan.grpo.engines.protocol import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+COHORT_HEADER = "X-Rollout-Cohort"
+COHORT_TIMEOUT_S = 10.0
+BODY_BYTES_MAX = 64 << 20
+TOP_LOGPROBS_MAX = 20
+
+NEUTRAL = {
+    "top_p": (1, 1.0),
+    "top_k": (0, -1),
+    "min_p": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "detokenize": (False, True),
+    "output_kind": (0, 1, 2),
+}
+"""Sampling parameters that are understood only at the values that change nothing."""
+
+
+class BadRequest(ValueError):
+    """Answered with HTTP 400."""
+
+
+class Cohort:
+    """Requests that are to start as one batch, in the order of their ids, whenever each of them arrives."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.requests: list[Request] = []
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class EmbeddedApp:
+    """The HTTP application.
+
+    Routes, bodies and replies are those of vLLM 0.32 (its development and scale-out routes), as far as a trainer uses
+    them, so one client serves both. Not vLLM's: weight updates are refused unless the server is paused, a server with
+    a half-done update does not resume, and `X-Rollout-Cohort: <name>/<size>` makes requests start as one batch.
+    """
+
+    def __init__(self, generator: Generator, model_name: str, api_key: str | None = None) -> None:
+        self.generator = generator
+        self.model_name = model_name
+        self.api_key = api_key
+        self.worker = GenerationWorker(generator, self._on_finished)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[Request, asyncio.Future] = {}
+        self._cohorts: dict[str, Cohort] = {}
+        self._receiver: Any = None
+        self._update: ModelUpdate | None = None
+        self._torn = False
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._errors], client_max_size=BODY_BYTES_MAX)
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/v1/models", self.models),
+                web.post("/inference/v1/generate", self.generate),
+                web.post("/pause", self.pause),
+                web.post("/resume", self.resume),
+                web.get("/is_paused", self.is_paused),
+                web.get("/get_world_size", self.get_world_size),
+                web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
+                web.post("/start_weight_update", self.start_weight_update),
+                web.post("/update_weights", self.update_weights),
+                web.post("/finish_weight_update", self.finish_weight_update),
+                web.get("/weight_info", self.weight_info),
+            ]
+        )
+        app.on_startup.append(self._start)
+        app.on_shutdown.append(self._stop)
+        return app
+
+    async def _start(self, _: web.Application) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.worker.start()
+
+    async def _stop(self, _: web.Application) -> None:
+        await asyncio.to_thread(self.worker.close, 10.0)
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        """vLLM's error bodies: {"error": {"message", "type", "code"}}."""
+        if (
+            self.api_key
+            and request.path != "/health"
+            and request.headers.get("Authorization") != f"Bearer {self.api_key}"
+        ):
+            return _error(401, "unauthorized: send the server's API key as a bearer token")
+        try:
+            return await handler(request)
+        except BadRequest as error:
+            return _error(400, str(error))
+        except web.HTTPException as error:
+            return _error(error.status, error.text or error.reason)
+        except Exception as error:
+            logger.exception("%s failed", request.path)
+            return _error(500, f"{type(error).__name__}: {error}")
+
+    # Generation
+
+    async def generate(self, http: web.Request) -> web.Response:
+        request = self._parse(await _json(http))
+        done = asyncio.get_running_loop().create_future()
+        self._waiting[request] = done
+        try:
+            cohort = http.headers.get(COHORT_HEADER)
+            if cohort:
+                self._join(cohort, request)
+            else:
+                self.worker.add([request])
+            await done
+        finally:
+            # Also when the client is gone: aiohttp then cancels this handler.
+            del self._waiting[request]
+            request.cancelled = True
+        if request.error:
+            return _error(500, request.error)
+        return web.json_response(self._reply(request))
+
+    def _parse(self, body: dict) -> Request:
+        token_ids, sampling = body.get("token_ids"), body.get("sampling_params", {})
+        if not isinstance(token_ids, list) or not token_ids or not all(type(t) is int for t in token_ids):
+            raise BadRequest("token_ids must be a list of at least one integer")
+        vocab_size = self.generator.model.config.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            raise BadRequest(f"token_ids must lie in 0..{vocab_size - 1}")
+        if not isinstance(sampling, dict):
+            raise BadRequest("sampling_params must be an object")
+        if body.get("stream"):
+            raise BadRequest("stream is not supported")
+        sampling = {name: value for name, value in sampling.items() if value is not None}
+        room = max(1, self.generator.max_model_len - len(token_ids))
+        params = SamplingParams(
+            n=_number(sampling, "n", 1, int, 1),
+            temperature=float(_number(sampling, "temperature", 1.0, (int, float), 0)),
+            max_tokens=_number(sampling, "max_tokens", room, int, 1),
+            stop_token_ids=tuple(sampling.pop("stop_token_ids", ())),
+            seed=_number(sampling, "seed", None, int, -(1 << 63)),
+            ignore_eos=bool(sampling.pop("ignore_eos", False)),
+        )
+        top_logprobs = _number(sampling, "logprobs", 0, int, 0)
+        if top_logprobs > min(TOP_LOGPROBS_MAX, vocab_size):
+            raise BadRequest(f"logprobs must be at most {min(TOP_LOGPROBS_MAX, vocab_size)}")
+        for name, value in sampling.items():
+            if name not in NEUTRAL:
+                raise BadRequest(f"sampling parameter {name!r} is not supported by the embedded server")
+            if value not in NEUTRAL[name]:
+                raise BadRequest(f"sampling parameter {name!r} must be one of {NEUTRAL[name]}, not {value!r}")
+        try:
+            self.generator.check(len(token_ids), params.max_tokens)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        request_id = str(body.get("request_id") or uuid.uuid4().hex)
+        return Request(request_id, token_ids, params, top_logprobs)
+
+    def _reply(self, request: Request) -> dict:
+        prompt_tokens = len(request.prompt_ids)
+        answer_tokens = sum(len(row.token_ids) for row in request.rows)
+        return {
+            "request_id": request.request_id,
+            "model": self.model_name,
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": answer_tokens,
+                "total_tokens": prompt_tokens + answer_tokens,
+            },
+            "choices": [_choice(i, row) for i, row in enumerate(request.rows)],
+        }
+
+    def _on_finished(self, requests: list[Request]) -> None:
+        """On the generation thread: one wake-up of the event loop for all of a step's finished requests."""
+        if requests:
+            self._loop.call_soon_threadsafe(self._deliver, requests)
+
+    def _deliver(self, requests: list[Request]) -> None:
+        for request in requests:
+            done = self._waiting.get(request)
+            if done is not None and not done.done():
+                done.set_result(None)
+
+    def _join(self, header: str, request: Request) -> None:
+        name, _, size = header.rpartition("/")
+        if not name or not size.isdigit() or int(size) < 1:
+            raise BadRequest(f"{COHORT_HEADER} must be <name>/<size>, not {header!r}")
+        cohort = self._cohorts.setdefault(name, Cohort(int(size)))
+        cohort.requests.append(request)
+        if cohort.timer is None:
+            cohort.timer = asyncio.get_running_loop().call_later(COHORT_TIMEOUT_S, self._release, name)
+        if len(cohort.requests) >= cohort.size:
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        cohort = self._cohorts.pop(name)
+        cohort.timer.cancel()
+        if len(cohort.requests) < cohort.size:
+            logger.warning("cohort %s: %d of %d requests came", name, len(cohort.requests), cohort.size)
+        self.worker.add(sorted(cohort.requests, key=lambda request: request.request_id))
+
+    # Weights
+
+    async def pause(self, http: web.Request) -> web.Response:
+        mode, clear = http.query.get("mode", "abort"), http.query.get("clear_cache", "true").lower()
+        if mode not in ("abort", "wait", "keep") or clear not in ("true", "false"):
+            raise BadRequest("mode must be abort, wait or keep, and clear_cache true or false")
+        await asyncio.wrap_future(self.worker.pause(mode, clear == "true"))
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        if self._update is not None or self._torn:
+            raise BadRequest("a weight update is not finished: the weights are a mix of two versions")
+        await asyncio.wrap_future(self.worker.resume())
+        return web.json_response({"status": "resumed"})
+
+    async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
+        # Imported here: a server that never gets an update needs no process groups.
+        from torchtitan.grpo.weight_sync.receiver import Receiver
+
+        init_info = (await _json(http)).get("init_info")
+        if not isinstance(init_info, dict):
+            raise BadRequest("init_info must be an object")
+        if self._receiver is not None:
+            await self._call(self._receiver.close)
+            self._receiver = None
+        self._receiver = await self._call(lambda: Receiver(init_info, self.generator.model.device, rank_in_server=0))
+        return web.json_response({"message": "Weight transfer initialized"})
+
+    async def start_weight_update(self, _: web.Request) -> web.Response:
+        if self._receiver is None:
+            raise BadRequest("call /init_weight_transfer_engine first")
+        if not self.worker.paused:
+            raise BadRequest("pause the server before a weight update")
+        if self._update is not None:
+            raise BadRequest("a weight update is already under way")
+        self._update = ModelUpdate(self.generator.model)
+        return web.json_response({"message": "Weight update started"})
+
+    async def update_weights(self, http: web.Request) -> web.Response:
+        update, update_info = self._update, (await _json(http)).get("update_info")
+        if update is None:
+            raise BadRequest("call /start_weight_update first")
+        if not isinstance(update_info, dict):
+            raise BadRequest("update_info must be an object")
+        # As in vLLM, a failed update is closed: start again. Until one succeeds the weights are torn.
+        self._torn, self._update = True, None
+        await self._call(lambda: self._receiver.receive(update_info, update.load))
+        self._update = update
+        return web.json_response({"message": "Weights updated"})
+
+    async def finish_weight_update(self, http: web.Request) -> web.Response:
+        body = await _json(http) if http.can_read_body else {}
+        update, self._update = self._update, None
+        if update is None:
+            raise BadRequest("call /start_weight_update first")
+        update.check_complete()
+        version = str(body.get("weight_version") or self.generator.version)
+        await self._call(lambda: setattr(self.generator, "version", version))
+        self._torn = False
+        return web.json_response({"message": "Weight update finished"})
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.worker.call(function))
+
+    # State
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.worker.is_alive() else 503)
+
+    async def models(self, _: web.Request) -> web.Response:
+        model = {"id": self.model_name, "object": "model", "owned_by": "torchtitan-grpo"}
+        model["max_model_len"] = self.generator.max_model_len
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.worker.paused})
+
+    async def get_world_size(self, _: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.generator.version})
+
+
+def _choice(index: int, row: Row) -> dict:
+    content = [
+        {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
+        for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
+    ]
+    for entry, best in zip(content, row.top_logprobs, strict=False):
+        entry["top_logprobs"] = [{"token_id": token, "logprob": logprob, "rank": None} for token, logprob in best]
+    ends = [start for _, start in row.version_starts[1:]] + [len(row.token_ids)]
+    return {
+        "index": index,
+        "finish_reason": row.finish_reason,
+        "stop_reason": row.token_ids[-1]
+        if row.token_ids[-1:] and row.token_ids[-1] in row.request.params.stop_token_ids
+        else None,
+        "token_ids": row.token_ids,
+        "weight_versions": [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(row.version_starts, ends, strict=True)
+        ]
+        if row.token_ids
+        else [],
+        "logprobs": {"content": content},
+    }
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "Error", "code": status}}, status=status)
+
+
+async def _json(http: web.Request) -> dict:
+    try:
+        body = await http.json()
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _number(sampling: dict, name: str, default: Any, kind: Any, minimum: float) -> Any:
+    """Take `name` out of the sampling parameters."""
+    value = sampling.pop(name, default)
+    if value is default:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kind) or not value >= minimum:
+        raise BadRequest(f"sampling parameter {name!r} must be a number of at least {minimum}, not {value!r}")
+    return value
+
+
+def cache_budget_bytes(device: torch.device) -> int:
+    """Memory for keys and values: half of what is free on the device, now that the model is there."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    import os
+
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
