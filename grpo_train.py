@@ -6,12 +6,10 @@ The loss is in `torchtitan/grpo/losses.py`, rewards in `torchtitan/grpo/reward_f
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo import losses
 from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
 from torchtitan.grpo.broadcast import Broadcaster
-from torchtitan.grpo.checkpoint import Checkpointer
+from torchtitan.grpo.checkpoint import Checkpointer, check_folder
 from torchtitan.grpo.config import describe, load_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.protocol import SamplingParams
@@ -45,7 +43,7 @@ from torchtitan.grpo.rollouts.samples import Group, Sample
 from torchtitan.grpo.sft import as_packed_samples, supervised_steps
 from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics
 from torchtitan.grpo.weight_sync.sync import WeightSync
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
 
 
@@ -74,15 +72,14 @@ class Trainer:
     def train(self) -> None:
         """Warm start, then step by step: sample, pack, update, publish, validate, log, save."""
         config = self.config
-        self.step = self.checkpointer.load_latest() if config.checkpoint.resume else 0
-        self.metrics.start(self.step)
+        self.step = self.checkpointer.load_latest()
         if self.step == 0:
             self.warm_start()
             if self.reference is not None:
                 self.reference.load_state_dict(self.model.state_dict())
         self.publish()
         if self.step == 0:
-            self.log({} | self.validate())
+            self.log(self.validate())
         while self.step < config.training.steps:
             self.step += 1
             self.garbage_collection.run(self.step)
@@ -99,7 +96,7 @@ class Trainer:
         steps = supervised_steps(self.model, self._next_sft_rows, sft, self.config.training.max_norm, self.device)
         for i, loss in enumerate(steps, start=1):
             if i % 20 == 0 or i == sft.steps:
-                self.metrics.log_sft(i, sft.steps, self._sum_over_data_ranks({"loss": loss})["loss"])
+                self.metrics.log(i, self._sum_over_data_ranks({"loss": loss}), prefix="sft")
 
     def collect(self) -> list[Group]:
         """Ask the next prompts and score their answers. On rank 0; the other ranks get no groups."""
@@ -115,12 +112,12 @@ class Trainer:
         grpo, budget = self.config.grpo, self.row_tokens
         with self.ledger.stage("pack"):
             self.rewards_by_group = self.broadcast.json([[self._shaped_reward(s) for s in g] for g in groups])
-            advantages = group_advantages(self.rewards_by_group, grpo.advantage_baseline, grpo.advantage_std)
+            self.advantages = group_advantages(self.rewards_by_group, grpo.advantage_baseline, grpo.advantage_std)
             minibatches = []
-            for part in _split(len(advantages), grpo.minibatches):
+            for part in _split(len(self.advantages), grpo.minibatches):
                 rows = None
                 if self.is_rank0:
-                    answers = [(s, a) for i in part for s, a in zip(groups[i], advantages[i], strict=True)]
+                    answers = [pair for i in part for pair in zip(groups[i], self.advantages[i], strict=True)]
                     weights = losses.token_weights(
                         [len(s.token_ids) for s, _ in answers],
                         grpo.loss_aggregation,
@@ -169,7 +166,8 @@ class Trainer:
                         entropy=entropy,
                     )
                     loss.backward()
-                    row_sums |= {"loss": loss.detach()} | losses.mismatch(old_logprobs, sampler_logprobs)
+                    row_sums |= {"loss": loss.detach()}
+                    row_sums |= losses.mismatch_sums(old_logprobs, sampler_logprobs, row.weights[answer])
                     sums = {name: sums.get(name, 0) + value for name, value in row_sums.items()}
                 if not self.sampler_checked:
                     self._check_sampler(self._sum_over_data_ranks(sums))
@@ -210,15 +208,14 @@ class Trainer:
         times = self.ledger.close_step()
         if groups and times.get("time/step_s"):
             metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
-        self.metrics.log(self.step, metrics | times, verdict=self.ledger.verdict())
+        self.metrics.log(self.step, metrics | times)
         if groups:
-            self.samples.log(self.step, groups)
+            self.samples.log(self.step, groups, self.advantages)
 
     def save(self) -> None:
-        checkpoint = self.config.checkpoint
-        due = self.step % checkpoint.interval == 0 or self.step == self.config.training.steps
-        if checkpoint.enable and due:
-            self.checkpointer.save(self.step)
+        if self.checkpointer.due(self.step, self.config.training.steps):
+            with self.ledger.stage("checkpoint"):
+                self.checkpointer.save(self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer, scheduler and random states. JSON values."""
@@ -305,11 +302,11 @@ class Trainer:
         """Before the first optimizer step: do sampler and trainer mean the same model and log-probabilities?"""
         self.sampler_checked = True
         limit = self.config.rollout.max_logprob_mismatch
-        mismatch = sums["logprob_difference"] / max(sums["tokens"], 1)
+        mismatch = sums["mismatch_abs_sum"] / max(sums["tokens"], 1)
         if mismatch > limit:
             raise UserError(
-                f"sampler and trainer log-probabilities of the same tokens differ by {mismatch:.3f} nat on average, over "
-                f"[rollout] max_logprob_mismatch = {limit}: check that the servers serve this model, run with "
+                f"sampler and trainer log-probabilities of the same tokens differ by {mismatch:.3f} nat on average, "
+                f"over [rollout] max_logprob_mismatch = {limit}: check that the servers serve this model, run with "
                 f"--logprobs-mode processed_logprobs and no quantisation ({', '.join(self.urls)})"
             )
 
@@ -335,7 +332,7 @@ class Trainer:
         self.source = resolve_model(config.model, config.training.seq_len)
         self.tokenizer = load_tokenizer(assets)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
-        Checkpointer.check_folder(config.checkpoint, config.job.dump_folder)
+        check_folder(config.checkpoint, config.job.dump_folder)
         if self.is_rank0:
             held_out = config.validation.prompts if config.validation.enable else 0
             self.prompts = PromptSource(config.data, self.tokenizer, self.seed, validation_prompts=held_out)
@@ -401,7 +398,7 @@ class Trainer:
             self,
             source=self.source,
             tokenizer=self.tokenizer,
-            reference=self.reference,
+            seed=self.seed,
         )
         self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
         self.ledger = Ledger(self.device)
@@ -440,7 +437,7 @@ class Trainer:
 def _split(n: int, parts: int) -> list[range]:
     """0..n-1 in `parts` runs of as equal length as can be."""
     bounds = [i * n // parts for i in range(parts + 1)]
-    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def main(argv: list[str]) -> int:

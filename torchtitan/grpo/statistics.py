@@ -42,10 +42,26 @@ def validation_metrics(greedy: list[Group], sampled: list[Group], full_reward: f
 
 
 def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Means per answer token from sums over all rows and ranks (`losses.policy_loss`, `losses.mismatch`)."""
+    """Means and shares per trained answer token, from `losses.policy_loss`'s sums over all rows and ranks."""
     tokens = max(sums["tokens"], 1.0)
-    metrics = {"train/loss": sums["loss"]}
-    for name, value in sums.items():
-        if name not in ("tokens", "loss"):
-            metrics[f"policy/{name}"] = value / tokens
+    metrics = {
+        "train/loss": sums["loss"],
+        "train/answer_tokens": sums["tokens"],
+        "policy/clip_fraction": (sums["clipped_low_tokens"] + sums["clipped_high_tokens"]) / tokens,
+        "policy/mismatch_kl": sums["mismatch_kl_sum"] / tokens,
+        "policy/mismatch_abs": sums["mismatch_abs_sum"] / tokens,
+    }
+    for name, key in (
+        ("clip_low_fraction", "clipped_low_tokens"),
+        ("clip_high_fraction", "clipped_high_tokens"),
+        ("dual_clip_fraction", "dual_clipped_tokens"),
+        ("ratio", "ratio_sum"),
+        ("update_kl", "policy_kl_sum"),
+        ("kl", "kl_sum"),
+        ("entropy", "entropy_sum"),
+        ("importance_weight", "importance_sum"),
+        ("importance_masked_fraction", "importance_masked_tokens"),
+    ):
+        if key in sums:
+            metrics[f"policy/{name}"] = sums[key] / tokens
     return metrics
