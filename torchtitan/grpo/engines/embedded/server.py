@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -149,12 +150,15 @@ class EmbeddedApp:
         if body.get("stream"):
             raise BadRequest("stream is not supported")
         sampling = {name: value for name, value in sampling.items() if value is not None}
+        stop_token_ids = sampling.pop("stop_token_ids", [])
+        if not isinstance(stop_token_ids, list) or not all(type(t) is int for t in stop_token_ids):
+            raise BadRequest("stop_token_ids must be a list of integers")
         room = max(1, self.generator.max_model_len - len(token_ids))
         params = SamplingParams(
             n=_number(sampling, "n", 1, int, 1),
             temperature=float(_number(sampling, "temperature", 1.0, (int, float), 0)),
             max_tokens=_number(sampling, "max_tokens", room, int, 1),
-            stop_token_ids=tuple(sampling.pop("stop_token_ids", ())),
+            stop_token_ids=tuple(stop_token_ids),
             seed=_number(sampling, "seed", None, int, -(1 << 63)),
             ignore_eos=bool(sampling.pop("ignore_eos", False)),
         )
@@ -226,8 +230,8 @@ class EmbeddedApp:
         return web.json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
-        if self._update is not None or self._torn:
-            raise BadRequest("a weight update is not finished: the weights are a mix of two versions")
+        if self._torn:
+            raise BadRequest("a weight update failed or is not finished: the weights are a mix of two versions")
         await asyncio.wrap_future(self.worker.resume())
         return web.json_response({"status": "resumed"})
 
@@ -249,8 +253,6 @@ class EmbeddedApp:
             raise BadRequest("call /init_weight_transfer_engine first")
         if not self.worker.paused:
             raise BadRequest("pause the server before a weight update")
-        if self._update is not None:
-            raise BadRequest("a weight update is already under way")
         self._update = ModelUpdate(self.generator.model)
         return web.json_response({"message": "Weight update started"})
 
@@ -260,9 +262,9 @@ class EmbeddedApp:
             raise BadRequest("call /start_weight_update first")
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
-        # As in vLLM, a failed update is closed: start again. Until one succeeds the weights are torn.
+        # A failed update is closed: start again. Until one succeeds the weights are torn.
         self._torn, self._update = True, None
-        await self._call(lambda: self._receiver.receive(update_info, update.load))
+        await self._call(lambda: self._receiver.receive(update_info, update.load, update.check_complete))
         self._update = update
         return web.json_response({"message": "Weights updated"})
 
@@ -353,6 +355,4 @@ def cache_budget_bytes(device: torch.device) -> int:
     """Memory for keys and values: half of what is free on the device, now that the model is there."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    import os
-
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

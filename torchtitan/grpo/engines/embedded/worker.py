@@ -34,7 +34,7 @@ class GenerationWorker(threading.Thread):
 
     def call(self, function: Callable[[], Any]) -> Future:
         """Have the thread call `function` between two steps; the future has its result. Calls keep their order."""
-        future: Future = Future()
+        future = _uncancellable()
         with self._changed:
             if self._closing:
                 future.set_exception(RuntimeError("the server is shutting down"))
@@ -50,7 +50,7 @@ class GenerationWorker(threading.Thread):
         """Stop at a step boundary: "abort" ends all requests with what they have, "wait" lets those running finish,
         "keep" freezes them. Requests that come later wait. With `clear_cache` frozen requests are computed anew
         from their first token on resume, else they go on with the keys and values of the old weights."""
-        done: Future = Future()
+        done = _uncancellable()
 
         def begin() -> None:
             if mode == "wait" and self.generator.running and not self.paused:
@@ -66,7 +66,7 @@ class GenerationWorker(threading.Thread):
     def resume(self) -> Future:
         def resume() -> None:
             for done, _ in self._draining:
-                done.cancel()
+                done.set_exception(RuntimeError("resumed before the running requests were done"))
             self._draining.clear()
             self.paused = False
 
@@ -117,3 +117,10 @@ class GenerationWorker(threading.Thread):
         if clear_cache:
             self.generator.preempt()
         done.set_result(None)
+
+
+def _uncancellable() -> Future:
+    """A future that a waiter who gives up cannot take from under the thread that will set it."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    return future

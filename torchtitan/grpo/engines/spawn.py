@@ -1,0 +1,106 @@
+"""An embedded server as a child process of the trainer."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.job_config import Rollout
+
+_LOG_TAIL_CHARS = 3000
+_POLL_S = 0.05
+_PACKAGE_ROOT = str(Path(__file__).parents[3])
+
+
+class EmbeddedServer:
+    """One embedded server: `start` it, talk to it at `url`, `close` it. It ends itself when this process is gone."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.process: subprocess.Popen | None = None
+
+    def start(self, model_dir: str | Path, rollout: Rollout, device: str, log_path: str | Path) -> str:
+        """Start a server for the Hugging Face folder `model_dir` (weights optional) and wait until it serves.
+
+        Args:
+            rollout: `embedded_device`, `embedded_dtype`, `embedded_max_sequences`, `api_key_env` and
+                `start_timeout_seconds` are used.
+            device: What `embedded_device = "auto"` means: the trainer's device, "cpu", "cuda" or "cuda:N".
+            log_path: Where the server's output goes.
+
+        Returns:
+            The server's base address.
+
+        Raises:
+            UserError: It did not start, or not in time; the message ends with the end of its log.
+        """
+        if rollout.embedded_device != "auto":
+            device = rollout.embedded_device
+        dtype = rollout.embedded_dtype
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "bfloat16"
+        log_path = Path(log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="embedded-server-") as folder:
+            ready = Path(folder) / f"{secrets.token_hex(8)}.json"
+            command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model_dir)]
+            command += ["--device", device, "--dtype", dtype, "--ready-file", str(ready)]
+            command += ["--max-sequences", str(rollout.embedded_max_sequences), "--parent-pid", str(os.getpid())]
+            if rollout.api_key_env:
+                command += ["--api-key-env", rollout.api_key_env]
+            with log_path.open("ab") as log:
+                # A session of its own: Ctrl-C reaches the trainer alone, which then closes the server in order.
+                self.process = subprocess.Popen(
+                    command, env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            deadline = time.monotonic() + rollout.start_timeout_seconds
+            while not ready.exists():
+                if self.process.poll() is not None:
+                    self._fail(f"ended with exit status {self.process.returncode}", log_path)
+                if time.monotonic() > deadline:
+                    self.close(grace_s=0.0)
+                    self._fail(
+                        f"did not serve within {rollout.start_timeout_seconds:g} s ([rollout] start_timeout_seconds)",
+                        log_path,
+                    )
+                time.sleep(_POLL_S)
+            self.url = json.loads(ready.read_text())["url"]
+        return self.url
+
+    def close(self, grace_s: float = 10.0) -> None:
+        """Stop the server: SIGTERM, and SIGKILL after `grace_s`. Does nothing if it is not running."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> "EmbeddedServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fail(self, what: str, log_path: Path) -> None:
+        tail = log_path.read_text(errors="replace")[-_LOG_TAIL_CHARS:]
+        raise UserError(f"the embedded server {what}; its log {log_path} ends with:\n{tail}")
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment without what torchrun adds for its workers, and with this package importable."""
+    env = dict(os.environ)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        env.pop(name, None)
+    for name in ("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    env = {name: value for name, value in env.items() if not name.startswith("TORCHELASTIC_")}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))
+    return env
