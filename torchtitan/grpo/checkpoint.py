@@ -69,50 +69,9 @@ def _read_marker(path: Path) -> dict[str, Any]:
         marker = json.loads((path / _MARKER).read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"checkpoint {path} is torn: its {_MARKER} is not JSON. Delete {path} to go on") from error
-    if not isinstance(marker, dict) or not {"step", "world_size", "saved_at", "files"} <= marker.keys():
+    if not isinstance(marker, dict) or not {"step", "world_size", "saved_at", "states", "files"} <= marker.keys():
         raise UserError(f"checkpoint {path} is torn: its {_MARKER} lacks entries. Delete {path} to go on")
     return marker
-
-
-def check_folder(checkpoint_cfg, dump_folder: str) -> None:
-    """Refuse what would fail or overwrite later. Call at the start, before any process group; on any or all ranks.
-
-    Args:
-        checkpoint_cfg: The `[checkpoint]` section.
-        dump_folder: `[job] dump_folder`.
-
-    Raises:
-        UserError: contradictory keys; a folder that cannot be written; complete checkpoints that a new run would
-            overwrite; `load_step` without that checkpoint.
-    """
-    if not checkpoint_cfg.enable:
-        if checkpoint_cfg.resume:
-            raise UserError("[checkpoint] resume = true needs [checkpoint] enable = true")
-        return
-    if checkpoint_cfg.interval < 1:
-        raise UserError(f"[checkpoint] interval = {checkpoint_cfg.interval} must be 1 or more steps")
-    if checkpoint_cfg.keep_latest_k < 0:
-        raise UserError(f"[checkpoint] keep_latest_k = {checkpoint_cfg.keep_latest_k} must be 0 (keep all) or more")
-    if checkpoint_cfg.load_step < -1:
-        raise UserError(f"[checkpoint] load_step = {checkpoint_cfg.load_step} must be a step, or -1 for the newest")
-    folder = Path(dump_folder) / checkpoint_cfg.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(
-            f"checkpoints cannot be written to {folder} ({error}): change [job] dump_folder or [checkpoint] folder"
-        ) from error
-    steps = complete_steps(folder)
-    if steps and not checkpoint_cfg.resume:
-        raise UserError(
-            f"{folder} already holds checkpoints of steps {steps}: set [checkpoint] resume = true to go on from them, "
-            "or another [job] dump_folder for a new run"
-        )
-    if checkpoint_cfg.resume and checkpoint_cfg.load_step >= 0 and checkpoint_cfg.load_step not in steps:
-        raise UserError(
-            f"[checkpoint] load_step = {checkpoint_cfg.load_step}: {folder} holds complete checkpoints of steps {steps}"
-        )
 
 
 class _ModelState(Stateful):
@@ -127,13 +86,14 @@ class _ModelState(Stateful):
 
 
 class Checkpointer:
-    """Saves and restores a run. Every method but `due` is collective over the default process group.
+    """Saves and restores a run. Its methods are collective over the default process group, `check_folder` is not.
 
     Args:
         checkpoint_cfg: The `[checkpoint]` section (torchtitan's keys and ours).
         dump_folder: `[job] dump_folder`.
         trainer_state: Its `state_dict` is called on rank 0 only; its `load_state_dict` gets that on every rank.
         source, tokenizer: What the Hugging Face export is written with; the tokenizer is used on rank 0 only.
+        reference: The frozen model of `[grpo] kl_coef`: after a warm start no file but the checkpoint has it.
         seed: `[debug] seed`, from which random states are derived anew if the number of ranks has changed.
     """
 
@@ -148,6 +108,7 @@ class Checkpointer:
         *,
         source: ModelSource,
         tokenizer: PreTrainedTokenizerBase | None,
+        reference: nn.Module | None = None,
         seed: int = 0,
     ) -> None:
         self.cfg = checkpoint_cfg
@@ -155,13 +116,51 @@ class Checkpointer:
         self.model, self.source, self.tokenizer, self.seed = model, source, tokenizer, seed
         self.trainer_state = trainer_state
         self.states = {"model": _ModelState(model), "optimizer": optimizers, "lr_scheduler": lr_schedulers}
+        if reference is not None:
+            self.states["reference"] = _ModelState(reference)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = next(model.parameters()).device
         self._saved_step = 0
 
-    def due(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint belongs after `step`: at each `[checkpoint] interval`, and after the last."""
-        return self.cfg.enable and (step % self.cfg.interval == 0 or step == last_step)
+    @staticmethod
+    def check_folder(checkpoint_cfg, dump_folder: str) -> None:
+        """Refuse what would fail or overwrite later. Call at the start, before any process group; on any or all ranks.
+
+        Args:
+            checkpoint_cfg: The `[checkpoint]` section.
+            dump_folder: `[job] dump_folder`.
+
+        Raises:
+            UserError: contradictory keys; a folder that cannot be written; complete checkpoints that a new run would
+                overwrite; `load_step` without that checkpoint.
+        """
+        if not checkpoint_cfg.enable:
+            if checkpoint_cfg.resume:
+                raise UserError("[checkpoint] resume = true needs [checkpoint] enable = true")
+            return
+        if checkpoint_cfg.interval < 1:
+            raise UserError(f"[checkpoint] interval = {checkpoint_cfg.interval} must be 1 or more steps")
+        if checkpoint_cfg.keep_latest_k < 0:
+            raise UserError(f"[checkpoint] keep_latest_k = {checkpoint_cfg.keep_latest_k} must be 0 (keep all) or more")
+        if checkpoint_cfg.load_step < -1:
+            raise UserError(f"[checkpoint] load_step = {checkpoint_cfg.load_step} must be a step, or -1 for the newest")
+        folder = Path(dump_folder) / checkpoint_cfg.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UserError(
+                f"checkpoints cannot be written to {folder} ({error}): change [job] dump_folder or [checkpoint] folder"
+            ) from error
+        steps = complete_steps(folder)
+        if steps and not checkpoint_cfg.resume:
+            raise UserError(
+                f"{folder} already holds checkpoints of steps {steps}: set [checkpoint] resume = true to go on from "
+                "them, or another [job] dump_folder for a new run"
+            )
+        load_step = checkpoint_cfg.load_step
+        if checkpoint_cfg.resume and load_step >= 0 and load_step not in steps:
+            raise UserError(f"[checkpoint] load_step = {load_step}: {folder} holds complete checkpoints of {steps}")
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step`, then drop those beyond `[checkpoint] keep_latest_k`.
@@ -246,7 +245,8 @@ class Checkpointer:
             return
         (unfinished / "trainer.json").write_text(json.dumps(self.trainer_state.state_dict()), encoding="utf-8")
         files = {str(f.relative_to(unfinished)): f.stat().st_size for f in unfinished.rglob("*") if f.is_file()}
-        marker = {"step": step, "world_size": self.world_size, "saved_at": time.time(), "files": files}
+        marker = {"step": step, "world_size": self.world_size, "saved_at": time.time()}
+        marker |= {"states": list(self.states), "files": files}
         (unfinished / _MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
         for file in unfinished.rglob("*"):
             _flush(file)
@@ -279,6 +279,8 @@ class Checkpointer:
         if step not in steps:
             raise UserError(f"[checkpoint] load_step = {step}: {self.folder} holds complete checkpoints of {steps}")
         marker = _read_marker(path)
+        if "reference" in self.states and "reference" not in marker["states"]:
+            raise UserError(f"checkpoint {path} has no reference model: set [grpo] kl_coef = 0, as when it was written")
         for name, size in marker["files"].items():
             found = (path / name).stat().st_size if (path / name).is_file() else None
             if found != size:
