@@ -57,17 +57,18 @@ class _TokenLogprobs(torch.autograd.Function):
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         local_targets, is_local = _localize(targets, weight.shape[0], group)
-        stats = torch.empty(3, len(targets), dtype=dtype, device=hidden.device)
+        stats = torch.empty(4, len(targets), dtype=dtype, device=hidden.device)
         row_stats = _compiled(_row_stats) if compile else _row_stats
         for rows in _chunks(len(targets), chunk_tokens):
             logits = hidden[rows] @ projection
-            stats[0, rows], stats[1, rows] = row_stats(logits, temperature, dtype)
+            stats[0, rows], stats[1, rows], stats[2, rows] = row_stats(logits, temperature, dtype)
             target_logits = logits.gather(1, local_targets[rows, None])[:, 0].to(dtype) / temperature
-            stats[2, rows] = target_logits.where(is_local[rows], 0)
-        lse, mean_logit, target_logit = stats if group is None else _combine(stats, group)
-        logprobs = target_logit - lse
-        entropy = lse - mean_logit
-        ctx.save_for_backward(hidden, weight, local_targets, is_local, lse, logprobs, entropy)
+            stats[3, rows] = target_logits.where(is_local[rows], 0)
+        highest, mass, moment, target_logit = stats if group is None else _combine(stats, group)
+        log_mass = mass.log()
+        logprobs = (target_logit - highest) - log_mass  # in this order: the log-sum-exp itself would round more
+        entropy = log_mass - moment / mass
+        ctx.save_for_backward(hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -75,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, local_targets, is_local, lse, logprobs, entropy = ctx.saved_tensors
+        hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -83,15 +84,15 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logprobs)
         # d/d logit of row t: (one_hot - p) g / T, and for the entropy H: -p (log p + H) g_H / T
-        at_target = grad_logprobs * (1 - logprobs.exp())
+        at_target = -grad_logprobs * logprobs.expm1()
         if grad_entropy is not None:
             at_target = at_target - grad_entropy * logprobs.exp() * (logprobs + entropy)
         at_target = (at_target / ctx.temperature).to(hidden.dtype)
         row_grads = _compiled(_row_grads) if ctx.compile else _row_grads
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             logits = hidden[rows] @ compute_weight.T
-            entropy_terms = (None, None) if grad_entropy is None else (entropy[rows], grad_entropy[rows])
-            grad = row_grads(logits, lse[rows], grad_logprobs[rows], *entropy_terms, ctx.temperature)
+            of_entropy = (None, None) if grad_entropy is None else (entropy[rows], grad_entropy[rows])
+            grad = row_grads(logits, highest[rows], log_mass[rows], grad_logprobs[rows], *of_entropy, ctx.temperature)
             column = local_targets[rows, None]
             grad.scatter_(1, column, at_target[rows, None].where(is_local[rows, None], grad.gather(1, column)))
             if need_hidden:
@@ -107,18 +108,26 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
 
 
-def _row_stats(logits: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[C, V] -> log-sum-exp [C] and mean logit under the softmax [C], both at `temperature`."""
+def _row_stats(logits: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """[C, V] -> three [C], with z = logits / temperature and d = z - highest: highest z, sum exp(d), sum d exp(d)."""
     scaled = logits.to(dtype) / temperature
-    lse = scaled.logsumexp(-1)
-    return lse, ((scaled - lse[:, None]).exp() * scaled).sum(-1)
+    highest = scaled.amax(-1)
+    below = scaled - highest[:, None]
+    mass = below.exp()
+    return highest, mass.sum(-1), (mass * below).sum(-1)
 
 
 def _row_grads(
-    logits: Tensor, lse: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None, temperature: float
+    logits: Tensor,
+    highest: Tensor,
+    log_mass: Tensor,
+    grad: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
 ) -> Tensor:
     """Gradient [C, V] at the logits in their dtype, right in every column but the target's."""
-    logp = logits.to(lse.dtype) / temperature - lse[:, None]
+    logp = (logits.to(highest.dtype) / temperature - highest[:, None]) - log_mass[:, None]
     p = logp.exp()
     grads = -p * grad[:, None]
     if grad_entropy is not None:
@@ -144,13 +153,14 @@ def _localize(targets: Tensor, local_width: int, group) -> tuple[Tensor, Tensor]
 
 
 def _combine(stats: Tensor, group) -> Tensor:
-    """Statistics [3, T] of each rank's slice -> those of the whole vocabulary, with two all-reduces."""
+    """Statistics [4, T] of each rank's slice -> those of the whole vocabulary, with two all-reduces."""
     if stats.shape[1] == 0:
         return stats
-    local_lse, local_mean, local_target = stats
-    highest = local_lse.clone()
+    local_highest, local_mass, local_moment, local_target = stats
+    highest = local_highest.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    mass = (local_lse - highest).exp()
-    sums = torch.stack([mass, mass * local_mean, local_target])
+    below = local_highest - highest
+    scale = below.exp()
+    sums = torch.stack([scale * local_mass, scale * (local_moment + below * local_mass), local_target])
     dist.all_reduce(sums, group=group)
-    return torch.stack([highest + sums[0].log(), sums[1] / sums[0], sums[2]])
+    return torch.cat([highest[None], sums])

@@ -1,0 +1,78 @@
+"""Vocabulary-parallel log-probabilities on two gloo ranks against one process with the whole vocabulary."""
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from torchtitan.grpo.logprobs import token_logprobs
+
+TOKENS, DIM, TEMPERATURE = 23, 16, 0.8
+
+
+def inputs(vocab: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(vocab)
+    hidden = torch.randn(tokens, DIM, generator=rng)
+    weight = torch.randn(vocab, DIM, generator=rng) / 2
+    return hidden, weight, torch.randint(vocab, (tokens,), generator=rng)
+
+
+def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    upstream = torch.linspace(-1, 2, len(logprobs))
+    return (upstream * logprobs.exp()).sum() + (upstream.flip(0) * entropy).sum()
+
+
+def check(rank: int, mesh, vocab: int, tokens: int, chunk_tokens: int) -> None:
+    hidden, weight, targets = inputs(vocab, tokens)
+    whole_hidden, whole_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = token_logprobs(whole_hidden, whole_weight, targets, TEMPERATURE)
+    log_softmax = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+    torch.testing.assert_close(expected[0], log_softmax.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-5)
+    loss_of(*expected).backward()
+
+    # as in a model: DTensor parameters, hidden states computed from a replicated one on every rank
+    weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    assert weight.to_local().shape[0] == min(-(-vocab // 2), vocab - rank * -(-vocab // 2))
+    hidden = torch.nn.Parameter(distribute_tensor(hidden, mesh, [Replicate()]))
+    ours = token_logprobs(
+        hidden.to_local(), weight.to_local(), targets, TEMPERATURE, chunk_tokens=chunk_tokens, mesh=mesh
+    )
+    loss_of(*ours).backward()
+    for a, b in (
+        (ours[0], expected[0]),
+        (ours[1], expected[1]),
+        (hidden.grad.to_local(), whole_hidden.grad),
+        (weight.grad.full_tensor(), whole_weight.grad),
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    gathered = [torch.empty_like(ours[0]) for _ in range(2)]
+    dist.all_gather(gathered, ours[0].detach())
+    assert torch.equal(*gathered)  # replicated to the last bit
+
+
+def worker(rank: int, store_path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for vocab, tokens, chunk_tokens in (
+        (50, TOKENS, 8),
+        (51, TOKENS, 1024),  # slices of 26 and 25
+        (3, TOKENS, 1),
+        (50, 1, 8),
+        (50, 0, 8),
+    ):
+        check(rank, mesh, vocab, tokens, chunk_tokens)
+    dist.destroy_process_group()
+
+
+def test_two_ranks_match_one_process(tmp_path):
+    context = mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2, join=False)
+    try:
+        finished = False
+        for _ in range(2):  # join returns at the first process that ends
+            finished = finished or context.join(timeout=120)
+        assert finished, "a rank did not finish within 120 s"
+    finally:
+        for process in context.processes:
+            process.kill()

@@ -1,0 +1,148 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan.grpo.logprobs import token_logprobs
+
+TOKENS, DIM, VOCAB = 37, 16, 50
+
+
+def inputs(dtype=torch.float32, tokens=TOKENS, vocab=VOCAB, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, DIM, generator=rng).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, DIM, generator=rng).to(dtype).requires_grad_()
+    targets = torch.randint(vocab, (tokens,), generator=rng)
+    return hidden, weight, targets
+
+
+def naive(hidden, weight, targets, temperature):
+    """The definition, over the whole [T, V] at once."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    log_p = ((hidden @ weight.T).to(dtype) / temperature).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 37, 1024])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_values_and_gradients_match_log_softmax(temperature, chunk_tokens, with_entropy):
+    hidden, weight, targets = inputs()
+    upstream = torch.linspace(-1, 2, TOKENS)
+    results = []
+    for function in (naive, lambda *a: token_logprobs(*a, chunk_tokens=chunk_tokens)):
+        logprobs, entropy = function(hidden, weight, targets, temperature)
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        loss = (upstream * logprobs).sum() + (upstream.flip(0) * entropy).sum() * with_entropy
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))))
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradcheck():
+    hidden, weight, targets = inputs(torch.float64, tokens=5, vocab=7)
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 0.9, chunk_tokens=2), (hidden, weight))
+
+
+def test_entropy_alone_and_one_input_alone():
+    hidden, weight, targets = inputs(torch.float64, tokens=6)
+    expected = torch.autograd.grad(naive(hidden, weight, targets, 1.3)[1].sum(), (hidden, weight))
+    ours = torch.autograd.grad(token_logprobs(hidden, weight, targets, 1.3, chunk_tokens=4)[1].sum(), (hidden, weight))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    frozen = weight.detach()
+    (a,) = torch.autograd.grad(token_logprobs(hidden, frozen, targets, 1.3)[0].sum(), hidden)
+    (b,) = torch.autograd.grad(naive(hidden, frozen, targets, 1.3)[0].sum(), hidden)
+    torch.testing.assert_close(a, b)
+
+
+def test_bfloat16_products_float32_softmax():
+    hidden, weight, targets = inputs(torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 0.8, chunk_tokens=8)
+    expected_logprobs, expected_entropy = naive(hidden, weight, targets, 0.8)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    expected = torch.autograd.grad(expected_logprobs.sum(), (hidden, weight))
+    for a, b in zip(ours, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - b).float().norm() <= 0.02 * b.float().norm()
+
+
+def test_float32_weight_is_used_in_hiddens_dtype():
+    hidden, weight, targets = inputs(torch.bfloat16)
+    master = weight.detach().float().requires_grad_()
+    logprobs, _ = token_logprobs(hidden, master, targets, 1.0)
+    torch.testing.assert_close(logprobs, token_logprobs(hidden, weight, targets, 1.0)[0], rtol=0, atol=0)
+    assert torch.autograd.grad(logprobs.sum(), master)[0].dtype == torch.float32
+
+
+def test_no_tokens_still_reach_the_weights():
+    """A row of padding must backpropagate, or the other ranks wait for its gradient."""
+    hidden, weight, targets = inputs(tokens=0)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert hidden.grad.shape == (0, DIM) and torch.equal(weight.grad, torch.zeros(VOCAB, DIM))
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight, targets = inputs()
+    logprobs, entropy = token_logprobs(hidden * 1e3, weight, targets, 1.0)
+    assert logprobs.isfinite().all() and entropy.isfinite().all() and (entropy >= -1e-3).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight)))
+
+
+def test_bad_arguments_are_errors():
+    hidden, weight, targets = inputs()
+    with pytest.raises(ValueError, match="temperature"):
+        token_logprobs(hidden, weight, targets, 0.0)
+    with pytest.raises(ValueError, match=r"\[T, D\]"):
+        token_logprobs(hidden[None], weight, targets, 1.0)
+    with pytest.raises(ValueError, match=r"\[T\]"):
+        token_logprobs(hidden, weight, targets[1:], 1.0)
+
+
+class LargestFloat(TorchDispatchMode):
+    """Records the number of elements of the largest float tensor that any operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+def test_no_full_logits_in_forward_or_backward():
+    tokens, vocab, chunk_tokens = 256, 128, 16
+    hidden, weight, targets = inputs(tokens=tokens, vocab=vocab)
+    with LargestFloat() as largest:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0, chunk_tokens=chunk_tokens)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.elements == max(tokens * DIM, vocab * DIM, chunk_tokens * vocab) < tokens * vocab
+    with LargestFloat() as largest:  # the recorder sees the definition's
+        naive(hidden, weight, targets, 1.0)[0].sum().backward()
+    assert largest.elements == tokens * vocab
+
+
+def test_nothing_of_the_logits_is_saved_for_backward():
+    hidden, weight, targets = inputs(tokens=256, vocab=128)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        token_logprobs(hidden, weight, targets, 1.0, chunk_tokens=256)
+    assert max(saved) <= max(hidden.numel(), weight.numel())
+
+
+def test_compiled_matches_eager():
+    hidden, weight, targets = inputs()
+    results = []
+    for compile in (False, True):
+        logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk_tokens=16, compile=compile)
+        grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (hidden, weight))
+        results.append((logprobs, entropy, *grads))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

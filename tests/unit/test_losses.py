@@ -1,0 +1,357 @@
+"""Losses against a second implementation: plain loops over sequences, from the formulas as published."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from torchtitan.grpo.job_config import Grpo
+from torchtitan.grpo.losses import (
+    POLICY_LOSSES,
+    importance_weights,
+    kl_estimate,
+    mismatch_sums,
+    policy_loss,
+    token_weights,
+)
+
+LENGTHS = [3, 1, 6, 2]
+COUNTED = [True, True, True, True]
+
+
+def batch(lengths=LENGTHS, seed=0, spread=0.5):
+    """float64 log-probabilities wide enough apart that every clip is met, one advantage a sequence, both signs."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    old = -torch.rand(tokens, generator=rng, dtype=torch.float64) * 3 - 0.1
+    new = (old + spread * torch.randn(tokens, generator=rng, dtype=torch.float64)).requires_grad_()
+    per_sequence = torch.tensor([(-1) ** i * (0.5 + i) for i in range(len(lengths))], dtype=torch.float64)
+    sample_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return new, old, per_sequence[sample_ids], sample_ids
+
+
+def weights_of(lengths, aggregation="token", max_answer_tokens=8, counted=None):
+    per_sample = token_weights(lengths, aggregation, max_answer_tokens, counted or [True] * len(lengths))
+    return torch.tensor([w for w, n in zip(per_sample, lengths, strict=True) for _ in range(n)], dtype=torch.float64)
+
+
+def sequences(values, lengths=LENGTHS):
+    """[T] -> one list of 0-dim tensors per sequence."""
+    split, start = [], 0
+    for n in lengths:
+        split.append([values[start + t] for t in range(n)])
+        start += n
+    return split
+
+
+# The published objectives, per token or sequence, as losses (negated); clip() is written out.
+
+
+def clip(x, low, high):
+    if x < low:
+        return torch.tensor(low, dtype=torch.float64)
+    if x > high:
+        return torch.tensor(high, dtype=torch.float64)
+    return x
+
+
+def published_clipped(ratio, advantage, low, high, c=0.0):
+    """PPO: min(r A, clip(r, 1 - low, 1 + high) A); dual clip, arXiv 1912.09729 eq. 5: max(that, c A) where A < 0."""
+    objective = min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
+    if c and advantage < 0:
+        objective = max(objective, c * advantage)
+    return -objective
+
+
+def published_loss(grpo, new, old, advantages, lengths=LENGTHS):
+    """Loss of every token, as lists per sequence."""
+    low, high, c = grpo.ratio_clip_min, grpo.ratio_clip_max, grpo.ratio_clip_c
+    result = []
+    rows = zip(sequences(new, lengths), sequences(old, lengths), sequences(advantages, lengths), strict=True)
+    for new_row, old_row, advantage_row in rows:
+        row = []
+        mean_log_ratio = sum(n - o for n, o in zip(new_row, old_row, strict=True)) / len(new_row)
+        for n, o, a in zip(new_row, old_row, advantage_row, strict=True):
+            if grpo.policy_loss == "ppo":
+                row.append(published_clipped((n - o).exp(), a, low, high, c))
+            elif grpo.policy_loss == "gspo":  # eq. 5 and 7: s_i = exp(1/|y| sum log ratio), the same for all its tokens
+                row.append(published_clipped(mean_log_ratio.exp(), a, low, high, c))
+            else:  # CISPO eq. 4 and 5: sg(clip(r)) A log pi
+                row.append(-clip((n - o).exp(), 1 - low, 1 + high).item() * a * n)
+        result.append(row)
+    return result
+
+
+def trl_aggregate(rows, aggregation, max_answer_tokens):
+    """TRL's published aggregation: mean of sequence means (grpo), mean over tokens (dapo, bnpo), constant (dr_grpo)."""
+    if aggregation == "sequence":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    total = sum(sum(row) for row in rows)
+    return total / sum(len(row) for row in rows) if aggregation == "token" else total / (len(rows) * max_answer_tokens)
+
+
+CONFIGS = [
+    Grpo(policy_loss="ppo"),
+    Grpo(policy_loss="ppo", ratio_clip_min=0.2, ratio_clip_max=0.28),
+    Grpo(policy_loss="ppo", ratio_clip_c=1.5),
+    Grpo(policy_loss="gspo", ratio_clip_min=0.05, ratio_clip_max=0.1),
+    Grpo(policy_loss="gspo", ratio_clip_min=0.5, ratio_clip_max=0.5),
+    Grpo(policy_loss="cispo", ratio_clip_min=0.2, ratio_clip_max=0.28),
+    Grpo(policy_loss="cispo", ratio_clip_min=1.0, ratio_clip_max=0.28),
+]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("grpo", CONFIGS, ids=lambda g: f"{g.policy_loss}-{g.ratio_clip_max}-{g.ratio_clip_c}")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_loss_and_gradient_follow_the_published_formula(grpo, aggregation, seed):
+    new, old, advantages, sample_ids = batch(seed=seed)
+    loss, _ = policy_loss(new, old, advantages, weights_of(LENGTHS, aggregation), sample_ids, grpo)
+    expected = trl_aggregate(published_loss(grpo, new, old, advantages), aggregation, max_answer_tokens=8)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    (grad,) = torch.autograd.grad(loss, new)
+    (expected_grad,) = torch.autograd.grad(expected, new)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_first_step_has_the_policy_gradient_of_reinforce(name):
+    """With old = new nothing is clipped: the gradient is -weight * A (GSPO spreads a sequence's evenly: the same)."""
+    new, _, advantages, sample_ids = batch()
+    weights = weights_of(LENGTHS, "sequence")
+    loss, metrics = policy_loss(new, new.detach(), advantages, weights, sample_ids, Grpo(policy_loss=name))
+    (grad,) = torch.autograd.grad(loss, new)
+    torch.testing.assert_close(grad, -weights * advantages)
+    assert metrics["ratio_sum"] == metrics["tokens"] == sum(LENGTHS)
+    assert metrics["clipped_low_tokens"] == metrics["clipped_high_tokens"] == metrics["policy_kl_sum"] == 0
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_gradcheck_with_every_term(name, estimator):
+    new, old, advantages, sample_ids = batch(spread=0.05)  # inside the clips: finite differences meet no kink
+    reference = old - 0.3
+    importance = torch.linspace(0.5, 1.5, len(new), dtype=torch.float64)
+    # CISPO's ratio is held constant, which finite differences cannot know: bounds that meet make it so
+    bounds = {"ratio_clip_min": -0.1, "ratio_clip_max": 0.1} if name == "cispo" else {}
+    grpo = Grpo(policy_loss=name, kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.01, **bounds)
+
+    def loss_of(logprobs):
+        given = {"importance": importance, "reference_logprobs": reference, "entropy": logprobs.square()}
+        return policy_loss(logprobs, old, advantages, weights_of(LENGTHS), sample_ids, grpo, **given)[0]
+
+    assert torch.autograd.gradcheck(loss_of, (new,))
+
+
+def test_terms_add_up_by_hand():
+    """Policy term scaled by the importance weight; KL and entropy terms not."""
+    new, old, advantages, sample_ids = batch()
+    weights, reference = weights_of(LENGTHS), old + 0.2
+    importance = torch.linspace(0, 2, len(new), dtype=torch.float64)
+    entropy = (-new).clamp(min=0)
+    grpo = Grpo(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.3)
+    given = {"importance": importance, "reference_logprobs": reference, "entropy": entropy}
+    loss, metrics = policy_loss(new, old, advantages, weights, sample_ids, grpo, **given)
+    policy = [loss for row in published_loss(grpo, new, old, advantages) for loss in row]
+    expected, kl_sum = 0.0, 0.0
+    for t in range(len(new)):
+        kl = 0.5 * (new[t].item() - reference[t].item()) ** 2
+        kl_sum += kl
+        expected += weights[t].item() * (importance[t].item() * policy[t].item() + 0.1 * kl - 0.3 * entropy[t].item())
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert metrics["kl_sum"].item() == pytest.approx(kl_sum, rel=1e-6)
+    assert metrics["entropy_sum"].item() == pytest.approx(entropy.sum().item(), rel=1e-6)
+    assert metrics["importance_sum"].item() == pytest.approx(importance.sum().item(), rel=1e-6)
+    assert metrics["importance_masked_tokens"] == 1
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_kl_in_the_reward_is_measured_but_not_in_the_loss():
+    new, old, advantages, sample_ids = batch()
+    weights = weights_of(LENGTHS)
+    plain, _ = policy_loss(new, old, advantages, weights, sample_ids, Grpo())
+    grpo = Grpo(kl_coef=0.5, kl_placement="reward")
+    loss, metrics = policy_loss(new, old, advantages, weights, sample_ids, grpo, reference_logprobs=old)
+    assert loss == plain and metrics["kl_sum"] > 0
+
+
+def test_clip_metrics_count_where_the_gradient_changed():
+    old = torch.zeros(6)
+    new = torch.tensor([0.5, 1.5, 0.5, 1.5, 9.0, 1.0]).log().requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
+    grpo = Grpo(ratio_clip_c=3.0)
+    loss, metrics = policy_loss(new, old, advantages, torch.ones(6), torch.arange(6), grpo)
+    (grad,) = torch.autograd.grad(loss, new)
+    assert (grad == 0).tolist() == [False, True, True, False, True, False]
+    counts = [metrics[name].item() for name in ("clipped_low_tokens", "clipped_high_tokens", "dual_clipped_tokens")]
+    assert counts == [1, 1, 1]
+    assert loss.item() == pytest.approx(-0.5 - 1.2 + 0.8 + 1.5 + 3.0 - 1.0)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_any_split_into_microbatches_gives_the_same_sums(name, aggregation):
+    lengths = [4, 1, 7, 3, 2, 5]
+    counted = [True, True, False, True, True, True]
+    new, old, advantages, _ = batch(lengths)
+    per_sample = token_weights(lengths, aggregation, 8, counted)
+    grpo = Grpo(policy_loss=name, kl_coef=0.2)
+
+    def run(split):
+        loss, grad, sums = 0.0, torch.zeros_like(new), {}
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        for part in split:
+            tokens = torch.tensor([starts[i] + t for i in part for t in range(lengths[i])], dtype=torch.long)
+            ids = torch.tensor([k for k, i in enumerate(part) for _ in range(lengths[i])], dtype=torch.long)
+            weights = torch.tensor([per_sample[i] for i in part for _ in range(lengths[i])], dtype=torch.float64)
+            reference = old[tokens] + 0.1
+            part_loss, metrics = policy_loss(
+                new[tokens], old[tokens], advantages[tokens], weights, ids, grpo, reference_logprobs=reference
+            )
+            grad += torch.autograd.grad(part_loss, new)[0]
+            loss += part_loss.item()
+            sums = {k: sums.get(k, 0.0) + v.item() for k, v in metrics.items()}
+        return loss, grad, sums
+
+    loss, grad, sums = run([range(6)])
+    assert sums["tokens"] == sum(lengths) - lengths[2]  # what does not count is in no metric
+    start = sum(lengths[:2])
+    assert (grad[start : start + lengths[2]] == 0).all()
+    rng = random.Random(0)
+    for parts in (2, 3, 6):
+        order = rng.sample(range(6), 6)
+        split = [sorted(order[i::parts]) for i in range(parts)] + [[]]  # and one microbatch with nothing in it
+        other_loss, other_grad, other_sums = run(split)
+        assert other_loss == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(other_grad, grad, rtol=1e-12, atol=1e-14)
+        assert other_sums == pytest.approx(sums, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_no_tokens_and_one_token(name):
+    grpo = Grpo(policy_loss=name, kl_coef=0.1)
+    nothing = torch.zeros(0, requires_grad=True)
+    empty = torch.zeros(0)
+    loss, metrics = policy_loss(
+        nothing, empty, empty, empty, torch.zeros(0, dtype=torch.long), grpo, reference_logprobs=empty
+    )
+    loss.backward()
+    assert loss == 0 and nothing.grad.shape == (0,) and all(v == 0 for v in metrics.values())
+    one = torch.tensor([-1.0], requires_grad=True)
+    loss, _ = policy_loss(
+        one,
+        one.detach(),
+        torch.tensor([2.0]),
+        torch.ones(1),
+        torch.zeros(1, dtype=torch.long),
+        grpo,
+        reference_logprobs=one.detach(),
+    )
+    loss.backward()
+    assert one.grad.item() == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_extreme_ratios_stay_finite(name):
+    new = torch.tensor([-1e-4, -200.0, -50.0], requires_grad=True)
+    old = torch.tensor([-300.0, -1e-4, -300.0])
+    grpo = Grpo(policy_loss=name, kl_coef=0.1)
+    loss, metrics = policy_loss(
+        new, old, torch.tensor([0.0, 1.0, -1.0]), torch.ones(3), torch.arange(3), grpo, reference_logprobs=old
+    )
+    loss.backward()
+    assert loss.isfinite() and new.grad.isfinite().all() and all(v.isfinite() for v in metrics.values())
+
+
+def test_missing_inputs_and_unknown_names_are_errors():
+    new, old, advantages, ids = batch()
+    weights = weights_of(LENGTHS)
+    for grpo, match in (
+        (Grpo(policy_loss="reinforce"), "cispo, gspo|ppo, gspo"),
+        (Grpo(kl_coef=0.1), "reference_logprobs"),
+        (Grpo(entropy_coef=0.1), "entropy_coef"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            policy_loss(new, old, advantages, weights, ids, grpo)
+    with pytest.raises(ValueError, match="would do nothing"):
+        policy_loss(new, old, advantages, weights, ids, Grpo(entropy_coef=0.1), entropy=old)
+    with pytest.raises(ValueError, match="k1"):
+        kl_estimate(new, old, "k4")
+    with pytest.raises(ValueError, match="truncate"):
+        importance_weights(new, old, ids, "clip", "token", 0.0, 2.0)
+    with pytest.raises(ValueError, match="sequence"):
+        importance_weights(new, old, ids, "mask", "group", 0.0, 2.0)
+    with pytest.raises(ValueError, match="constant"):
+        token_weights([1], "mean", 8, [True])
+
+
+def test_token_weights_by_hand():
+    lengths, counted = [2, 3, 5, 0], [True, False, True, True]
+    assert token_weights(lengths, "token", 10, counted) == [1 / 7, 0, 1 / 7, 0]
+    assert token_weights(lengths, "sequence", 10, counted) == [1 / 4, 0, 1 / 10, 0]
+    assert token_weights(lengths, "constant", 10, counted) == [1 / 20, 0, 1 / 20, 0]
+    for aggregation in ("token", "sequence", "constant"):
+        assert token_weights([], aggregation, 10, []) == []
+        assert token_weights([3, 0], aggregation, 10, [False, True]) == [0.0, 0.0]
+    assert token_weights([1], "token", 10, [True]) == [1.0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+def test_importance_weights_by_loops(correction, level):
+    minimum, maximum = 0.7, 1.4
+    trainer, sampler, _, sample_ids = batch(seed=3)
+    weights = importance_weights(trainer, sampler, sample_ids, correction, level, minimum, maximum)
+    expected, outside = [], 0
+    for row, other in zip(sequences(trainer), sequences(sampler), strict=True):
+        ratios = [math.exp(a.item() - b.item()) for a, b in zip(row, other, strict=True)]
+        if level == "sequence":
+            ratios = [math.prod(ratios)] * len(ratios)
+        for ratio in ratios:
+            inside = minimum <= ratio <= maximum
+            outside += not inside
+            if correction == "none":
+                expected.append(1.0)
+            elif correction == "truncate":
+                expected.append(min(max(ratio, minimum), maximum))
+            else:
+                expected.append(ratio if inside else 0.0)
+    assert 0 < outside < len(expected)  # both sides are tested
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
+    assert not weights.requires_grad
+
+
+def test_importance_of_equal_policies_is_one_and_overflow_is_bounded():
+    logprobs = torch.tensor([-1.0, -2.0, -500.0])
+    ids = torch.zeros(3, dtype=torch.long)
+    for level in ("token", "sequence"):
+        assert importance_weights(logprobs, logprobs, ids, "mask", level, 0.5, 2.0).tolist() == [1, 1, 1]
+    far = torch.tensor([-900.0, -900.0, -900.0])
+    assert importance_weights(logprobs, far, ids, "truncate", "sequence", 0.0, 2.0).tolist() == [2, 2, 2]
+    assert importance_weights(logprobs, far, ids, "mask", "sequence", 0.0, 2.0).tolist() == [0, 0, 0]
+
+
+def test_kl_estimators_by_formula_and_in_expectation():
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+    log_p, log_q = p.log(), q.log()
+    for estimator, by_hand in (
+        ("k1", [math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True)]),
+        ("k2", [0.5 * math.log(a / b) ** 2 for a, b in zip(p.tolist(), q.tolist(), strict=True)]),
+        ("k3", [b / a - 1 - math.log(b / a) for a, b in zip(p.tolist(), q.tolist(), strict=True)]),
+    ):
+        assert kl_estimate(log_p, log_q, estimator).tolist() == pytest.approx(by_hand, rel=1e-12)
+        leaf = log_p.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x, e=estimator: kl_estimate(x, log_q, e), (leaf,))
+    divergence = (p * (log_p - log_q)).sum().item()
+    assert (p * kl_estimate(log_p, log_q, "k1")).sum().item() == pytest.approx(divergence)
+    assert (p * kl_estimate(log_p, log_q, "k3")).sum().item() == pytest.approx(divergence)
+    assert (kl_estimate(log_p, log_q, "k3") >= 0).all()
+
+
+def test_mismatch_sums():
+    trainer, sampler = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, 5.0])
+    sums = mismatch_sums(trainer, sampler, torch.tensor([0.5, 0.5, 0.0]))
+    assert sums["mismatch_abs_sum"].item() == pytest.approx(0.5)
+    assert sums["mismatch_kl_sum"].item() == pytest.approx(math.exp(0.5) - 1 - 0.5)
