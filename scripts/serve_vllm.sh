@@ -82,6 +82,7 @@ fi
 export VLLM_SERVER_DEV_MODE=1 # the routes for pause, resume and weight updates
 export VLLM_USE_FLASHINFER_SAMPLER=0 # its kernels are compiled at the first request, with a compiler that may be missing
 export VLLM_NO_USAGE_STATS=1
+unset VLLM_PYTHON # not one of vLLM's own: it would warn of it
 if [ -d "$model" ]; then export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"; fi
 
 set -x
