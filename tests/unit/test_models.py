@@ -1,0 +1,291 @@
+"""What [model] may name, and what is said about each thing that it may not."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.models import ModelSource, load_hf_weights, resolve_model
+
+SHAPE = dict(
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=45,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+
+
+def model_section(folder: Path | str = "absent", *, name: str = "", flavor: str = "", weights: str = "hf"):
+    return SimpleNamespace(name=name, flavor=flavor, hf_assets_path=str(folder), weights=weights)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def built(source: ModelSource) -> nn.Module:
+    with torch.device("meta"):
+        model = source.build()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_config_json_gives_family_and_shape(qwen3):
+    source = resolve_model(model_section(qwen3), seq_len=100)
+    args = source.model_args
+    assert source.family == "qwen3" and not source.tied
+    assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads) == (32, 2, 4, 2)
+    assert (args.head_dim, args.hidden_dim, args.vocab_size, args.max_seq_len) == (16, 45, 67, 100)
+    assert (args.attn_type, args.attn_mask_type) == ("varlen", "block_causal")
+
+
+@pytest.mark.parametrize("width", [1, 2, 45, 91, 8192, 14335, 14336])
+def test_llama_keeps_any_feed_forward_width(llama, width):
+    edit_config(llama, intermediate_size=width)
+    with torch.device("meta"):
+        model = resolve_model(model_section(llama), 64).build()
+    assert model.layers["0"].feed_forward.w1.weight.shape == (width, 32)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(rope_parameters=LLAMA3_ROPE),
+        dict(rope_theta=500000.0, rope_scaling={k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}),
+        dict(
+            rope_theta=500000.0,
+            rope_scaling={
+                "type" if key == "rope_type" else key: value
+                for key, value in LLAMA3_ROPE.items()
+                if key != "rope_theta"
+            },
+        ),
+    ],
+    ids=["transformers-5", "transformers-4", "older"],
+)
+def test_rope_layouts_of_transformers_4_and_5_mean_the_same(llama, layout):
+    config = json.loads((llama / "config.json").read_text())
+    del config["rope_parameters"]
+    (llama / "config.json").write_text(json.dumps(config | layout))
+    args = resolve_model(model_section(llama), 64).model_args
+    scaling = args.rope_scaling_args
+    assert args.rope_theta == 500000.0
+    assert (scaling.scaling_factor, scaling.low_freq_factor, scaling.high_freq_factor) == (8.0, 1.0, 4.0)
+    assert scaling.original_max_position_embeddings == 64
+
+
+def test_plain_rope_of_transformers_4_is_not_scaled(llama):
+    config = json.loads((llama / "config.json").read_text())
+    del config["rope_parameters"]
+    (llama / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0, "rope_scaling": None}))
+    model = built(resolve_model(model_section(llama), 128))
+    angles = torch.outer(torch.arange(128), 1 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8))
+    torch.testing.assert_close(model.freqs_cis, torch.polar(torch.ones(128, 4), angles), atol=0, rtol=0)
+
+
+def test_tied_embeddings_are_one_parameter_after_materialising(llama):
+    edit_config(llama, tie_word_embeddings=True)
+    source = resolve_model(model_section(llama), 64)
+    model = built(source)
+    assert source.tied and model.output.weight is model.tok_embeddings.weight
+    names = source.adapter.to_hf(model.state_dict())
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize(("name", "flavor"), [("qwen3", "0.6B"), ("qwen3", "8B"), ("llama3", "8B")])
+def test_a_flavour_describes_itself_to_transformers(name, flavor):
+    source = resolve_model(model_section(name=name, flavor=flavor, weights="random"), 2048)
+    config = (Qwen3Config if name == "qwen3" else LlamaConfig).from_dict(source.hf_config)
+    with torch.device("meta"):
+        ours = source.adapter.to_hf(source.build().state_dict())
+        theirs = (Qwen3ForCausalLM if name == "qwen3" else LlamaForCausalLM)(config).state_dict()
+    if source.tied:
+        del theirs["lm_head.weight"]
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+    assert config.rope_parameters["rope_theta"] == source.model_args.rope_theta
+
+
+def test_a_flavour_must_be_the_folders_model(qwen3):
+    with pytest.raises(UserError, match=r'flavor = "0.6B".*dim 1024 != 32.*flavor = ""'):
+        resolve_model(model_section(qwen3, name="qwen3", flavor="0.6B"), 64)
+    with pytest.raises(UserError, match=r'is a llama3, but .* holds a qwen3: set \[model\] flavor = ""'):
+        resolve_model(model_section(qwen3, name="llama3", flavor="8B"), 64)
+    assert resolve_model(model_section(qwen3, name="qwen3", flavor="0.6B", weights="random"), 64).model_args.dim == 1024
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (model_section(name="qwen", flavor="8B"), r'name = "qwen" is not known: did you mean "qwen3"'),
+        (model_section(name="qwen3", flavor="0.6b"), r'flavor = "0.6b" is not a flavour of qwen3: did you mean "0.6B"'),
+        (model_section(name="qwen3", flavor="30B-A3B"), r'flavor = "30B-A3B" is a mixture of experts'),
+        (model_section("no/such/folder"), r'hf_assets_path = "no/such/folder": no such folder'),
+        (model_section(name="qwen3", flavor="0.6B"), r"no such folder"),
+    ],
+)
+def test_bad_names(section, message):
+    with pytest.raises(UserError, match=message):
+        resolve_model(section, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["Gemma3ForCausalLM"]},
+            r'architecture "Gemma3ForCausalLM" is not supported.*Qwen3ForCausalLM',
+        ),
+        ({"architectures": None, "model_type": "mamba"}, r"model_type 'mamba'"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, r"Qwen3MoeForCausalLM is a mixture of experts"),
+        ({"num_experts": 8}, r"mixture of experts"),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, r"sliding_window = 32"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = .*sliding_attention"),
+        ({"attention_bias": True}, r"attention_bias = True is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config = "),
+        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu'"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads = 3.*must divide num_attention_heads = 4"),
+        ({"head_dim": 15}, r"head_dim.*15"),
+        ({"hidden_size": "wide"}, r"not a valid Qwen3Config.*hidden_size"),
+        ({"vocab_size": 0}, r"must be 1 or more"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, r"rope_type = 'yarn'"),
+        ({"max_position_embeddings": 63}, r"seq_len = 64 is over this model's maximum of 63"),
+    ],
+)
+def test_configs_that_are_refused(qwen3, changes, message):
+    edit_config(qwen3, **changes)
+    with pytest.raises(UserError, match=message):
+        resolve_model(model_section(qwen3), 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_bias": True}, r"mlp_bias = True"),
+        ({"head_dim": 16}, r"head_dim = 16 .*hidden_size / num_attention_heads = 8"),
+        ({"sliding_window": 32}, r"sliding_window = 32"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, r"rope_type = 'linear'"),
+    ],
+)
+def test_llama_configs_that_are_refused(llama, changes, message):
+    edit_config(llama, **changes)
+    with pytest.raises(UserError, match=message):
+        resolve_model(model_section(llama), 64)
+
+
+def test_missing_and_broken_config_json(qwen3):
+    (qwen3 / "config.json").write_text('{"model_type": ')
+    with pytest.raises(UserError, match=r"config.json is not valid JSON"):
+        resolve_model(model_section(qwen3), 64)
+    (qwen3 / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"must hold a JSON object, not a list"):
+        resolve_model(model_section(qwen3), 64)
+    (qwen3 / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config.json"):
+        resolve_model(model_section(qwen3), 64)
+
+
+def test_tensors_missing_left_over_and_misshapen_are_named_together(qwen3):
+    source = resolve_model(model_section(qwen3), 64)
+    tensors = load_file(qwen3 / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(44, 32)
+    save_file(tensors, qwen3 / "model.safetensors")
+    with pytest.raises(UserError) as raised:
+        load_hf_weights(built(source), source, qwen3)
+    message = str(raised.value)
+    assert "1 missing: model.norm.weight" in message
+    assert "no place for: model.layers.0.self_attn.q_proj.bias" in message
+    assert "model.layers.1.mlp.up_proj.weight [44, 32], not [45, 32]" in message
+
+
+def test_untied_config_over_tied_weights_names_the_output_and_the_key(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    source = resolve_model(model_section(tmp_path), 64)
+    with pytest.raises(UserError, match=r"missing: lm_head.weight.*tie_word_embeddings"):
+        load_hf_weights(built(source), source, tmp_path)
+
+
+def test_a_second_copy_of_a_tied_embedding_and_old_rotary_tables_are_ignored(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding + 1
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = resolve_model(model_section(tmp_path), 64)
+    model = built(source)
+    load_hf_weights(model, source, tmp_path)
+    assert torch.equal(model.output.weight, embedding)
+
+
+def test_truncated_file(qwen3):
+    source = resolve_model(model_section(qwen3), 64)
+    path = qwen3 / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model.safetensors is truncated or not a safetensors file"):
+        load_hf_weights(built(source), source, qwen3)
+
+
+def test_no_weights(qwen3):
+    source = resolve_model(model_section(qwen3), 64)
+    (qwen3 / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r'neither model.safetensors nor .*weights = "random"'):
+        load_hf_weights(built(source), source, qwen3)
+
+
+def test_index_without_its_file_and_without_a_map(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).save_pretrained(tmp_path, max_shard_size="20KB")
+    source = resolve_model(model_section(tmp_path), 64)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    load_hf_weights(built(source), source, tmp_path)
+    shards[1].unlink()
+    with pytest.raises(UserError, match=rf"index.json names files that .* lacks: {shards[1].name}"):
+        load_hf_weights(built(source), source, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match=r"has no weight_map"):
+        load_hf_weights(built(source), source, tmp_path)
+
+
+def test_a_model_on_meta_is_a_mistake_of_the_caller(qwen3):
+    source = resolve_model(model_section(qwen3), 64)
+    with torch.device("meta"):
+        model = source.build()
+    with pytest.raises(RuntimeError, match="materialised"):
+        load_hf_weights(model, source, qwen3)
