@@ -74,8 +74,24 @@ class ServerControl:
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]
 
+    def check(self, longest_tokens: int) -> None:
+        """Check once, before the first rollout, that the server is set up as the trainer needs it.
+
+        Raises:
+            UserError: Its routes, its model's length or its log-probabilities do not fit; the message says what to
+                change.
+        """
+        self.world_size()
+        served = self.model_info().get("max_model_len")
+        if served is not None and served < longest_tokens:
+            raise UserError(
+                f"{self.url}: serves at most {served} tokens (--max-model-len), the trainer asks for up to "
+                f"{longest_tokens} ([training] seq_len)"
+            )
+        self.check_sampling([1])
+
     def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
-        """Stop at a step boundary. `keep` freezes running requests; with `clear_cache` they are recomputed on resume."""
+        """Stop at a step boundary. `keep` freezes running requests; `clear_cache` has them recomputed on resume."""
         self._call("POST", "/pause", "pause", params={"mode": mode, "clear_cache": str(clear_cache).lower()})
 
     def resume(self) -> None:

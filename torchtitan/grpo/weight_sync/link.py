@@ -1,0 +1,196 @@
+"""The trainer's end of one server: its control routes, its process group, and the state of the update under way."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.receiver import ACK_FIELDS
+from torchtitan.grpo.weight_sync.transport import Group, address_towards, host_store, wait
+
+T = TypeVar("T")
+
+_SERVER_SAYS_WHY_S = 2.0
+"""How long a broken transport waits for the server's HTTP error, which says more than "connection reset"."""
+
+
+class WeightSyncError(RuntimeError):
+    """A version did not reach a server. That server stays paused: it may hold a mix of old and new weights."""
+
+    def __init__(self, server: str, phase: str, version: int, bytes_done: int, cause: object):
+        self.server, self.phase, self.version, self.bytes = server, phase, version, bytes_done
+        self.cause = str(cause)
+        super().__init__(f"weight sync to {server}: phase {phase}, version {version}, {bytes_done} bytes: {cause}")
+
+
+def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
+    """Run `call` in a daemon thread, so that a call that never returns keeps neither the caller nor the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class ServerLink:
+    """One server, one process group, used from one thread at a time.
+
+    An update goes: `begin` (pause, start, then the server's receive loop starts), `post` for each bucket,
+    `wait_in_flight` to hold the number of buckets on the wire down, `acknowledge`, `finish` (which resumes).
+    Whatever fails raises a WeightSyncError, gives the group up and leaves the server paused; `connect` starts anew.
+    """
+
+    def __init__(self, control: ServerControl, backend: str, device: torch.device, timeout_s: float):
+        self.control = control
+        self.url = control.url
+        self._backend = backend
+        self._device = device
+        self._timeout_s = timeout_s
+        self._group: Group | None = None
+        self._update: Future[None] | None = None
+        self._in_flight: deque[tuple[dist.Work, int, float]] = deque()
+        self._version = -1
+        self.bytes_done = 0
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def connected(self) -> bool:
+        return self._group is not None
+
+    def connect(self, plan_info: dict) -> None:
+        """Form the group with the server; `plan_info` is `InitInfo` without what is known only here."""
+        with self._phase("connect"):
+            deadline = time.monotonic() + self._timeout_s
+            world_size = 1 + self.control.world_size()
+            where = urlsplit(self.url)
+            address = address_towards(where.hostname, where.port or 80)
+            store, port = host_store(address, self._timeout_s)
+            info = plan_info | {"backend": self._backend, "master_address": address, "master_port": port}
+            info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self._timeout_s}
+
+            def join() -> Group:
+                return Group(self._backend, store, 0, world_size, self._device, self._timeout_s, address)
+
+            served = in_thread(lambda: self.control.init_transfer(info), "weight-sync-init")
+            joined = in_thread(join, "weight-sync-join")
+            while not (served.done() and joined.done()):
+                if served.done():
+                    served.result()  # its error, at once, instead of waiting for a server that will not come
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out waiting for the server to join the weight-transfer group")
+                time.sleep(0.005)
+            served.result()
+            self._group = joined.result()
+
+    def begin(self, version: int) -> None:
+        """Pause the server and have it listen for `version`."""
+        self._version, self.bytes_done, self.seconds = version, 0, {}
+        self._in_flight.clear()
+        started = time.perf_counter()
+        with self._phase("pause"):
+            self.control.pause(mode="keep", clear_cache=True)
+        with self._phase("start"):
+            self.control.start_update()
+        self.seconds["pause"] = time.perf_counter() - started
+        self._update = in_thread(lambda: self.control.update({"version": version}), "weight-sync-update")
+
+    def post(self, wire: torch.Tensor, payload_bytes: int) -> None:
+        """Put a bucket on the wire; it must stay as it is until `wait_in_flight` has let it go."""
+        with self._phase("transfer"):
+            deadline = time.monotonic() + self._timeout_s
+            self._in_flight.append((self._group.broadcast(wire), payload_bytes, deadline))
+
+    def wait_in_flight(self, at_most: int) -> None:
+        """Wait until at most that many buckets are on the wire, each bounded from when it was put there."""
+        with self._phase("transfer"):
+            while len(self._in_flight) > at_most:
+                work, payload_bytes, deadline = self._in_flight[0]
+                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error)
+                self._in_flight.popleft()
+                self.bytes_done += payload_bytes
+
+    def acknowledge(self, expected: list[int]) -> None:
+        """Wait until every rank of the server has said that it has the whole version, and its update call returned."""
+        started = time.perf_counter()
+        with self._phase("acknowledge"):
+            deadline = time.monotonic() + self._timeout_s
+            table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self._device)
+            what = "the server's acknowledgement"
+            wait(self._group.all_reduce(table), deadline, what, self._raise_servers_error)
+            for rank, row in enumerate(table.tolist()[1:]):
+                if row[0] == 0:
+                    self._servers_error(deadline)
+                if row != expected:
+                    raise RuntimeError(
+                        f"server rank {rank} acknowledged [ok, version, tensors, bytes, checksum] {row}, "
+                        f"expected {expected}"
+                    )
+            self.seconds["apply"] = time.perf_counter() - started
+            self._servers_error(deadline)
+
+    def finish(self, version: int) -> None:
+        """Have the server take the weights into service: finish, check the version that it reports, resume."""
+        started = time.perf_counter()
+        with self._phase("finish"):
+            self.control.finish_update(str(version))
+            reported = self.control.weight_version()
+            if reported is not None and reported != str(version):
+                raise RuntimeError(f"the server reports weight version {reported!r}, expected {str(version)!r}")
+        with self._phase("resume"):
+            self.control.resume()
+        self.seconds["acknowledge"] = time.perf_counter() - started
+
+    def close(self) -> None:
+        """Give the group up without waiting for the server."""
+        group, self._group = self._group, None
+        self._in_flight.clear()
+        if group is not None:
+            group.abort()
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            self.close()
+            raise
+        except (RuntimeError, OSError) as error:  # TimeoutError is an OSError
+            cause = error
+            if not isinstance(error, TimeoutError) and self._update is not None:
+                cause = self._update_failure(_SERVER_SAYS_WHY_S) or error
+            self.close()
+            raise WeightSyncError(self.url, phase, self._version, self.bytes_done, cause) from error
+
+    def _update_failure(self, timeout_s: float) -> BaseException | None:
+        """The error of the server's update call, if it ends with one in time."""
+        try:
+            return self._update.exception(timeout_s)
+        except FutureTimeoutError:
+            return None
+
+    def _raise_servers_error(self) -> None:
+        """While a collective is waited for: the server's update call failing means that it will never complete."""
+        if self._update.done():
+            self._update.result()
+
+    def _servers_error(self, deadline: float) -> None:
+        """Wait for the server's update call to return; raises what it raised."""
+        try:
+            self._update.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError as error:
+            raise TimeoutError("timed out waiting for the server's update call to return") from error

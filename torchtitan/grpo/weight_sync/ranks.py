@@ -1,0 +1,98 @@
+"""The trainer ranks' own process groups for weight sync: one for bytes, one for short messages.
+
+Neither is the default group nor shared with the model's meshes, so that a publish can run beside a training step.
+"""
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.weight_sync.transport import wait
+
+_GROUP_TIMEOUT_FACTOR = 2.0
+
+
+class Ranks:
+    """Collective to construct. With one trainer rank there are no groups and nothing to wait for.
+
+    Args:
+        device: Where gathered bytes lie: NCCL on CUDA, gloo on CPU. Messages always go over gloo.
+        timeout_s: Longest wait of rank 0 for the others, who have nothing else to do.
+        others_timeout_s: Longest wait of the others for rank 0, which may be waiting for a server. The groups' own
+            timeouts are twice that, so that the waits here, whose errors say what was waited for, fire first.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, others_timeout_s: float):
+        initialised = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if initialised else 0
+        self.size = dist.get_world_size() if initialised else 1
+        self.device = device
+        self._timeout_s = timeout_s if self.rank == 0 else others_timeout_s
+        if self.size == 1:
+            return
+        timeout = timedelta(seconds=_GROUP_TIMEOUT_FACTOR * others_timeout_s)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._bytes = dist.new_group(backend=backend, timeout=timeout)
+        self._messages = dist.new_group(backend="gloo", timeout=timeout)
+        # The first collective makes NCCL's communicator: here, where all ranks are known to take part.
+        mine, all_ranks = torch.zeros(1, device=device), torch.zeros(self.size, device=device)
+        self.all_to_first(mine, all_ranks, [1] * self.size, "the set-up of weight sync")
+
+    def all_to_first(self, own: torch.Tensor, gathered: torch.Tensor, counts: list[int], what: str) -> None:
+        """Collect every rank's `own` (flat, `counts[rank]` elements) in `gathered` on rank 0, in rank order.
+
+        An all-to-all in which everyone sends to rank 0 alone: the one gather that both backends have for unequal
+        shards. `gathered` is read on rank 0 only. On CUDA the current stream is ordered after the result.
+
+        Raises:
+            TimeoutError: Another rank did not come in time.
+        """
+        sends = [own.numel()] + [0] * (self.size - 1)
+        receives = counts if self.rank == 0 else [0] * self.size
+        target = gathered if self.rank == 0 else own.new_empty(0)
+        work = dist.all_to_all_single(target, own, receives, sends, group=self._bytes, async_op=True)
+        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
+
+    def share(self, value: Any, what: str) -> Any:
+        """Rank 0's JSON value on every rank; the others' argument is ignored."""
+        if self.size == 1:
+            return value
+        data = _encode(value) if self.rank == 0 else None
+        length = torch.tensor([0 if data is None else data.numel()])
+        self._broadcast(length, what)
+        if data is None:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        self._broadcast(data, what)
+        return _decode(data)
+
+    def all_values(self, value: Any, what: str) -> list[Any]:
+        """Every rank's JSON value on every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        data = _encode(value)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._all_gather(lengths, torch.tensor([data.numel()]), what)
+        longest = int(max(lengths))
+        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), what)
+        return [_decode(row[: int(length)]) for row, length in zip(padded, lengths, strict=True)]
+
+    def _broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
+        wait(work, time.monotonic() + self._timeout_s, f"trainer rank 0 in {what}")
+
+    def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor, what: str) -> None:
+        work = dist.all_gather(rows, row, group=self._messages, async_op=True)
+        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())

@@ -1,0 +1,125 @@
+"""A weight-transfer engine for vLLM 0.25 to 0.32, named `torchtitan_grpo`.
+
+vLLM loads `register` through the `vllm.general_plugins` entry point in its API server, engine core and workers; the
+server is started with `--weight-transfer-config '{"backend": "torchtitan_grpo"}'`. vLLM's layer-wise reload does the
+rest: fusing, tensor-parallel slicing, quantisation, and a copy into the storage that CUDA graphs already use.
+"""
+
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from torchtitan.grpo.weight_sync import receiver
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "torchtitan_grpo"
+
+
+@dataclass
+class InitInfo(receiver.InitInfo, WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class UpdateInfo(receiver.UpdateInfo, WeightTransferUpdateInfo):
+    pass
+
+
+def expected_names(model: torch.nn.Module, tied: bool) -> set[str]:
+    """Hugging Face names of the weights that the model is made of.
+
+    vLLM fuses checkpoint tensors (q, k and v into one); `packed_modules_mapping` says which. Its reload only warns when
+    a layer got nothing and says nothing when it got a part, so that names are what has to be counted.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    names = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if tied and name.startswith("lm_head."):
+            continue
+        *path, module, kind = name.split(".")
+        parts = fused.get(module, [module])
+        names.update(".".join([*path, part, kind]) for part in parts)
+    return names
+
+
+class TorchtitanGrpoEngine(WeightTransferEngine):
+    """One worker's end of an update; the protocol is `receiver`'s."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    _receiver: receiver.Receiver | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the trainer's group. A trainer that connects again, after a failure or a restart, replaces the last."""
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        joined = receiver.Receiver(asdict(init_info), self.device, rank)
+        tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+        missing = sorted(expected_names(self.model, tied) - set(joined.names))
+        if missing and self.model_config.quantization is None and parallel.pipeline_parallel_size == 1:
+            joined.close()
+            raise ValueError(
+                f"the trainer's plan lacks {len(missing)} weights of the served model: {missing[:8]}. Serve the "
+                "folder that the trainer's [model] hf_assets_path names."
+            )
+        self._receiver = joined
+
+    def start_weight_update(self) -> None:
+        with self._vllm_config():
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self._receiver is None:
+            raise RuntimeError("no trainer has connected: /init_weight_transfer_engine comes first")
+        loaded: set[str] = set()
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            loaded.update(self.model.load_weights(tensors) or ())
+
+        with self._vllm_config():
+            self._receiver.receive(asdict(update_info), load)
+
+    def finish_weight_update(self) -> None:
+        with self._vllm_config():
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                self._repack_output()
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args) -> None:
+        """vLLM 0.25 declares this abstract; our trainer sends without vLLM."""
+        raise NotImplementedError("weights are sent by torchtitan.grpo.weight_sync.sync.WeightSync")
+
+    def _repack_output(self) -> None:
+        # On CPU a tied output layer keeps its own packed copy of the embedding, which no reload rebuilds (vLLM 0.32).
+        for module in self.model.modules():
+            if type(module).__name__ == "ParallelLMHead":
+                module.quant_method.process_weights_after_loading(module)
+
+    def _vllm_config(self) -> AbstractContextManager:
+        # vLLM 0.32 sets it around these calls, 0.25 does not, and some quantisation methods read it.
+        return set_current_vllm_config(self.vllm_config)
+
+
+def register() -> None:
+    """Entry point; vLLM may call it more than once in a process."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, TorchtitanGrpoEngine)
