@@ -1,0 +1,269 @@
+"""What is asked: rows of a dataset, rendered into prompts, in an order that a resumed run continues exactly."""
+
+import hashlib
+import json
+import os
+import random
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.job_config import Data
+from torchtitan.grpo.rollouts.samples import Prompt
+from torchtitan.grpo.tasks import Row, answer_regex, load_rows
+from torchtitan.tools.logging import logger
+
+RENDER_BATCH = 1024
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. UserError if the folder or its tokenizer.json is missing."""
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"[model] hf_assets_path = {folder!r} is not a folder: give one with config.json and tokenizer.json"
+        )
+    if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        raise UserError(
+            f"[model] hf_assets_path = {folder!r} has no tokenizer.json: copy the model's tokenizer files there"
+        )
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
+    """Tokens that end an answer: the tokenizer's end token first, then those of generation_config.json."""
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    path = os.path.join(folder, "generation_config.json")
+    if os.path.isfile(path):
+        with open(path) as file:
+            listed = json.load(file).get("eos_token_id")
+        listed = [] if listed is None else [listed] if isinstance(listed, int) else listed
+        ids += [token for token in listed if token not in ids]
+    if not ids:
+        raise UserError(
+            f"{folder} names no end token: set eos_token in its tokenizer_config.json "
+            "or eos_token_id in its generation_config.json"
+        )
+    return ids
+
+
+class PromptSource:
+    """Endless prompts from `[data]`, or its held-out ones.
+
+    Every row is read and rendered once at construction, so that bad data stops a run at its start; what is kept is
+    the rows' positions, and prompts are rendered again when they are taken.
+
+    Args:
+        seed: Orders the rows (`debug.seed`), anew each epoch; it does not choose which rows there are.
+        held_out: Serve the held-out rows instead of those to train on.
+        validation_prompts: `[validation] prompts`. Give the training and the held-out source the same number: where
+            the held-out rows come from the training data, both sources cut it at the same place.
+
+    Raises:
+        UserError: The data is missing, malformed or too long; the message names the file and row, or the key.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        *,
+        held_out: bool = False,
+        validation_prompts: int = 0,
+    ):
+        self._data = data
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._answer_regex = answer_regex(data.answer_pattern, "[data] answer_pattern")
+        _check_rendering(data, tokenizer)
+        self._rows = load_rows(data, held_out, validation_prompts)
+        self._positions, self._fingerprint = self._check_rows()
+        self.dropped = len(self._rows.positions) - len(self._positions)
+        """Prompts left out because they are over `[data] max_prompt_tokens`."""
+        self._epoch = 0
+        self._taken = 0
+        self._order = self._epoch_order()
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; past the end of the data a new epoch begins."""
+        positions = []
+        while len(positions) < n:
+            if self._taken == len(self._order):
+                self._epoch, self._taken = self._epoch + 1, 0
+                self._order = self._epoch_order()
+            block = self._order[self._taken : self._taken + n - len(positions)]
+            positions += block
+            self._taken += len(block)
+        return self._prompts(positions)
+
+    def first(self, n: int) -> list[Prompt]:
+        """The first `n` prompts in the data's order, or all if there are fewer: the same ones every time."""
+        return self._prompts(self._positions[:n])
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able position in the data."""
+        return {"seed": self._seed, "epoch": self._epoch, "taken": self._taken, "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken, in the order of the seed it was taken with.
+
+        Raises:
+            UserError: The prompts are not the ones of the checkpoint.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            raise UserError(
+                f"The prompts of {self._rows.name} are not those that the checkpoint was trained on: restore the data, "
+                "the [data] keys, [validation] prompts and the chat template, or start in another [job] dump_folder"
+            )
+        self._seed, self._epoch, self._taken = state["seed"], state["epoch"], state["taken"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        order = list(self._positions)
+        if self._data.shuffle:
+            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order
+
+    def _check_rows(self) -> tuple[list[int], str]:
+        """Positions of the rows that are short enough, and a fingerprint of their rendered text."""
+        limit = self._data.max_prompt_tokens
+        kept, digest, unknown = [], hashlib.sha256(), 0
+        positions = self._rows.positions
+        for start in range(0, len(positions), RENDER_BATCH):
+            for prompt in self._prompts(positions[start : start + RENDER_BATCH]):
+                tokens = len(prompt.token_ids)
+                if tokens > limit and self._data.overlong_prompts == "error":
+                    raise UserError(
+                        f"{self._rows.place(prompt.index)} has {tokens} tokens: raise [data] max_prompt_tokens "
+                        f'= {limit} or set [data] overlong_prompts = "drop"'
+                    )
+                if tokens <= limit:
+                    kept.append(prompt.index)
+                    digest.update(f"{prompt.index}\0{prompt.text}\0{prompt.answer}\0".encode())
+                    unknown += (
+                        self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in prompt.token_ids
+                    )
+        if not kept:
+            raise UserError(f"Every prompt of {self._rows.name} is over [data] max_prompt_tokens = {limit}: raise it")
+        if len(kept) < len(positions):
+            message = "%s: %d of %d prompts are over [data] max_prompt_tokens = %d and are left out"
+            logger.warning(message, self._rows.name, len(positions) - len(kept), len(positions), limit)
+        if unknown:
+            logger.warning("%s: %d prompts hold characters that the tokenizer does not know", self._rows.name, unknown)
+        return kept, digest.hexdigest()
+
+    def _prompts(self, positions: list[int]) -> list[Prompt]:
+        rows = [self._rows.rows[position] for position in positions]
+        places = [self._rows.place(position) for position in positions]
+        texts = [self._render(row, place) for row, place in zip(rows, places, strict=True)]
+        # A chat template writes its own begin token; plain text gets the tokenizer's.
+        token_ids = (
+            self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"] if texts else []
+        )
+        prompts = []
+        for position, row, place, text, ids in zip(positions, rows, places, texts, token_ids, strict=True):
+            columns = json.loads(json.dumps(row, default=str))
+            prompts.append(Prompt(position, ids, text, self._answer(row, place), columns))
+        return prompts
+
+    def _render(self, row: Row, place: str) -> str:
+        column = self._data.prompt_column
+        if column not in row:
+            raise UserError(f"{place} has no column {column!r}: set [data] prompt_column to one of {list(row)}")
+        messages = _messages(row[column], self._data, place)
+        if not self._data.chat_template:
+            return messages[0]["content"]
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from error
+
+    def _answer(self, row: Row, place: str) -> str:
+        column = self._data.answer_column
+        if not column:
+            return ""
+        answer = _text(row, column, place, "[data] answer_column", 'or to "" if there is no reference answer')
+        if self._answer_regex is None:
+            return answer
+        match = self._answer_regex.search(answer)
+        if match is None:
+            pattern = self._data.answer_pattern
+            raise UserError(f"{place}: [data] answer_pattern = {pattern!r} does not match the answer {answer[-80:]!r}")
+        return (match.group(1) or "").strip()
+
+
+def sft_pairs(
+    prompts: list[Prompt], data: Data, target_column: str, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[list[int], list[int]]]:
+    """Prompt tokens and target tokens of each prompt; a target ends with the tokenizer's end token.
+
+    Args:
+        target_column: `[sft] target_column`; "" is `[data] answer_column`, whole (without `answer_pattern`).
+
+    Raises:
+        UserError: A row lacks the column, or the tokenizer has no end token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("Supervised targets need an end token: set eos_token in the model's tokenizer_config.json")
+    key = "[sft] target_column" if target_column else "[data] answer_column"
+    column = target_column or data.answer_column
+    texts = [
+        _text(prompt.columns, column, f"Prompt {prompt.index}", key, "with the text to learn") for prompt in prompts
+    ]
+    targets = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return [(p.token_ids, [*target, tokenizer.eos_token_id]) for p, target in zip(prompts, targets, strict=True)]
+
+
+def _check_rendering(data: Data, tokenizer: PreTrainedTokenizerBase) -> None:
+    if data.chat_template and not tokenizer.chat_template:
+        raise UserError(
+            f"[data] chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template: set "
+            "[data] chat_template = false to send plain text, or add a chat_template to its tokenizer_config.json"
+        )
+    if data.system_prompt and not data.chat_template:
+        raise UserError(
+            "[data] system_prompt needs [data] chat_template = true: put its text into [data] prompt_template"
+        )
+    if "{prompt}" not in data.prompt_template:
+        raise UserError(f"[data] prompt_template = {data.prompt_template!r} must hold {{prompt}}, the question's place")
+    if data.max_prompt_tokens < 1:
+        raise UserError(f"[data] max_prompt_tokens = {data.max_prompt_tokens} must be 1 or more")
+
+
+def _messages(question: Any, data: Data, place: str) -> list[dict[str, str]]:
+    """Chat messages of one question. The template surrounds the last of them, a user's."""
+    column = f"column {data.prompt_column!r}"
+    if isinstance(question, str):
+        question = [{"role": "user", "content": question}]
+    elif not data.chat_template:
+        raise UserError(f"{place}: {column} is not text: set [data] chat_template = true for lists of chat messages")
+    if not isinstance(question, list) or not question:
+        raise UserError(f"{place}: {column} must be text or a list of chat messages, not {question!r}")
+    for message in question:
+        fields = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None,)
+        if not all(isinstance(field, str) for field in fields):
+            raise UserError(f'{place}: {column} must hold {{"role": text, "content": text}} messages, not {message!r}')
+    messages = [{"role": message["role"], "content": message["content"]} for message in question]
+    last = messages[-1]
+    if last["role"] != "user" or not last["content"].strip():
+        raise UserError(f"{place}: {column} must end with what a user asks, not with {last!r}")
+    last["content"] = data.prompt_template.replace("{prompt}", last["content"])
+    if data.system_prompt:
+        if messages[0]["role"] == "system":
+            raise UserError(f"{place}: {column} has a system message of its own: empty [data] system_prompt")
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    return messages
+
+
+def _text(row: Row, column: str, place: str, key: str, otherwise: str) -> str:
+    if column not in row:
+        raise UserError(f"{place} has no column {column!r}: set {key} to one of {list(row)}, {otherwise}")
+    value = row[column]
+    if value is not None and not isinstance(value, str | int | float):
+        raise UserError(f"{place}: column {column!r} must be text or a number, not {value!r}: change it, or {key}")
+    return "" if value is None else str(value)

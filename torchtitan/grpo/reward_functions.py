@@ -1,0 +1,137 @@
+"""Verifiable rewards: how one answer is scored, and how `[reward] functions` finds its functions.
+
+A reward function takes the answer's text and its `Prompt` and returns a number. The built-in ones get the final
+answer that `[reward] answer_pattern` cuts out of the text; a function of one's own gets the whole text.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.samples import Prompt
+from torchtitan.grpo.tasks import nearest
+
+RewardFunction = Callable[[str, Prompt], float]
+NUMBER = re.compile(r"(?<![\d.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def exact_match(answer: str, prompt: Prompt) -> float:
+    """1 if the answer is the reference, but for space around it."""
+    return float(answer.strip() == _reference(prompt).strip())
+
+
+def numeric_match(answer: str, prompt: Prompt) -> float:
+    """1 if the last number in the answer equals the reference's, as decimals: `$1,234.50` is `1234.5`."""
+    expected = _last_number(_reference(prompt))
+    if expected is None:
+        raise ValueError(f"the reference answer {prompt.answer!r} holds no number")
+    return float(_last_number(answer) == expected)
+
+
+def math_verify(answer: str, prompt: Prompt) -> float:
+    """1 if the answer is mathematically the reference: LaTeX, fractions, sets (https://github.com/huggingface/Math-Verify).
+
+    The library bounds parsing and comparing by SIGALRM, 5 s each, and so needs the main thread of a worker process.
+    What it cannot parse is wrong; what takes too long raises.
+    """
+    from math_verify import verify
+
+    expected = _parse_reference(_reference(prompt))
+    if not expected:
+        raise ValueError(f"the reference answer {prompt.answer!r} is no mathematical expression")
+    return float(verify(expected, _parse_math(answer)))
+
+
+def reasoning_gym(answer: str, prompt: Prompt) -> float:
+    """The score of the task's own scorer, 0 to 1 (https://github.com/open-thought/reasoning-gym)."""
+    if not {"task", "entry"} <= prompt.columns.keys():
+        raise ValueError('the prompt is not from [data] source = "reasoning_gym"')
+    return float(_scorer(prompt.columns["task"])(answer.strip(), ast.literal_eval(prompt.columns["entry"])))
+
+
+BUILT_IN: dict[str, RewardFunction] = {f.__name__: f for f in (exact_match, numeric_match, math_verify, reasoning_gym)}
+PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
+
+
+def resolve(name: str) -> RewardFunction:
+    """The function that `[reward] functions` calls by a built-in name or by `module:function`.
+
+    Raises:
+        UserError: There is no such function, or it does not take an answer and a prompt.
+    """
+    if name in BUILT_IN:
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
+            raise UserError(f'[reward] functions: "{name}" needs its package: pip install {PACKAGES[name]}')
+        return BUILT_IN[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise UserError(
+            f'[reward] functions: there is no built-in "{name}"{nearest(name, BUILT_IN)}. Choose from '
+            f'{list(BUILT_IN)} or name a function of your own as "module:function"'
+        )
+    if module_name == "__main__":
+        raise UserError(f'[reward] functions: "{name}": move the function to a module that worker processes can import')
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f'[reward] functions: "{name}": cannot import {module_name!r}: {error}') from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [n for n, value in vars(module).items() if callable(value)]
+        raise UserError(
+            f'[reward] functions: {module.__file__} has no function "{function_name}"{nearest(function_name, known)}'
+        )
+    try:
+        inspect.signature(function).bind("answer", None)
+    except TypeError as error:
+        raise UserError(
+            f'[reward] functions: "{name}" must take two arguments, the answer\'s text and its Prompt: {error}'
+        ) from error
+    return function
+
+
+def checked(value: Any) -> float:
+    """A reward function's result as a finite float. ValueError if it is anything else."""
+    if not hasattr(value, "__float__"):
+        raise ValueError(f"returned {value!r}, which is not a number")
+    number = float(value)
+    if not abs(number) < float("inf"):
+        raise ValueError(f"returned {number}")
+    return number
+
+
+def _reference(prompt: Prompt) -> str:
+    if not prompt.answer:
+        raise ValueError("the prompt has no reference answer: set [data] answer_column")
+    return prompt.answer
+
+
+def _last_number(text: str) -> Decimal | None:
+    numbers = [match.group() for match in NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-"))]
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _parse_math(text: str) -> list[Any]:
+    from math_verify import parse
+
+    # Bare LaTeX is only recognised inside dollars.
+    return parse(text) or parse(f"${text}$")
+
+
+@functools.lru_cache(maxsize=1024)  # the same for all answers of a group
+def _parse_reference(text: str) -> list[Any]:
+    return _parse_math(text)
+
+
+@functools.cache
+def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(task, size=1, seed=0).score_answer

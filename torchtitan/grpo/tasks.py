@@ -1,0 +1,273 @@
+"""Where questions come from: the rows of every `[data] source`, split into training and held-out rows.
+
+A row is a dict of columns. Which rows exist and which are held out does not depend on the seed, so runs with
+different seeds train and validate on the same questions; the seed orders them (see `prompts.PromptSource`).
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+import operator
+import os
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.job_config import Data
+from torchtitan.tools.logging import logger
+
+Row = dict[str, Any]
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+GENERATED = ("arithmetic", "reasoning_gym")
+
+
+@dataclass
+class Rows:
+    """Rows of one source.
+
+    Attributes:
+        rows: The whole dataset: anything with a length whose items are dicts, read lazily where the source can.
+        positions: Which of `rows` these are.
+        name: What a person calls the dataset: its file, folder or source.
+        lines: Line number of each of `rows` in a JSONL file, else None.
+    """
+
+    rows: Sequence[Row]
+    positions: Sequence[int]
+    name: str
+    lines: Sequence[int] | None = None
+
+    def place(self, position: int) -> str:
+        """How an error names a row."""
+        return f"{self.name}:{self.lines[position]}" if self.lines else f"{self.name}, row {position}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean "x"?)` for the known word closest to this one, or "" if none is close."""
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f' (did you mean "{match[0]}"?)' if match else ""
+
+
+def answer_regex(pattern: str, key: str) -> re.Pattern[str] | None:
+    """Compile a configured pattern; UserError naming `key` unless it is valid and has a group."""
+    if not pattern:
+        return None
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{key} = {pattern!r} is not a regular expression: {error}") from error
+    if not regex.groups:
+        raise UserError(f"{key} = {pattern!r} has no group: put parentheses around the answer, as in '#### (.+)'")
+    return regex
+
+
+def load_rows(data: Data, held_out: bool, validation_prompts: int) -> Rows:
+    """Rows to train on, or the held-out ones.
+
+    Held-out rows are those of `validation_path` or `validation_split`. Where neither is set, they are the last
+    `validation_prompts` rows of the training data; rows before them that ask the same question are left out.
+
+    Raises:
+        UserError: The data is missing, empty, unreadable or contradicts itself; the message names file and key.
+    """
+    separate = bool(data.validation_path or data.validation_split)
+    if separate and data.source in GENERATED:
+        raise UserError(
+            f'[data] source = "{data.source}" makes its own held-out prompts: '
+            "leave [data] validation_path and validation_split empty"
+        )
+    if data.validation_split and data.source == "jsonl":
+        raise UserError("A JSONL file has no splits: name the held-out file in [data] validation_path")
+    same = (data.validation_path or data.path, data.validation_split or data.split) == (data.path, data.split)
+    if separate and same:
+        raise UserError(
+            "Held-out and training prompts would be the same rows: [data] validation_path / validation_split name "
+            f"what [data] path = {data.path!r}, split = {data.split!r} already do. Change or empty them"
+        )
+
+    if held_out and separate:
+        return _load(data, data.validation_path or data.path, data.validation_split or data.split, "validation_path", 0)
+    kept_back = 0 if separate else validation_prompts
+    if held_out and kept_back < 1:
+        raise UserError(
+            "There are no held-out prompts: set [validation] prompts to 1 or more, or name them in "
+            "[data] validation_path or validation_split"
+        )
+    rows = _load(data, data.path, data.split, "path", kept_back)
+    count = len(rows.rows)
+    if kept_back >= count:
+        raise UserError(
+            f"{rows.name} has {count} rows and [validation] prompts = {kept_back} of them are held out, which leaves "
+            "none to train on: lower [validation] prompts or bring more data"
+        )
+    kept = range(count - kept_back, count)
+    if held_out:
+        return replace(rows, positions=kept)
+    rows = replace(rows, positions=range(count - kept_back))
+    return _without_questions(rows, kept, data.prompt_column) if kept_back else rows
+
+
+def _load(data: Data, path: str, split: str, key: str, extra: int) -> Rows:
+    """All rows of a source; `extra` held-out rows are made on top of `[data] size` where rows are generated."""
+    if data.source == "arithmetic":
+        return _arithmetic(data, extra)
+    if data.source == "reasoning_gym":
+        return _reasoning_gym(data, extra)
+    if not path:
+        raise UserError(f'[data] source = "{data.source}" needs [data] {key}')
+    rows = _jsonl(path, key) if data.source == "jsonl" else _hugging_face(path, data.subset, split, key)
+    if not rows.positions:
+        raise UserError(f"{rows.name} has no rows: give a dataset with at least one question")
+    return rows
+
+
+def _without_questions(rows: Rows, held_out: Sequence[int], column: str) -> Rows:
+    """Rows whose question is none of the held-out ones (generators and datasets repeat themselves)."""
+    asked = {_question(rows.rows[i], column) for i in held_out}
+    positions = [i for i in rows.positions if _question(rows.rows[i], column) not in asked]
+    repeats = len(rows.positions) - len(positions)
+    if not positions:
+        raise UserError(f"Every training row of {rows.name} repeats a held-out question: bring more varied data")
+    if repeats:
+        logger.info("%s: %d training rows repeat a held-out question and are left out", rows.name, repeats)
+    return replace(rows, positions=positions)
+
+
+def _question(row: Row, column: str) -> str:
+    return json.dumps(row.get(column), default=str)
+
+
+def _arithmetic(data: Data, extra: int) -> Rows:
+    """Distinct problems `a+b=`, 0 <= a, b <= arithmetic_max: `size` of them in a fixed random order, or all."""
+    unknown = [sign for sign in data.arithmetic_operators if sign not in OPERATORS]
+    if unknown or not data.arithmetic_operators:
+        raise UserError(f"[data] arithmetic_operators = {data.arithmetic_operators}: choose from {list(OPERATORS)}")
+    if data.arithmetic_max < 1 or data.size < 1:
+        raise UserError("[data] arithmetic_max and size must be 1 or more")
+    operands = data.arithmetic_max + 1
+    problems = len(data.arithmetic_operators) * operands**2
+    rows = []
+    for problem in random.Random(0).sample(range(problems), min(problems, data.size + extra)):
+        rest, right = divmod(problem, operands)
+        which, left = divmod(rest, operands)
+        sign = data.arithmetic_operators[which]
+        answer = str(OPERATORS[sign](left, right))
+        rows.append({data.prompt_column: f"{left}{sign}{right}=", data.answer_column or "answer": answer})
+    return Rows(rows, range(len(rows)), f'[data] source = "arithmetic" (arithmetic_max = {data.arithmetic_max})')
+
+
+def _reasoning_gym(data: Data, extra: int) -> Rows:
+    """`[data] size` questions of each task, tasks taking turns (https://github.com/open-thought/reasoning-gym).
+
+    A task's scorer wants back the entry that it made, with its tuples and integer keys, which JSON would lose:
+    the row holds it as a Python literal.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError('[data] source = "reasoning_gym" needs the package: pip install reasoning-gym')
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    known = sorted(set(DATASETS) - {"composite"})  # a mixture of others, useless without its own configuration
+    if not data.tasks:
+        raise UserError('[data] source = "reasoning_gym" needs [data] tasks, for example ["chain_sum"]')
+    for task in data.tasks:
+        if task not in known:
+            raise UserError(f'[data] tasks: reasoning-gym has no task "{task}"{nearest(task, known)}')
+    if data.size < 1:
+        raise UserError("[data] size must be 1 or more")
+    per_task = data.size + -(-extra // len(data.tasks))
+    generators = [reasoning_gym.create_dataset(task, size=per_task, seed=0) for task in data.tasks]
+    rows = []
+    for i in range(per_task):
+        for task, generator in zip(data.tasks, generators, strict=True):
+            entry = generator[i]
+            answer = "" if entry["answer"] is None else entry["answer"]
+            row = {data.prompt_column: entry["question"], data.answer_column or "answer": answer}
+            rows.append(row | {"task": task, "entry": _literal(entry)})
+    return Rows(rows, range(len(rows)), f'[data] source = "reasoning_gym" ({", ".join(data.tasks)})')
+
+
+def _literal(entry: Row) -> str:
+    text = repr(entry)
+    try:
+        ast.literal_eval(text)
+    except ValueError:  # an object of the task's own: what JSON keeps of it is all that the scorer gets
+        text = repr(json.loads(json.dumps(entry, default=str)))
+    return text
+
+
+def _jsonl(path: str, key: str) -> Rows:
+    if not os.path.isfile(path):
+        raise UserError(f"[data] {key} = {path!r} is not a file: give a JSONL file, or set [data] source")
+    rows, lines = [], []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number} is not JSON ({error}): write one JSON object per line") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number} is a {type(row).__name__}: write one JSON object per line")
+            rows.append(row)
+            lines.append(number)
+    return Rows(rows, range(len(rows)), path, lines)
+
+
+def _hugging_face(path: str, subset: str, split: str, key: str) -> Rows:
+    """A folder of data files as downloaded from the Hub, or one that `Dataset.save_to_disk` wrote."""
+    import datasets
+
+    if not os.path.isdir(path):
+        raise UserError(
+            f"[data] {key} = {path!r} is not a folder: download the dataset first "
+            "(huggingface-cli download --repo-type dataset NAME --local-dir FOLDER)"
+        )
+    saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(path, name))]
+    try:
+        if saved:
+            loaded = datasets.load_from_disk(path)
+            splits = list(loaded) if isinstance(loaded, datasets.DatasetDict) else [split]
+            configuration = None
+        else:
+            path, configuration = _configuration(path, subset, key)
+            splits = datasets.get_dataset_split_names(path, configuration)
+        if split not in splits:
+            raise UserError(f"{path} has no split {split!r}: set [data] split or validation_split to one of {splits}")
+        if saved:
+            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            rows = datasets.load_dataset(path, configuration, split=split)
+    except UserError:
+        raise
+    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"[data] {key} = {path!r} cannot be read as a dataset: {error}") from error
+    return Rows(rows, range(len(rows)), f"{path} (split {split})")
+
+
+def _configuration(path: str, subset: str, key: str) -> tuple[str, str | None]:
+    """Folder and configuration name for `[data] subset`: declared in the folder's README.md, or a folder of its own."""
+    import datasets
+
+    if subset and os.path.isdir(os.path.join(path, subset)) and not _declares(path):
+        return os.path.join(path, subset), None
+    names = datasets.get_dataset_config_names(path)
+    if subset and subset not in names:
+        raise UserError(f"{path} has no subset {subset!r}: set [data] subset to one of {names}{nearest(subset, names)}")
+    if not subset and len(names) > 1:
+        raise UserError(f"[data] {key} = {path!r} holds several subsets: set [data] subset to one of {names}")
+    return path, subset or names[0]
+
+
+def _declares(path: str) -> bool:
+    readme = os.path.join(path, "README.md")
+    if not os.path.isfile(readme):
+        return False
+    from huggingface_hub import DatasetCard
+
+    return bool(DatasetCard.load(readme).data.to_dict().get("configs"))
