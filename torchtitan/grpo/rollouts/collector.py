@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.grpo.engines.protocol import EngineClient, EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import Completion, EngineClient, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
 
@@ -76,7 +76,11 @@ class Collector:
             EngineError, UserError: The first request that failed; the message names server and prompt. The other
                 requests are cancelled.
         """
-        return asyncio.run_coroutine_threadsafe(self._collect(prompts, params, tag), self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(self._collect(prompts, params, tag), self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # nothing but an interrupt leaves it unfinished
 
     def close(self) -> None:
         """Cancel what is under way and close the connections. Bounded."""
@@ -102,7 +106,10 @@ class Collector:
         servers: list[int | None] = [None] * len(prompts)
         cohorts: list[tuple[str, int] | None] = [None] * len(prompts)
         if self._in_flight + len(prompts) <= self.max_concurrent_requests:
-            servers = [self._least_loaded() for _ in prompts]
+            load = list(self._load)
+            for i in range(len(prompts)):
+                servers[i] = load.index(min(load))
+                load[servers[i]] += 1
             sizes = Counter(servers)
             cohorts = [(f"{tag}-{nonce}", sizes[server]) for server in servers]
         seen: Counter[int] = Counter()
@@ -133,22 +140,22 @@ class Collector:
         server: int | None,
         cohort: tuple[str, int] | None,
     ) -> Group:
-        try:
-            async with self._slots:
-                self._in_flight += 1
-                try:
-                    if server is None:
-                        server = self._least_loaded()
-                    completions = await self._ask(server, prompt, params, request_id, cohort)
-                finally:
-                    self._in_flight -= 1
-        finally:
-            if server is not None:
+        async with self._slots:
+            if server is None:
+                server = self._load.index(min(self._load))
+            self._in_flight += 1
+            self._load[server] += 1
+            try:
+                completions = await self._ask(server, prompt, params, request_id, cohort)
+            finally:
+                self._in_flight -= 1
                 self._load[server] -= 1
         group = [Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
         return await self._loop.run_in_executor(self._scoring, self._score, group)
 
-    async def _ask(self, server: int, prompt: Prompt, params: SamplingParams, request_id: str, cohort: Any):
+    async def _ask(
+        self, server: int, prompt: Prompt, params: SamplingParams, request_id: str, cohort: tuple[str, int] | None
+    ) -> list[Completion]:
         client = self.clients[server]
         try:
             return await client.generate(prompt.token_ids, params, request_id, cohort)
@@ -156,12 +163,6 @@ class Collector:
             raise UserError(f"prompt {prompt.index} at {client.url}: {error}") from error
         except EngineError as error:
             raise EngineError(f"prompt {prompt.index} at {client.url}: {error}") from error
-
-    def _least_loaded(self) -> int:
-        """Take a place at the server with the fewest requests; the first of equals."""
-        server = self._load.index(min(self._load))
-        self._load[server] += 1
-        return server
 
     def _score(self, group: Group) -> Group:
         for sample in group:

@@ -1,0 +1,312 @@
+"""The embedded engine's generator against plain transformers."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from torchtitan.grpo.engines.embedded.generator import Generator, Request
+from torchtitan.grpo.engines.embedded.model import ModelUpdate
+from torchtitan.grpo.engines.embedded.sampling import noise_key, sample, uniform
+from torchtitan.grpo.engines.protocol import SamplingParams
+
+VOCAB = 96
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    # Larger than usual, so that distributions are far from uniform.
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def make_model(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)).eval()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make_model(request.param)
+
+
+def make_generator(model: PreTrainedModel, **kwargs) -> Generator:
+    return Generator(model, **({"max_sequences": 64, "max_model_len": 128} | kwargs))
+
+
+def prompts_of(lengths: list[int], seed: int = 1) -> list[list[int]]:
+    noise = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (length,), generator=noise).tolist() for length in lengths]
+
+
+def finish(generator: Generator) -> list[Request]:
+    finished = []
+    for _ in range(10_000):
+        if not generator.busy:
+            return finished
+        finished += generator.step()
+    raise AssertionError("the generator never became idle")
+
+
+def answers(requests: list[Request]) -> list[list[list[int]]]:
+    return [[row.token_ids for row in request.rows] for request in requests]
+
+
+@torch.no_grad()
+def reference_logprobs(model: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float):
+    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+
+
+def assert_logprobs(model: PreTrainedModel, requests: list[Request]) -> None:
+    for request in requests:
+        for row in request.rows:
+            expected = reference_logprobs(model, request.prompt_ids, row.token_ids, request.params.temperature or 1.0)
+            torch.testing.assert_close(torch.tensor(row.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_logprobs_match_a_plain_forward(model: PreTrainedModel) -> None:
+    generator = make_generator(model)
+    requests = []
+    for i, prompt in enumerate(prompts_of([3, 17, 1, 9, 30])):
+        params = SamplingParams(n=3, temperature=(0.7, 1.0)[i % 2], max_tokens=5 + 4 * i, seed=i)
+        requests.append(Request(str(i), prompt, params))
+    generator.add(requests)
+    finish(generator)
+    assert [len(row.token_ids) for row in requests[3].rows] == [17, 17, 17]
+    assert_logprobs(model, requests)
+
+
+def test_greedy_is_transformers_generate(model: PreTrainedModel) -> None:
+    generator = make_generator(model)
+    prompts = prompts_of([4, 11, 7])
+    requests = [Request(str(i), p, SamplingParams(1, 0.0, 12)) for i, p in enumerate(prompts)]
+    generator.add(requests)
+    finish(generator)
+    for prompt, request in zip(prompts, requests, strict=True):
+        tokens = torch.tensor([prompt])
+        expected = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert request.rows[0].token_ids == expected[0, len(prompt) :].tolist()
+    assert_logprobs(model, requests)
+
+
+def test_answers_do_not_depend_on_the_batch(model: PreTrainedModel) -> None:
+    def make() -> list[Request]:
+        lengths = [5, 23, 2, 14, 9, 31]
+        return [
+            Request(str(i), p, SamplingParams(n=2, temperature=1.0, max_tokens=4 + 5 * i, seed=100 + i))
+            for i, p in enumerate(prompts_of(lengths))
+        ]
+
+    together = make()
+    generator = make_generator(model)
+    generator.add(together)
+    finish(generator)
+
+    alone = make()
+    for request in alone:
+        generator = make_generator(model)
+        generator.add([request])
+        finish(generator)
+
+    staggered = make()
+    generator = make_generator(model, max_sequences=5)
+    for request in reversed(staggered):
+        generator.add([request])
+        generator.step()
+        generator.step()
+    finish(generator)
+
+    assert answers(together) == answers(alone) == answers(staggered)
+    assert len({tuple(row.token_ids) for row in together[5].rows}) == 2  # two samples, two answers
+
+
+def test_small_memory_only_delays(model: PreTrainedModel) -> None:
+    prompts = prompts_of([6, 10, 3, 8])
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=3)
+    roomy, tight = [[Request(str(i), p, params) for i, p in enumerate(prompts)] for _ in range(2)]
+    generator = make_generator(model)
+    generator.add(roomy)
+    finish(generator)
+    token_bytes = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, width, float32
+    generator = make_generator(model, cache_bytes=40 * token_bytes)
+    generator.add(tight)
+    most = 0
+    while generator.busy:
+        generator.step()
+        most = max(most, generator.running)
+    assert 1 <= most <= 4
+    assert answers(roomy) == answers(tight)
+    with pytest.raises(ValueError, match="memory holds 40"):
+        generator.check(30, 20)
+
+
+def test_stop_end_and_length(model: PreTrainedModel) -> None:
+    prompt = prompts_of([6])[0]
+
+    def run(end_token_ids: tuple[int, ...] = (), **kwargs):
+        generator = make_generator(model, end_token_ids=end_token_ids)
+        request = Request(
+            "r", prompt, SamplingParams(**({"n": 1, "temperature": 1.0, "max_tokens": 20, "seed": 5} | kwargs))
+        )
+        generator.add([request])
+        assert finish(generator) == [request]
+        return request.rows[0]
+
+    free = run()
+    assert (len(free.token_ids), free.finish_reason) == (20, "length")
+    stop = free.token_ids[7]
+    cut = free.token_ids[: free.token_ids.index(stop) + 1]
+    stopped = run(stop_token_ids=(stop,))
+    assert (stopped.token_ids, stopped.finish_reason) == (cut, "stop")
+    ended = run(end_token_ids=(stop,))
+    assert (ended.token_ids, ended.finish_reason) == (cut, "stop")
+    ignored = run(end_token_ids=(stop,), ignore_eos=True)
+    assert (ignored.token_ids, ignored.finish_reason) == (free.token_ids, "length")
+    assert run(max_tokens=1).token_ids == free.token_ids[:1]
+    both = run(end_token_ids=(stop,), ignore_eos=True, stop_token_ids=(stop,))
+    assert both.token_ids == cut
+
+
+def test_length_limit(model: PreTrainedModel) -> None:
+    generator = make_generator(model, max_model_len=32)
+    request = Request("r", prompts_of([31])[0], SamplingParams(1, 1.0, 1, seed=0))
+    generator.add([request])
+    finish(generator)
+    assert len(request.rows[0].token_ids) == 1
+    with pytest.raises(ValueError, match=r"32 tokens.*--max-model-len is 32"):
+        generator.check(32, 1)
+    with pytest.raises(ValueError, match=r"30 \+ 3 tokens.*--max-model-len is 32"):
+        generator.check(30, 3)
+
+
+def test_cancelled_requests_leave_at_the_next_step(model: PreTrainedModel) -> None:
+    generator = make_generator(model, max_sequences=4)
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=30, seed=2)
+    requests = [Request(str(i), p, params) for i, p in enumerate(prompts_of([5, 6, 7]))]
+    generator.add(requests)
+    generator.step()
+    requests[0].cancelled = True  # running
+    generator.step()
+    assert generator.running == 4  # the third request took its place
+    requests[2].cancelled = True
+    assert finish(generator) == [requests[1]]
+    assert_logprobs(model, [requests[1]])
+
+
+def test_preempted_rows_are_computed_anew_under_new_weights() -> None:
+    model, other = make_model(seed=0), make_model(seed=1)
+    generator = make_generator(model)
+    params = SamplingParams(n=2, temperature=0.7, max_tokens=12, seed=4)
+    requests = [Request(str(i), p, params) for i, p in enumerate(prompts_of([5, 13]))]
+    generator.add(requests)
+    generator.step()
+    generator.step()
+    old = [[(list(row.token_ids), list(row.logprobs)) for row in request.rows] for request in requests]
+    update = ModelUpdate(model)
+    update.load(list(other.state_dict().items()))
+    update.check_complete()
+    generator.version = "7"
+    generator.preempt()
+    assert finish(generator)
+    for request, before in zip(requests, old, strict=True):
+        for row, (tokens, logprobs) in zip(request.rows, before, strict=True):
+            cut = len(tokens)
+            assert (row.token_ids[:cut], row.logprobs[:cut]) == (tokens, logprobs)
+            assert row.version_starts == [("default", 0), ("7", cut)]
+            expected = reference_logprobs(other, request.prompt_ids, row.token_ids, 0.7)[cut:]
+            torch.testing.assert_close(torch.tensor(row.logprobs[cut:]), expected, atol=1e-4, rtol=0)
+
+
+def test_dropped_requests_keep_what_they_have(model: PreTrainedModel) -> None:
+    generator = make_generator(model, max_sequences=2)
+    params = SamplingParams(n=1, temperature=1.0, max_tokens=30, seed=2)
+    requests = [Request(str(i), p, params) for i, p in enumerate(prompts_of([5, 6, 7]))]
+    generator.add(requests)
+    generator.step()
+    assert generator.drop("abort") == requests
+    assert [len(request.rows[0].token_ids) for request in requests] == [2, 2, 0]
+    assert {request.rows[0].finish_reason for request in requests} == {"abort"}
+    assert not generator.busy
+
+
+def test_top_logprobs_follow_the_temperature(model: PreTrainedModel) -> None:
+    gaps = []
+    for temperature in (1.0, 2.0):
+        generator = make_generator(model)
+        params = SamplingParams(1, temperature, 1, seed=0)
+        request = Request("r", prompts_of([6])[0], params, top_logprobs=VOCAB)
+        generator.add([request])
+        finish(generator)
+        row = request.rows[0]
+        assert row.top_logprobs[0][0] == (row.token_ids[0], row.logprobs[0])
+        values = dict(row.top_logprobs[0])
+        assert len(values) == VOCAB
+        gaps.append(values[1] - values[2])
+    assert gaps[1] == pytest.approx(gaps[0] / 2, rel=1e-4)
+
+
+def test_nan_weights_are_an_error() -> None:
+    model = make_model()
+    generator = make_generator(model)
+    generator.add([Request("r", [1, 2, 3], SamplingParams(1, 1.0, 4, seed=0))])
+    torch.nn.init.constant_(model.model.norm.weight, math.nan)
+    with pytest.raises(FloatingPointError, match="NaN"):
+        generator.step()
+
+
+def test_updates_name_what_is_wrong() -> None:
+    model = make_model()
+    update = ModelUpdate(model)
+    with pytest.raises(ValueError, match=r"no parameter 'model\.nothing'"):
+        update.load([("model.nothing", torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: the served model has"):
+        update.load([("model.norm.weight", torch.zeros(3))])
+    update.load([("model.norm.weight", torch.ones(64))])
+    with pytest.raises(ValueError, match=r"were never sent: lm_head\.weight"):
+        update.check_complete()
+    tied = make_model("llama")
+    update = ModelUpdate(tied)
+    update.load([(name, p) for name, p in tied.named_parameters()])
+    update.check_complete()
+
+
+def test_samples_follow_the_distribution() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 12) * 2
+    logits[0, 3] = -math.inf
+    draws = 20_000
+    keys = torch.tensor([noise_key(0, i) for i in range(draws)])
+    positions = torch.arange(draws) % 7
+    for temperature in (1.0, 0.5):
+        temperatures = torch.full((draws,), temperature)
+        tokens, logprobs, _, _ = sample(logits.expand(draws, -1), temperatures, keys, positions)
+        expected = torch.softmax(logits[0] / temperature, -1)
+        observed = torch.bincount(tokens, minlength=12) / draws
+        # Five standard deviations of a binomial frequency.
+        assert bool(((observed - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt() + 1e-9).all())
+        torch.testing.assert_close(logprobs, expected.log()[tokens])
+
+
+def test_noise_is_uniform_and_belongs_to_key_and_position() -> None:
+    keys = torch.tensor([noise_key(seed, row) for seed in range(50) for row in range(4)])
+    noise = torch.stack([uniform(keys, torch.full_like(keys, position)) for position in range(500)])  # [500, 200]
+    assert 0 <= noise.min() < noise.max() < 1
+    assert noise.mean().item() == pytest.approx(0.5, abs=5 * (1 / 12 / noise.numel()) ** 0.5)
+    assert noise.flatten().unique().numel() == noise.numel()
+    correlation = torch.corrcoef(noise.T)  # between rows
+    assert (correlation - torch.eye(len(keys))).abs().max() < 0.25
+    later = torch.corrcoef(torch.stack([noise[:-1].flatten(), noise[1:].flatten()]))[0, 1]
+    assert abs(later) < 0.02
