@@ -256,7 +256,8 @@ def export_hf(
     Rank 0 gathers one tensor at a time, holds the whole model in `dtype` in host memory and writes it.
     """
     # Every rank runs the generator, so that all take part in the gathering; only rank 0 keeps what it yields.
-    full = {name: value.to("cpu", dtype) for name, value in _gathered(model, source) if _is_writer()}
+    # A copy, because what is gathered from uneven shards is a view of padded storage, which safetensors refuses.
+    full = {name: value.to("cpu", dtype, copy=True) for name, value in _gathered(model, source) if _is_writer()}
     if not _is_writer():
         return
     hf_config = {key: value for key, value in source.hf_config.items() if key != "torch_dtype"}
