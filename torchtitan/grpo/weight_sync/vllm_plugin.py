@@ -67,8 +67,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         joined = receiver.Receiver(asdict(init_info), self.device, rank)
-        tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-        missing = sorted(expected_names(self.model, tied) - set(joined.names))
+        missing = sorted(expected_names(self.model, self._tied) - set(joined.names))
         if missing and self.model_config.quantization is None and parallel.pipeline_parallel_size == 1:
             joined.close()
             raise ValueError(
@@ -89,8 +88,13 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             loaded.update(self.model.load_weights(tensors) or ())
 
+        def complete() -> None:
+            missing = sorted(self._own_names() - loaded)
+            if missing and self.model_config.quantization is None:
+                raise RuntimeError(f"{len(missing)} weights of the served model got nothing: {missing[:8]}")
+
         with self._vllm_config():
-            self._receiver.receive(asdict(update_info), load)
+            self._receiver.receive(asdict(update_info), load, complete)
 
     def finish_weight_update(self) -> None:
         with self._vllm_config():
@@ -107,6 +111,15 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
     def trainer_send_weights(iterator, trainer_args) -> None:
         """vLLM 0.25 declares this abstract; our trainer sends without vLLM."""
         raise NotImplementedError("weights are sent by torchtitan.grpo.weight_sync.sync.WeightSync")
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+
+    def _own_names(self) -> set[str]:
+        """vLLM's names of this worker's weights."""
+        names = {name for name, _ in self.model.named_parameters()}
+        return {name for name in names if not (self._tied and name.startswith("lm_head."))}
 
     def _repack_output(self) -> None:
         # On CPU a tied output layer keeps its own packed copy of the embedding, which no reload rebuilds (vLLM 0.32).
