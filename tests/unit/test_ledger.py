@@ -100,7 +100,7 @@ def test_shares_leave_out_what_is_no_stage_of_the_step():
         "time/step_s": 99.0,
         "time/other_s": 9.0,
         "time/validate_s": 9.0,
-        "time/save_s": 9.0,
+        "time/checkpoint_s": 9.0,
         "time/rollout_hidden_s": 9.0,
         "time/rollout_host_s": 9.0,
         "time/rollout/wait_s": 9.0,

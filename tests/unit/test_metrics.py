@@ -12,9 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config import load_config
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.losses import mismatch_sums, policy_loss
 from torchtitan.grpo.metrics import PROGRESS, MetricsLogger, SampleLog
 from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
-from torchtitan.grpo.statistics import rollout_metrics, validation_metrics
+from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,7 @@ def test_every_step_is_one_line_readable_at_once(run, tmp_path):
             "step": 1,
             "reward/mean": 0.5,
             "policy/kl": 0.25,
-            "rollout/answer_tokens": 7,
+            "rollout/tokens": 7,
             "validation/greedy_reward": 0.75,
         },
         {"step": 2, "reward/mean": 1},
@@ -213,5 +214,10 @@ def test_metrics_are_documented():
     groups = [group_of([0.0, 1.0])]
     names = {name for name, _, _ in PROGRESS}
     names |= set(rollout_metrics(groups)) | set(validation_metrics(groups, groups, 1.0))
+    per_token = torch.zeros(2)
+    optional = {"importance": per_token, "reference_logprobs": per_token, "entropy": per_token}
+    sample_ids = torch.zeros(2, dtype=torch.int64)
+    loss, sums = policy_loss(per_token, per_token, per_token, per_token, sample_ids, config_of().grpo, **optional)
+    names |= set(policy_metrics({"loss": loss} | sums | mismatch_sums(per_token, per_token, per_token)))
     names = {name.replace("reward/match", "reward/<function>").replace("pass_at_2", "pass_at_<k>") for name in names}
     assert names <= documented

@@ -20,7 +20,7 @@ _KIND_OF_STAGE = {
     "reward": "reward",
     # Neither bounds a step: both happen once in many steps, and their cadence is the user's choice.
     "validate": None,
-    "save": None,
+    "checkpoint": None,
 }
 """Kind of a top-level stage in the verdict; a stage that is not listed is the trainer's own work."""
 
