@@ -28,7 +28,10 @@ from torchtitan.grpo.config_keys import (
 )
 from torchtitan.grpo.config_ranges import check_ranges
 from torchtitan.grpo.config_unsupported import check_unsupported, honoured_keys
+from torchtitan.grpo.dry_run import describe
 from torchtitan.grpo.errors import UserError
+
+__all__ = ["describe", "load_config"]
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
@@ -127,22 +130,9 @@ def _merge(given: dict[str, Any]) -> JobConfig:
         for parent in parents:
             table = table.setdefault(parent, {})
         table[name] = value
-    manager = _CheckedManager(tables)
-    return manager.parse_args([])
-
-
-class _CheckedManager(ConfigManager):
-    """torchtitan's ConfigManager over values that are already read; its own path checks are models.py's business."""
-
-    def __init__(self, tables: dict[str, Any]):
-        super().__init__()
-        self.tables = tables
-
-    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
-        return self.tables
-
-    def _validate_config(self) -> None:
-        """Nothing: upstream's mends for renamed keys are refused by name in `config_unsupported`."""
+    manager = ConfigManager()
+    # Not `parse_args`: it would read the command line once more, and end the process on what it does not like.
+    return manager._dict_to_dataclass(manager._maybe_add_custom_config([], tables), tables)
 
 
 def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

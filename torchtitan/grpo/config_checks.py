@@ -42,6 +42,13 @@ def _check_batch(config: JobConfig) -> Iterator[str]:
             f"[training] tokens_per_microbatch = {training.tokens_per_microbatch} is under [training] seq_len = "
             f"{training.seq_len}: the longest sample must fit one microbatch, so raise it, or 0 for seq_len"
         )
+    row, tensor = training.tokens_per_microbatch or training.seq_len, config.parallelism.tensor_parallel_degree
+    if row % tensor:
+        key = "tokens_per_microbatch" if training.tokens_per_microbatch else "seq_len"
+        yield (
+            f"[training] {key} = {row} is not a multiple of [parallelism] tensor_parallel_degree = {tensor}: a packed "
+            "row is cut evenly over those ranks"
+        )
 
 
 def _check_lengths(config: JobConfig) -> Iterator[str]:
@@ -67,6 +74,16 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
             f"[grpo] ratio_clip_c = {grpo.ratio_clip_c} must be over 1 + [grpo] ratio_clip_max = "
             f"{1 + grpo.ratio_clip_max:g}: it bounds ratios that the upper clip does not; usually 3"
         )
+    if grpo.ratio_clip_c and grpo.policy_loss != "ppo":
+        yield (
+            f'[grpo] ratio_clip_c = {grpo.ratio_clip_c} has a meaning for policy_loss = "ppo" only, not '
+            f"{show(grpo.policy_loss)}: set it to 0"
+        )
+    if grpo.kl_coef and grpo.kl_estimator == "k1" and grpo.kl_placement == "loss":
+        yield (
+            '[grpo] kl_estimator = "k1" with kl_placement = "loss" has a gradient of zero on average and holds nothing '
+            'back: use kl_placement = "reward", or k2 or k3'
+        )
     if grpo.importance_correction != "none" and not grpo.importance_min <= 1 <= grpo.importance_max:
         yield (
             f"[grpo] importance_min = {grpo.importance_min} and [grpo] importance_max = {grpo.importance_max} must "
@@ -83,17 +100,12 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
         yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that it is in"
     if config.model.flavor and not config.model.name:
         yield f"[model] flavor = {show(config.model.flavor)} needs [model] name: qwen3 or llama3"
-    if config.model.name and not config.model.flavor:
-        yield (
-            f"[model] name = {show(config.model.name)} is read only with [model] flavor: leave it out "
-            "(config.json names the family) or give a flavor"
-        )
     if config.optimizer.name not in ("Adam", "AdamW"):
         yield f"[optimizer] name = {show(config.optimizer.name)} must be AdamW or Adam"
-    if config.checkpoint.keep_latest_k == 1:
-        yield "[checkpoint] keep_latest_k = 1 must be 0 (all) or at least 2: the newest may be half written"
     if config.checkpoint.resume and not config.checkpoint.enable:
         yield "[checkpoint] resume = true needs [checkpoint] enable = true"
+    if config.checkpoint.load_step >= 0 and not config.checkpoint.resume:
+        yield f"[checkpoint] load_step = {config.checkpoint.load_step} is read with [checkpoint] resume = true only"
     shard = config.parallelism.data_parallel_shard_degree
     if shard != -1 and shard < 1:
         yield f"[parallelism] data_parallel_shard_degree = {shard} must be at least 1, or -1 for all that are left"
@@ -102,9 +114,6 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
         yield f'[activation_checkpoint] selective_ac_option = {show(option)} must be "op" or a layer interval like "2"'
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         yield '[activation_checkpoint] mode = "memory_budget" needs [compile] enable = true'
-    for component in config.compile.components:
-        if component not in ("model", "loss"):
-            yield f"[compile] components has {show(component)}: the components are model and loss"
 
 
 def _check_servers(config: JobConfig) -> Iterator[str]:
@@ -263,18 +272,18 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
         parallel.data_parallel_shard_degree,
         parallel.tensor_parallel_degree,
     )
-    start = f"torchrun started {world_size} process{'es' if world_size > 1 else ''}"
+    start = f"this run has {world_size} process{'es' if world_size > 1 else ''}"
     if shard == -1 and world_size % (replicate * tensor):
         yield (
             f"[parallelism] data_parallel_replicate_degree = {replicate} x tensor_parallel_degree = {tensor} does not "
-            f"divide the world size: {start}; change them or --nproc-per-node"
+            f"divide the world size: {start}; change them or torchrun's --nproc-per-node"
         )
         return
     if shard != -1 and replicate * shard * tensor != world_size:
         yield (
             f"[parallelism] data_parallel_replicate_degree = {replicate} x data_parallel_shard_degree = {shard} x "
             f"tensor_parallel_degree = {tensor} = {replicate * shard * tensor}, but {start}: change them or "
-            "--nproc-per-node"
+            "torchrun's --nproc-per-node"
         )
         return
     ranks = world_size // tensor
@@ -285,10 +294,9 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
             "some would have nothing to train on, so raise prompts_per_step"
         )
     longest = max(config.rollout.request_timeout_seconds, config.rollout.start_timeout_seconds)
-    for name in ("init_timeout_seconds", "train_timeout_seconds"):
-        if world_size > 1 and getattr(config.comm, name) <= longest:
-            yield (
-                f"[comm] {name} = {getattr(config.comm, name)} must be over [rollout] request_timeout_seconds and "
-                f"start_timeout_seconds (up to {longest:g}): other ranks wait in a collective while rank 0 "
-                "waits for servers"
-            )
+    if world_size > 1 and config.comm.init_timeout_seconds <= longest:
+        yield (
+            f"[comm] init_timeout_seconds = {config.comm.init_timeout_seconds} must be over [rollout] "
+            f"request_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "
+            "while rank 0 waits for servers"
+        )

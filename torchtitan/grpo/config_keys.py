@@ -8,6 +8,7 @@ import ast
 import difflib
 import functools
 import inspect
+import json
 import math
 import types
 from collections.abc import Iterable
@@ -83,9 +84,11 @@ def keys() -> dict[str, Key]:
     }
 
 
-def sections() -> list[str]:
+@functools.cache
+def sections() -> tuple[str, ...]:
     """All tables, nested ones dotted."""
-    return list(dict.fromkeys(key.section for key in keys().values()))
+    names = [key.section.split(".") for key in keys().values()]
+    return tuple(dict.fromkeys(".".join(name[: depth + 1]) for name in names for depth in range(len(name))))
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
@@ -200,7 +203,7 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
         return f"[{', '.join(show(element) for element in value)}]"
     if isinstance(value, dict):

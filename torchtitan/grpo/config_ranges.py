@@ -36,9 +36,6 @@ ONE_OR_MORE = Range(at_least=1)
 SHARE = Range(at_least=0, at_most=1)
 
 RANGES: dict[str, Range] = {
-    "profiling.profile_freq": ONE_OR_MORE,
-    "profiling.profiler_active": ONE_OR_MORE,
-    "profiling.profiler_warmup": NOT_NEGATIVE,
     "metrics.log_freq": ONE_OR_MORE,
     "metrics.samples_per_step": NOT_NEGATIVE,
     "optimizer.lr": POSITIVE,
@@ -59,9 +56,9 @@ RANGES: dict[str, Range] = {
     "parallelism.tensor_parallel_degree": ONE_OR_MORE,
     "checkpoint.interval": ONE_OR_MORE,
     "checkpoint.keep_latest_k": NOT_NEGATIVE,
+    "checkpoint.load_step": Range(at_least=-1, why="-1 is the newest"),
     "activation_checkpoint.memory_budget": SHARE,
     "comm.init_timeout_seconds": ONE_OR_MORE,
-    "comm.train_timeout_seconds": ONE_OR_MORE,
     "comm.trace_buf_size": NOT_NEGATIVE,
     "validation.freq": ONE_OR_MORE,
     "validation.prompts": ONE_OR_MORE,

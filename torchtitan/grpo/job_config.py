@@ -61,7 +61,7 @@ class Checkpoint:
     interval: int = 20
     """Steps between checkpoints; the last step is always saved. torchtitan's 500 is longer than many a run of RL."""
     keep_latest_k: int = 2
-    """Checkpoints kept, 0 for all, never 1. Each holds weights and AdamW state (12 bytes a parameter) and an export."""
+    """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes a parameter) and an export."""
     resume: bool = False
     """Go on from the newest complete checkpoint in `job.dump_folder`/`checkpoint.folder`."""
     export_hf: bool = True
@@ -78,10 +78,8 @@ class ActivationCheckpoint:
 @dataclass
 class Comm:
     init_timeout_seconds: int = 1800
-    """Longest wait in a collective up to the first step. Other ranks wait in one while rank 0 starts servers."""
-    train_timeout_seconds: int = 1800
-    """Longest wait in a collective after it. Other ranks wait in one while rank 0 collects rollouts: torchtitan's
-    100 s would end the run at the first long batch."""
+    """Longest wait in a collective. Other ranks wait in one while rank 0 starts servers or validates: torchtitan's
+    300 s would end a run with long answers."""
 
 
 @dataclass
