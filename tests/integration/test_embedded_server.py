@@ -472,8 +472,11 @@ def test_nan_weights_are_an_error_for_every_request(reference, tmp_path: Path) -
 
 
 def test_import_is_light() -> None:
-    """The server must not load torchtitan's models or trainer."""
-    script = "import sys, torchtitan.grpo.engines.embedded.__main__; print(*[m for m in sys.modules if 'titan' in m])"
+    """The server loads nothing of upstream but what `torchtitan.grpo.compat` touches: no models, no trainer."""
+    script = "import sys, torchtitan.grpo.engines.embedded.__main__; print(*sys.modules)"
     env = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
     modules = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    assert not any(f"torchtitan.{part}" in modules for part in ("models.", "train", "components", "distributed"))
+    upstream = {m for m in modules.split() if m.startswith("torchtitan.") and not m.startswith("torchtitan.grpo")}
+    assert upstream <= {"torchtitan.tools", "torchtitan.tools.logging", "torchtitan.tools.utils"} | {
+        "torchtitan.models.moe.kernels"  # an empty stand-in, see torchtitan.grpo.compat
+    }
