@@ -5,6 +5,7 @@ answer that `[reward] answer_pattern` cuts out of the text; a function of one's 
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -46,7 +47,11 @@ def math_verify(answer: str, prompt: Prompt) -> float:
     expected = _parse_reference(_reference(prompt))
     if not expected:
         raise ValueError(f"the reference answer {prompt.answer!r} is no mathematical expression")
-    return float(verify(expected, _parse_math(answer)))
+    answers = _parse_math(answer)
+    try:
+        return float(verify(expected, answers, raise_on_error=True))
+    except Exception:  # not comparable; the library's timeout is a BaseException and goes on
+        return 0.0
 
 
 def reasoning_gym(answer: str, prompt: Prompt) -> float:
@@ -121,8 +126,11 @@ def _last_number(text: str) -> Decimal | None:
 def _parse_math(text: str) -> list[Any]:
     from math_verify import parse
 
-    # Bare LaTeX is only recognised inside dollars.
-    return parse(text) or parse(f"${text}$")
+    for candidate in (text, f"${text}$"):  # bare LaTeX is only recognised inside dollars
+        with contextlib.suppress(Exception):  # not parsable; the library's timeout is a BaseException and goes on
+            if found := parse(candidate, raise_on_error=True):
+                return found
+    return []
 
 
 @functools.lru_cache(maxsize=1024)  # the same for all answers of a group
