@@ -117,7 +117,7 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
 
 
 def _check_servers(config: JobConfig) -> Iterator[str]:
-    rollout, sync = config.rollout, config.weight_sync
+    rollout = config.rollout
     if rollout.engine == "vllm" and not rollout.urls:
         yield '[rollout] urls is empty: engine = "vllm" needs the addresses of running servers, as in ["http://host:8000"]'
     for url, times in Counter(url.rstrip("/") for url in rollout.urls).items():
@@ -127,12 +127,6 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
     for token, times in Counter(rollout.stop_token_ids).items():
         if token < 0 or times > 1:
             yield f"[rollout] stop_token_ids has {token}{f' {times} times' if times > 1 else ': ids are 0 or more'}"
-    spawned = rollout.engine == "embedded" and not rollout.urls
-    if spawned and rollout.embedded_device == "cpu" and sync.transport == "nccl":
-        yield (
-            '[weight_sync] transport = "nccl" cannot reach a server on [rollout] embedded_device = "cpu": '
-            'use transport = "gloo"'
-        )
 
 
 def _check_url(url: str) -> Iterator[str]:
@@ -233,26 +227,16 @@ def _check_pattern(path: str, pattern: str) -> Iterator[str]:
         )
 
 
-def check_machine(config: JobConfig, world_size: int | None = None, cuda: bool | None = None) -> list[str]:
+def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | None = None) -> list[str]:
     """Check what depends on where the run is: processes, devices, environment variables.
 
     Args:
         world_size: Number of trainer processes; None reads torchrun's WORLD_SIZE, 1 without it.
-        cuda: Whether trainer processes have a CUDA device; None asks torch.
+        gpus: CUDA devices that this machine shows to the run; None asks torch.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    cuda = torch.cuda.is_available() if cuda is None else cuda
-    messages = [*_check_ranks(config, world_size)]
-    if not cuda and config.weight_sync.transport == "nccl":
-        messages.append('[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"')
-    spawned = config.rollout.engine == "embedded" and not config.rollout.urls
-    if spawned and not cuda and config.rollout.embedded_device == "cuda":
-        messages.append('[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"')
-    if spawned and cuda and config.rollout.embedded_device == "cpu" and config.weight_sync.transport == "auto":
-        messages.append(
-            '[weight_sync] transport = "auto" is nccl on this machine, which cannot reach a server on [rollout] '
-            'embedded_device = "cpu": use transport = "gloo"'
-        )
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    messages = [*_check_ranks(config, world_size), *_check_devices(config, world_size, gpus)]
     name = config.rollout.api_key_env
     if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
         messages.append(
@@ -263,6 +247,31 @@ def check_machine(config: JobConfig, world_size: int | None = None, cuda: bool |
             f"[rollout] api_key_env = {show(name)}: is not set in the environment: export it, or leave the key out"
         )
     return messages
+
+
+def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:
+    transport = config.weight_sync.transport
+    if transport == "nccl" and not gpus:
+        yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
+    if transport == "gloo" and gpus:
+        yield '[weight_sync] transport = "gloo" cannot send weights that lie on CUDA devices: use "auto" or "nccl"'
+    if config.rollout.engine != "embedded" or config.rollout.urls:
+        return
+    device = config.rollout.embedded_device
+    if device == "cuda" and not gpus:
+        yield '[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"'
+    if device == "cpu" and gpus:
+        yield (
+            '[rollout] embedded_device = "cpu" cannot be sent weights from CUDA devices: use "auto", or hide the GPUs '
+            "(CUDA_VISIBLE_DEVICES='') to train on the CPU too"
+        )
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if device != "cpu" and 0 < gpus <= trainers:
+        yield (
+            f'[rollout] engine = "embedded" needs a GPU of its own, and {trainers} trainer process'
+            f"{'es take' if trainers > 1 else ' takes'} all {gpus}: NCCL joins no two processes on one GPU; start "
+            'fewer, or use engine = "vllm" with urls on another machine'
+        )
 
 
 def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:

@@ -137,11 +137,12 @@ def memory_lines(config: JobConfig, world_size: int) -> list[str]:
 
 def _bucket_share(config: JobConfig) -> int:
     """Bytes that all buckets in flight may take."""
+    from torchtitan.grpo.weight_sync.buckets import bucket_bytes
+    from torchtitan.grpo.weight_sync.sync import device_memory_bytes
+
     sync = config.weight_sync
-    most = sync.num_buffers * (sync.bucket_mib_max << 20)
-    if torch.cuda.is_available():
-        most = min(most, int(torch.cuda.get_device_properties(0).total_memory * sync.buffer_memory_ratio))
-    return most
+    memory = device_memory_bytes(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    return sync.num_buffers * bucket_bytes(memory, sync.buffer_memory_ratio, sync.num_buffers, sync.bucket_mib_max)
 
 
 def _chunk_tokens() -> int:
