@@ -24,8 +24,9 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo import losses
 from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
 from torchtitan.grpo.broadcast import Broadcaster
-from torchtitan.grpo.checkpoint import Checkpointer, check_folder
-from torchtitan.grpo.config import describe, load_config
+from torchtitan.grpo.checkpoint import Checkpointer
+from torchtitan.grpo.config import load_config
+from torchtitan.grpo.dry_run import describe
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.spawn import EmbeddedServer
@@ -201,7 +202,8 @@ class Trainer:
             greedy = self.collector.collect(prompts, self._sampling(1, 0.0), tag="greedy")
             params = self._sampling(validation.samples_per_prompt, validation.temperature)
             sampled = self.collector.collect(prompts, params, tag="validation")
-            return validation_metrics(greedy, sampled, self.rewards.full_reward)
+            reward = self.config.reward
+            return validation_metrics(greedy, sampled, full_reward=sum(reward.weights or [1.0] * len(reward.functions)))
 
     def log(self, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
         """Console line, TensorBoard, metrics.jsonl, W&B; some of the step's answers in samples.jsonl."""
@@ -213,7 +215,9 @@ class Trainer:
             self.samples.log(self.step, groups, self.advantages)
 
     def save(self) -> None:
-        if self.checkpointer.due(self.step, self.config.training.steps):
+        checkpoint = self.config.checkpoint
+        due = self.step % checkpoint.interval == 0 or self.step == self.config.training.steps
+        if checkpoint.enable and due:
             with self.ledger.stage("checkpoint"):
                 self.checkpointer.save(self.step)
 
@@ -320,7 +324,7 @@ class Trainer:
         rows = None
         if self.is_rank0:
             prompts = self.prompts.next(self.config.sft.batch_size)
-            pairs = sft_pairs(prompts, self.config.data, self.config.sft.target_column, self.end_token_ids)
+            pairs = sft_pairs(prompts, self.config.data, self.config.sft.target_column, self.tokenizer)
             rows = pack(as_packed_samples(pairs), self.row_tokens, self.data_ranks, self.row_multiple)
         return self.broadcast.microbatches(rows, self.data_rank)
 
@@ -332,7 +336,7 @@ class Trainer:
         self.source = resolve_model(config.model, config.training.seq_len)
         self.tokenizer = load_tokenizer(assets)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
-        check_folder(config.checkpoint, config.job.dump_folder)
+        Checkpointer.check_folder(config.checkpoint, config.job.dump_folder)
         if self.is_rank0:
             held_out = config.validation.prompts if config.validation.enable else 0
             self.prompts = PromptSource(config.data, self.tokenizer, self.seed, validation_prompts=held_out)
@@ -371,13 +375,11 @@ class Trainer:
     def _start_servers(self) -> None:
         rollout = self.config.rollout
         self.urls = rollout.urls
-        self.server = None
         if self.is_rank0 and rollout.engine == "embedded" and not rollout.urls:
             dump = Path(self.config.job.dump_folder)
             write_hf_config(self.source, self.tokenizer, dump / "served_model")
-            self.server = self.resources.enter_context(
-                EmbeddedServer(dump / "served_model", rollout, self.device, dump / "embedded_server.log")
-            )
+            server = self.resources.enter_context(EmbeddedServer())
+            self.urls = [server.start(dump / "served_model", rollout, str(self.device), dump / "embedded_server.log")]
 
     def _build(self) -> None:
         config = self.config
@@ -398,6 +400,7 @@ class Trainer:
             self,
             source=self.source,
             tokenizer=self.tokenizer,
+            reference=self.reference,
             seed=self.seed,
         )
         self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
@@ -416,12 +419,11 @@ class Trainer:
         self.sampler_checked = False
         controls = []
         if self.is_rank0:
-            if self.server is not None:
-                self.urls = [self.server.wait_ready()]
             controls = [ServerControl(url, api_key, config.weight_sync.timeout_seconds) for url in self.urls]
             for control in controls:
                 control.wait_healthy(rollout.start_timeout_seconds)
                 control.check(config.training.seq_len)
+                control.check_sampling([self.end_token_ids[0]])
             clients = [
                 VllmClient(url, api_key, rollout.request_timeout_seconds, lambda: self.version) for url in self.urls
             ]
