@@ -25,8 +25,8 @@ from torchtitan.grpo import losses
 from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint import Checkpointer
-from torchtitan.grpo.config import load_config
-from torchtitan.grpo.dry_run import describe
+from torchtitan.grpo.config.dry_run import describe
+from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.spawn import EmbeddedServer

@@ -7,9 +7,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from torchtitan.grpo.config_keys import Key, keys, show, type_name  # noqa: E402
-from torchtitan.grpo.config_ranges import RANGES  # noqa: E402
-from torchtitan.grpo.config_unsupported import UNSUPPORTED, honoured_keys  # noqa: E402
+from torchtitan.grpo.config.keys import Key, keys, show, type_name  # noqa: E402
+from torchtitan.grpo.config.ranges import RANGES  # noqa: E402
+from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "configuration.md"
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from torchtitan.grpo import job_config
-from torchtitan.grpo.config import ELSEWHERE, describe, load_config
-from torchtitan.grpo.config_checks import check_machine
-from torchtitan.grpo.config_keys import keys
-from torchtitan.grpo.config_ranges import RANGES, check_ranges
-from torchtitan.grpo.config_unsupported import UNSUPPORTED, honoured_keys, unsupported_by
-from torchtitan.grpo.dry_run import memory_bytes
+from torchtitan.grpo.config.checks import check_machine
+from torchtitan.grpo.config.dry_run import describe, memory_bytes
+from torchtitan.grpo.config.keys import keys
+from torchtitan.grpo.config.load import ELSEWHERE, load_config
+from torchtitan.grpo.config.ranges import RANGES, check_ranges
+from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -348,7 +348,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
 )
 def test_machine(flags, world_size, gpus, expected, monkeypatch):
     # load_config must accept it on a machine that has what it asks for
-    monkeypatch.setattr("torchtitan.grpo.config.check_machine", lambda config: [])
+    monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda config: [])
     messages = check_machine(load_config([*MODEL, *flags]), world_size, gpus)
     assert len(messages) == bool(expected), messages
     for part in expected:

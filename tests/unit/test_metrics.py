@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config import load_config
+from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.losses import mismatch_sums, policy_loss
 from torchtitan.grpo.metrics import PROGRESS, MetricsLogger, SampleLog

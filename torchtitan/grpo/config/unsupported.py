@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from torchtitan.grpo.config_keys import MODULE, Key, keys, label, show
+from torchtitan.grpo.config.keys import MODULE, Key, keys, label, show
 
 UNSUPPORTED: dict[str, str] = {
     "job.custom_config_module": f"the trainer sets it and torchtitan merges one module: add keys to {MODULE} instead",

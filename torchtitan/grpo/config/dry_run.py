@@ -9,8 +9,8 @@ from operator import attrgetter
 import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.grpo.config_keys import show
-from torchtitan.grpo.config_unsupported import honoured_keys
+from torchtitan.grpo.config.keys import show
+from torchtitan.grpo.config.unsupported import honoured_keys
 
 NOT_IN_A_FILE = ("job.config_file",)
 """Keys that a TOML file cannot hold."""

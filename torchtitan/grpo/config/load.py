@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.grpo.config_checks import check_contradictions, check_machine
-from torchtitan.grpo.config_keys import (
+from torchtitan.grpo.config.checks import check_contradictions, check_machine
+from torchtitan.grpo.config.keys import (
     MODULE,
     Key,
     Mismatch,
@@ -26,12 +26,9 @@ from torchtitan.grpo.config_keys import (
     show,
     type_name,
 )
-from torchtitan.grpo.config_ranges import check_ranges
-from torchtitan.grpo.config_unsupported import check_unsupported, honoured_keys
-from torchtitan.grpo.dry_run import describe
+from torchtitan.grpo.config.ranges import check_ranges
+from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
 from torchtitan.grpo.errors import UserError
-
-__all__ = ["describe", "load_config"]
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config_keys import label, show
+from torchtitan.grpo.config.keys import label, show
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config_keys import label, show
+from torchtitan.grpo.config.keys import label, show
 
 
 def check_contradictions(config: JobConfig) -> list[str]:
