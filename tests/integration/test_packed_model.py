@@ -34,7 +34,7 @@ def reference_model(family: str, tied: bool):
 def packed_model(folder):
     source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
     model = source.build()
-    make_packed(model, None, None)
+    make_packed(model)
     with torch.no_grad():
         model.init_weights()
     load_hf_weights(model, source, folder)

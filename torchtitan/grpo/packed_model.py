@@ -97,20 +97,17 @@ def _by_length_class(
     return out
 
 
-def make_packed(model: nn.Module, tp_mesh: DeviceMesh | None, fixed_max_seqlen: int | None) -> None:
+def make_packed(model: nn.Module, tp_mesh: DeviceMesh | None = None, *, compile: bool = False) -> None:
     """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
 
     Args:
         model: A Qwen3 or Llama3 model of torchtitan built with `attn_type="varlen"`.
         tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
-        fixed_max_seqlen: Upper bound for the longest document, passed as a constant so that compiled blocks are
-            not specialised on each row's own; None passes the row's own.
+        compile: Blocks are compiled, and the log-probabilities shall be.
     """
     for block in model.layers.values():
         block.attention.inner_attention = PackedAttention()
-    model.forward = types.MethodType(
-        functools.partial(_packed_forward, tp_mesh=tp_mesh, fixed_max_seqlen=fixed_max_seqlen), model
-    )
+    model.forward = types.MethodType(functools.partial(_packed_forward, tp_mesh=tp_mesh, compile=compile), model)
 
 
 def _packed_forward(
@@ -119,10 +116,11 @@ def _packed_forward(
     temperature: float,
     *,
     tp_mesh: DeviceMesh | None,
-    fixed_max_seqlen: int | None,
+    compile: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy (detached), float32 [answer tokens], at the positions where `row.loss_mask`."""
-    longest = fixed_max_seqlen or row.max_seqlen
+    """Log-probability and entropy, float32 [answer tokens], at the positions where `row.loss_mask`."""
+    # Any upper bound will do for the kernel: a constant keeps compiled blocks from being compiled for each row.
+    longest = model.model_args.max_seq_len if compile else row.max_seqlen
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
     rope = model.rope_cache if hasattr(model, "rope_cache") else model.freqs_cis
     # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
@@ -137,4 +135,4 @@ def _packed_forward(
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     hidden = hidden[0][row.loss_mask]
-    return token_logprobs(hidden, weight, row.targets[row.loss_mask], temperature, mesh=tp_mesh)
+    return token_logprobs(hidden, weight, row.targets[row.loss_mask], temperature, mesh=tp_mesh, compile=compile)

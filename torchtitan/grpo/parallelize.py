@@ -34,7 +34,7 @@ def build_model(
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
     compiled = config.compile.enable
-    make_packed(model, tp_mesh, config.training.seq_len if compiled else None)
+    make_packed(model, tp_mesh, compile=compiled)
     if trainable and config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
