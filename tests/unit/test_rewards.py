@@ -28,13 +28,8 @@ def spaces(text, prompt):
 
 def hang(text, prompt):
     if text == "hang":
-        time.sleep(60)
-    return 1.0
-
-def stubborn(text, prompt):
-    if text == "hang":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
-        time.sleep(60)
+        time.sleep(600)
     return 1.0
 
 def raises(text, prompt):
@@ -169,41 +164,33 @@ def test_weights_names_and_whole_text_for_own_functions(functions):
     assert samples[2].rewards["exact_match"] == 0.0, "an answer that the pattern does not find is no answer"
 
 
-@pytest.mark.parametrize("name", ["hang", "stubborn"])
-def test_hang_costs_its_own_limit_and_no_other_score(functions, name):
+def test_hang_costs_its_own_limit_and_no_other_score(functions):
+    hang = f"{functions}:hang"
     samples = make_samples("a", "hang", "b", "hang", "c")
-    with RewardRunner(
-        Reward(functions=[f"{functions}:{name}", "exact_match"], workers=1, timeout_seconds=1.0)
-    ) as runner:
+    with RewardRunner(Reward(functions=[hang, "exact_match"], workers=1, timeout_seconds=1.0)) as runner:
         runner.warm_up()
         start = time.monotonic()
         runner.score(samples)
-        assert 2.0 <= time.monotonic() - start < 40.0  # two limits and two new processes; the sleeps are 60 s each
-        assert runner.failures == {f"{functions}:{name}": 2}
+        assert 2.0 <= time.monotonic() - start < 200.0  # two limits and two new processes; a sleep alone is 600 s
+        assert runner.failures == {hang: 2}
         again = make_samples("42")
         runner.score(again)
-    assert [sample.rewards[f"{functions}:{name}"] for sample in samples] == [1.0, 0.0, 1.0, 0.0, 1.0]
-    assert [sample.reward_failures for sample in samples] == [
-        [],
-        [f"{functions}:{name}"],
-        [],
-        [f"{functions}:{name}"],
-        [],
-    ]
+    assert [sample.rewards[hang] for sample in samples] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert [sample.reward_failures for sample in samples] == [[], [hang], [], [hang], []]
     assert again[0].reward == 2.0
 
 
 @pytest.mark.parametrize(("name", "text"), [("raises", "raise"), ("crash", "crash"), ("exits", "exit")])
 def test_failure_is_recorded_and_the_rest_is_scored(functions, name, text, caplog):
-    samples = make_samples(*["a", text, "b"] * 3)
+    samples = make_samples(*["a", text, "b"] * 2)
     with RewardRunner(Reward(functions=[f"{functions}:{name}"], workers=1)) as runner:
         runner.score(samples)
-        assert runner.failures == {f"{functions}:{name}": 3}
-    assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0] * 3
+        assert runner.failures == {f"{functions}:{name}": 2}
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0] * 2
     assert samples[1].reward_failures == [f"{functions}:{name}"]
     reason = {"raises": "KeyError: 'no such thing'", "crash": "exit code 7", "exits": "SystemExit: 3"}[name]
     assert f"{functions}:{name}" in caplog.text and reason in caplog.text
-    assert caplog.text.count("failed") == 1, "the second and third failure must not flood the log"
+    assert caplog.text.count("failed") == 1, "the second failure must not flood the log"
 
 
 def test_results_that_are_no_finite_number_are_failures(functions):
@@ -224,7 +211,7 @@ def test_nothing_is_scored_twice_after_a_crash(functions, tmp_path):
 
 
 def test_worker_killed_while_idle_is_replaced_without_a_failure(functions):
-    with RewardRunner(Reward(workers=2)) as runner:
+    with RewardRunner(Reward(workers=1)) as runner:
         runner.warm_up()
         for worker in runner._workers:
             os.kill(worker._process.pid, 9)
@@ -256,7 +243,7 @@ def test_threads_may_score_at_once():
 
 
 def test_no_samples_and_close_while_scoring(functions):
-    runner = RewardRunner(Reward(functions=[f"{functions}:hang"], workers=1, timeout_seconds=50.0))
+    runner = RewardRunner(Reward(functions=[f"{functions}:hang"], workers=1, timeout_seconds=500.0))
     runner.score([])
     runner.warm_up()
     errors = []
