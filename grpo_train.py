@@ -187,9 +187,9 @@ class Trainer:
         with self.ledger.stage("sync"):
             report = self.weight_sync.publish(self.step)
         self.version = self.step
+        self.sync_metrics = {"sync/version": report.version, "sync/gib": report.bytes / 2**30}
         for phase, seconds in report.seconds.items():
-            self.ledger.add(f"sync/{phase}_s", seconds)
-        self.ledger.add("sync/gib", report.bytes / 2**30)
+            self.ledger.add(f"sync/{phase}", seconds)
 
     def validate(self) -> dict[str, float]:
         """Ask held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
@@ -210,7 +210,7 @@ class Trainer:
         times = self.ledger.close_step()
         if groups and times.get("time/step_s"):
             metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
-        self.metrics.log(self.step, metrics | times)
+        self.metrics.log(self.step, metrics | self.sync_metrics | times)
         if groups:
             self.samples.log(self.step, groups, self.advantages)
 
