@@ -6,6 +6,7 @@ The loss is in `torchtitan/grpo/losses.py`, rewards in `torchtitan/grpo/reward_f
 """
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -29,7 +30,7 @@ from torchtitan.grpo.config.dry_run import describe
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.protocol import SamplingParams
-from torchtitan.grpo.engines.spawn import EmbeddedServer
+from torchtitan.grpo.engines.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.ledger import Ledger
@@ -375,11 +376,18 @@ class Trainer:
     def _start_servers(self) -> None:
         rollout = self.config.rollout
         self.urls = rollout.urls
-        if self.is_rank0 and rollout.engine == "embedded" and not rollout.urls:
+        self.sync_config = self.config.weight_sync
+        if rollout.engine != "embedded" or rollout.urls:
+            return
+        trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        device, reached_by_nccl = choose_device(rollout.embedded_device, self.device, trainers_here)
+        if self.sync_config.transport == "auto" and not reached_by_nccl:
+            self.sync_config = dataclasses.replace(self.sync_config, transport="gloo")
+        if self.is_rank0:
             dump = Path(self.config.job.dump_folder)
             write_hf_config(self.source, self.tokenizer, dump / "served_model")
             server = self.resources.enter_context(EmbeddedServer())
-            self.urls = [server.start(dump / "served_model", rollout, str(self.device), dump / "embedded_server.log")]
+            self.urls = [server.start(dump / "served_model", rollout, device, dump / "embedded_server.log")]
 
     def _build(self) -> None:
         config = self.config
@@ -430,7 +438,7 @@ class Trainer:
             self.collector = Collector(clients, self.rewards, self.tokenizer, rollout.max_concurrent_requests)
             self.resources.callback(self.collector.close)
         self.weight_sync = WeightSync(
-            self.model, self.source.adapter, config.weight_sync, controls, self.device, self.source.tied
+            self.model, self.source.adapter, self.sync_config, controls, self.device, self.source.tied
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()

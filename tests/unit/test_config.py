@@ -332,10 +332,10 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
     ("flags", "world_size", "gpus", "expected"),
     [
         (["--weight_sync.transport", "nccl"], 1, 0, ("[weight_sync] transport", "needs CUDA")),
-        (["--weight_sync.transport", "gloo"], 1, 2, ("[weight_sync] transport", 'use "auto" or "nccl"')),
+        (["--weight_sync.transport", "nccl"], 2, 2, ("[weight_sync] transport", "2 trainer processes take all 2")),
         (["--rollout.embedded_device", "cuda"], 1, 0, ("[rollout] embedded_device", "needs CUDA")),
-        (["--rollout.embedded_device", "cpu"], 1, 1, ("[rollout] embedded_device", 'use "auto"')),
-        ([], 2, 2, ('[rollout] engine = "embedded"', "2 trainer processes take all 2", "vllm")),
+        (["--weight_sync.transport", "gloo"], 1, 2, ()),
+        ([], 2, 2, ()),
         (["--parallelism.tensor_parallel_degree", "2"], 3, 0, ("tensor_parallel_degree = 2", "3 processes")),
         (["--parallelism.data_parallel_shard_degree", "4"], 2, 0, ("data_parallel_shard_degree = 4", "2 processes")),
         (["--grpo.prompts_per_step", "1", "--grpo.group_size", "2"], 4, 0, ("prompts_per_step", "2 answers for 4")),

@@ -171,7 +171,7 @@ class Rollout:
     """At the start, mean |trainer - sampler| log-probability over a probe above this stops the run: the server's
     logprobs mode, model or weights are not what the trainer takes them for."""
     embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the spawned server runs; `auto` is the trainer's device type."""
+    """Where the spawned server runs; `auto` is the trainer's device type. On CUDA: a GPU left over, else rank 0's."""
     embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the spawned server; `auto` is float32 on CPU and bfloat16 on CUDA."""
     embedded_max_sequences: int = 1024
@@ -181,7 +181,7 @@ class Rollout:
 @dataclass
 class WeightSync:
     transport: Literal["auto", "nccl", "gloo"] = "auto"
-    """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU."""
+    """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU or to a server on the same GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the published weights; `auto` is what the servers compute in: bfloat16 on CUDA, float32 on CPU."""
     num_buffers: int = 2

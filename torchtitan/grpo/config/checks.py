@@ -253,24 +253,16 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     transport = config.weight_sync.transport
     if transport == "nccl" and not gpus:
         yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
-    if transport == "gloo" and gpus:
-        yield '[weight_sync] transport = "gloo" cannot send weights that lie on CUDA devices: use "auto" or "nccl"'
     if config.rollout.engine != "embedded" or config.rollout.urls:
         return
     device = config.rollout.embedded_device
     if device == "cuda" and not gpus:
         yield '[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"'
-    if device == "cpu" and gpus:
-        yield (
-            '[rollout] embedded_device = "cpu" cannot be sent weights from CUDA devices: use "auto", or hide the GPUs '
-            "(CUDA_VISIBLE_DEVICES='') to train on the CPU too"
-        )
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if device != "cpu" and 0 < gpus <= trainers:
+    if transport == "nccl" and (device == "cpu" or gpus <= trainers):
         yield (
-            f'[rollout] engine = "embedded" needs a GPU of its own, and {trainers} trainer process'
-            f"{'es take' if trainers > 1 else ' takes'} all {gpus}: NCCL joins no two processes on one GPU; start "
-            'fewer, or use engine = "vllm" with urls on another machine'
+            '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL joins no two processes on one GPU, '
+            f'and {trainers} trainer process{"es take" if trainers > 1 else " takes"} all {gpus}; use "auto"'
         )
 
 

@@ -9,12 +9,29 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.job_config import Rollout
 
 _LOG_TAIL_CHARS = 3000
 _POLL_S = 0.05
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
+
+
+def choose_device(embedded_device: str, trainer: torch.device, trainers_here: int) -> tuple[str, bool]:
+    """Where the embedded server runs, and whether NCCL can reach it: NCCL joins no two processes on one GPU.
+
+    Args:
+        embedded_device: `[rollout] embedded_device`. On CUDA the server takes the first GPU that no trainer process
+            has; if there is none it shares rank 0's.
+        trainers_here: Trainer processes on this machine; process i has GPU i.
+    """
+    kind = trainer.type if embedded_device == "auto" else embedded_device
+    if kind == "cpu":
+        return "cpu", False
+    own_gpu = torch.cuda.device_count() > trainers_here
+    return f"cuda:{trainers_here if own_gpu else trainer.index or 0}", own_gpu and trainer.type == "cuda"
 
 
 class EmbeddedServer:
@@ -28,9 +45,8 @@ class EmbeddedServer:
         """Start a server for the Hugging Face folder `model_dir` (weights optional) and wait until it serves.
 
         Args:
-            rollout: `embedded_device`, `embedded_dtype`, `embedded_max_sequences`, `api_key_env` and
-                `start_timeout_seconds` are used.
-            device: What `embedded_device = "auto"` means: the trainer's device, "cpu", "cuda" or "cuda:N".
+            rollout: `embedded_dtype`, `embedded_max_sequences`, `api_key_env` and `start_timeout_seconds` are used.
+            device: "cpu" or "cuda:N"; see `choose_device`.
             log_path: Where the server's output goes.
 
         Returns:
@@ -39,8 +55,6 @@ class EmbeddedServer:
         Raises:
             UserError: It did not start, or not in time; the message ends with the end of its log.
         """
-        if rollout.embedded_device != "auto":
-            device = rollout.embedded_device
         dtype = rollout.embedded_dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"

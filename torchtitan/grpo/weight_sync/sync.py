@@ -85,11 +85,8 @@ class WeightSync:
         self._model, self._adapter, self._config, self._tied = model, adapter, config, tied
         self._device = device
         self._backend = config.transport if config.transport != "auto" else "nccl" if on_cuda else "gloo"
-        if (self._backend == "nccl") != on_cuda:
-            raise UserError(
-                f"[weight_sync] transport {self._backend!r} does not fit the trainer's device {device.type!r}: "
-                "weights lie where they are trained, use nccl on CUDA and gloo on CPU, or auto"
-            )
+        if self._backend == "nccl" and not on_cuda:
+            raise UserError('[weight_sync] transport = "nccl" needs a trainer on CUDA: use "auto" or "gloo"')
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_cuda else "float32"
         self._dtype = getattr(torch, dtype)
         self._links = [ServerLink(control, self._backend, device, config.timeout_seconds) for control in controls]
