@@ -109,12 +109,17 @@ class EmbeddedServer:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without what torchrun adds for its workers, and with this package importable."""
+    """This process's environment without what torchrun adds for its workers, and with this package importable.
+
+    OpenMP threads sleep rather than spin while they wait for each other: trainer and server share the cores, and
+    spinning threads that outnumber them slow decoding down by a factor of 10 and more (measured on 2 busy cores).
+    """
     env = dict(os.environ)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
         env.pop(name, None)
     for name in ("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
     env = {name: value for name, value in env.items() if not name.startswith("TORCHELASTIC_")}
+    env.setdefault("OMP_WAIT_POLICY", "passive")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))
     return env
