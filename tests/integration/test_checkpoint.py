@@ -1,0 +1,264 @@
+"""A resumed run equals an uninterrupted one, and nothing that kills a save costs the checkpoint before it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_worker import TINY, TinyTrainer, checkpoint_section
+from transformers import AutoModelForCausalLM
+
+from torchtitan.grpo.checkpoint import Checkpointer, complete_steps
+from torchtitan.grpo.errors import UserError
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def saved_at(dump: Path, *steps: int, **checkpoint) -> TinyTrainer:
+    """A trainer that has trained to the last of `steps` and saved at each."""
+    trainer = TinyTrainer(dump, **checkpoint)
+    while trainer.step < steps[-1]:
+        trainer.train_step()
+        if trainer.step in steps:
+            trainer.checkpointer.save(trainer.step)
+    return trainer
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
+    straight = TinyTrainer(tmp_path)
+    digests = {}
+    while straight.step < 6:
+        straight.train_step()
+        digests[straight.step] = straight.digest()
+        if straight.step == 3:
+            straight.checkpointer.save(3)
+    assert len(set(digests.values())) == 6 and len(set(straight.losses)) == 6
+
+    resumed = TinyTrainer(tmp_path, resume=True)
+    assert resumed.checkpointer.load_latest() == 3
+    assert resumed.step == 3 and resumed.digest() == digests[3]
+    for _ in range(3):
+        resumed.train_step()
+    assert resumed.losses == straight.losses
+    assert resumed.digest() == digests[6]
+
+
+def run_ranks(ranks: int, *arguments: object) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, str(WORKER), *map(str, arguments)], env=ENV, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_two_ranks_resume_exactly_and_one_rank_takes_over_their_weights(tmp_path):
+    outs = {name: tmp_path / f"{name}.json" for name in ("straight", "resumed", "alone")}
+    dump = tmp_path / "dump"
+    run_ranks(2, "train", dump, outs["straight"], 4)
+    run_ranks(2, "train", dump, outs["resumed"], 4, "resume")
+    run_ranks(1, "train", dump, outs["alone"], 3, "resume")
+    straight, resumed, alone = (json.loads(out.read_text()) for out in outs.values())
+    assert (straight["loaded"], resumed["loaded"], alone["loaded"]) == (0, 2, 2)
+    assert resumed["losses"] == straight["losses"]
+    assert resumed["digests"] == {step: straight["digests"][step] for step in ("2", "3", "4")}
+    # Weights, AdamW state and schedule are exact on one rank too; what it draws next is not the two ranks'.
+    assert alone["digests"]["2"] == straight["digests"]["2"]
+    assert len(alone["losses"]) == 3
+
+
+def test_random_states_after_a_changed_number_of_ranks_are_derived_from_seed_and_step(tmp_path):
+    saved_at(tmp_path, 1)
+    marker = tmp_path / "checkpoint" / "step-1" / "complete.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"world_size": 4}))
+    drawn = []
+    for burn in (0, 5):
+        trainer = TinyTrainer(tmp_path, resume=True)
+        torch.rand(burn)
+        trainer.checkpointer.load_latest()
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn)
+
+
+def test_keep_latest_k(tmp_path):
+    trainer = saved_at(tmp_path, 1, 2, 3, 4, keep_latest_k=2)
+    folder = tmp_path / "checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+    trainer.checkpointer.cfg.keep_latest_k = 0
+    trainer.train_step()
+    trainer.checkpointer.save(5)
+    assert complete_steps(folder) == [3, 4, 5]
+
+
+def test_load_step_goes_back_and_a_new_branch_replaces_the_old(tmp_path):
+    old = saved_at(tmp_path, 1, 2, 3, keep_latest_k=3)
+    branch = TinyTrainer(tmp_path, resume=True, load_step=1, keep_latest_k=3)
+    assert branch.checkpointer.load_latest() == 1
+    assert branch.losses == old.losses[:1]
+    torch.rand(1)  # another future than the first time
+    branch.train_step()
+    branch.checkpointer.save(2)
+    assert complete_steps(tmp_path / "checkpoint") == [1, 3, 2]
+    again = TinyTrainer(tmp_path, resume=True)
+    assert again.checkpointer.load_latest() == 2  # what was written last, not the higher step of the old branch
+    assert again.losses == branch.losses != old.losses[:2]
+
+
+def test_saving_a_step_twice_writes_once(tmp_path):
+    trainer = saved_at(tmp_path, 1)
+    marker = tmp_path / "checkpoint" / "step-1" / "complete.json"
+    before = marker.stat().st_mtime_ns
+    trainer.checkpointer.save(1)
+    resumed = TinyTrainer(tmp_path, resume=True)
+    resumed.checkpointer.load_latest()
+    resumed.checkpointer.save(1)
+    assert marker.stat().st_mtime_ns == before
+
+
+def test_unfinished_folders_are_ignored_and_cleared(tmp_path):
+    trainer = saved_at(tmp_path, 1, 2)
+    folder = tmp_path / "checkpoint"
+    (folder / "step-2" / "complete.json").unlink()
+    (folder / "step-1").rename(folder / "step-7.tmp")
+    assert TinyTrainer(tmp_path, resume=True).checkpointer.load_latest() == 0
+    trainer.train_step()
+    trainer.checkpointer.save(3)
+    assert not (folder / "step-7.tmp").exists()
+    assert TinyTrainer(tmp_path, resume=True).checkpointer.load_latest() == 3
+
+
+def test_a_failed_save_is_an_error_and_leaves_the_one_before(tmp_path):
+    trainer = saved_at(tmp_path, 1)
+    trainer.losses.append(object())  # JSON cannot hold it
+    with pytest.raises(RuntimeError, match=r"completing .*step-2 failed on rank 0: TypeError"):
+        trainer.checkpointer.save(2)
+    assert TinyTrainer(tmp_path, resume=True).checkpointer.load_latest() == 1
+
+
+def start_worker(*arguments: object) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), *map(str, arguments)],
+        env=ENV | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_kill_9_inside_a_save_leaves_the_checkpoint_before_it(tmp_path):
+    worker = start_worker("stop-in-save", tmp_path)
+    try:
+        assert any("in the save" in line for line in worker.stdout)
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait(30)
+    assert (tmp_path / "checkpoint" / "step-2.tmp" / "dcp" / ".metadata").is_file()
+    resumed = TinyTrainer(tmp_path, resume=True)
+    assert resumed.checkpointer.load_latest() == 1
+    resumed.train_step()
+    resumed.checkpointer.save(2)
+    assert complete_steps(tmp_path / "checkpoint") == [1, 2]
+    assert not list((tmp_path / "checkpoint").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("delay_s", [0.15, 0.4])
+def test_kill_9_at_any_time_leaves_a_whole_checkpoint(tmp_path, delay_s):
+    worker = start_worker("save-forever", tmp_path)
+    folder = tmp_path / "checkpoint"
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "step-2").is_dir():
+            assert worker.poll() is None and time.monotonic() < deadline, "the worker saved nothing within 120 s"
+            time.sleep(0.01)
+        time.sleep(delay_s)
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait(30)
+    resumed = TinyTrainer(tmp_path, resume=True)
+    step = resumed.checkpointer.load_latest()
+    assert step >= 1 and resumed.step == step  # killed while it replaced step 2, at the earliest
+    assert all((parameter == step).all() for parameter in resumed.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["dcp/__0_0.distcp", "dcp/.metadata", "trainer.json", "rng-rank-0.pt"])
+def test_a_torn_checkpoint_is_named(tmp_path, name):
+    saved_at(tmp_path, 1, 2)
+    file = tmp_path / "checkpoint" / "step-2" / name
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"step-2 is torn: {name} has \d+ bytes, not \d+. Delete .*step-2 .*load_step"):
+        TinyTrainer(tmp_path, resume=True).checkpointer.load_latest()
+    file.unlink()
+    with pytest.raises(UserError, match=rf"step-2 is torn: {name} is missing"):
+        TinyTrainer(tmp_path, resume=True).checkpointer.load_latest()
+    assert TinyTrainer(tmp_path, resume=True, load_step=1).checkpointer.load_latest() == 1
+
+
+def test_a_torn_marker_is_named(tmp_path):
+    saved_at(tmp_path, 1)
+    (tmp_path / "checkpoint" / "step-1" / "complete.json").write_text('{"step": 1')
+    with pytest.raises(UserError, match=r"step-1 is torn: its complete.json is not JSON"):
+        TinyTrainer(tmp_path, resume=True).checkpointer.load_latest()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, monkeypatch):
+    saved_at(tmp_path, 1)
+    monkeypatch.setitem(TINY, "hidden_size", 64)
+    with pytest.raises(UserError, match=r"step-1 cannot be loaded: it is of another model or optimizer"):
+        TinyTrainer(tmp_path, resume=True).checkpointer.load_latest()
+
+
+def test_the_reference_model_is_part_of_the_checkpoint(tmp_path):
+    trainer = TinyTrainer(tmp_path / "with", reference=True)
+    with torch.no_grad():
+        trainer.reference.norm.weight.fill_(7)
+    trainer.train_step()
+    trainer.checkpointer.save(1)
+    resumed = TinyTrainer(tmp_path / "with", reference=True, resume=True)
+    resumed.checkpointer.load_latest()
+    assert (resumed.reference.norm.weight == 7).all() and (resumed.model.norm.weight != 7).all()
+    saved_at(tmp_path / "without", 1)
+    with pytest.raises(UserError, match=r"no reference model: set \[grpo\] kl_coef = 0"):
+        TinyTrainer(tmp_path / "without", reference=True, resume=True).checkpointer.load_latest()
+
+
+def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
+    trainer = saved_at(tmp_path, 2, export_hf=True, export_dtype="bfloat16")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "step-2" / "hf")
+    assert torch.equal(exported.lm_head.weight, trainer.model.output.weight.bfloat16())
+
+
+def test_folder_checks_before_the_run(tmp_path):
+    check = Checkpointer.check_folder
+    check(checkpoint_section(enable=False), "/proc/no/such/place")
+    check(checkpoint_section(resume=True), str(tmp_path))
+    with pytest.raises(UserError, match=r"resume = true needs \[checkpoint\] enable"):
+        check(checkpoint_section(enable=False, resume=True), str(tmp_path))
+    for key, value in (("interval", 0), ("keep_latest_k", -1), ("load_step", -2)):
+        with pytest.raises(UserError, match=rf"\[checkpoint\] {key} = {value} must be"):
+            check(checkpoint_section(**{key: value}), str(tmp_path))
+    saved_at(tmp_path, 1, 2)
+    with pytest.raises(UserError, match=r"checkpoints of steps \[1, 2\].*resume = true.*\[job\] dump_folder"):
+        check(checkpoint_section(), str(tmp_path))
+    check(checkpoint_section(resume=True), str(tmp_path))
+    with pytest.raises(UserError, match=r"load_step = 5: .* \[1, 2\]"):
+        check(checkpoint_section(resume=True, load_step=5), str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for dump in (tmp_path / "file", Path("/proc/sys")):  # the second refuses even root
+        with pytest.raises(UserError, match=r"cannot be written to .*\[job\] dump_folder or \[checkpoint\] folder"):
+            Checkpointer.check_folder(checkpoint_section(), str(dump))
