@@ -107,9 +107,10 @@ class ServerControl:
     def start_update(self) -> None:
         self._call("POST", "/start_weight_update", "start")
 
-    def update(self, update_info: dict[str, Any]) -> None:
-        """Have the server receive one version; returns when it has loaded all of it."""
-        self._call("POST", "/update_weights", "update", body={"update_info": update_info})
+    def update(self, update_info: dict[str, Any], timeout_s: float | None = None) -> None:
+        """Have the server receive one version; returns when it has loaded all of it. Bounded by `timeout_s` if given:
+        one call holds the whole transfer."""
+        self._call("POST", "/update_weights", "update", timeout_s=timeout_s, body={"update_info": update_info})
 
     def finish_update(self, version: str) -> None:
         self._call("POST", "/finish_weight_update", "finish", body={"weight_version": version})
@@ -169,14 +170,22 @@ class ServerControl:
         return reply
 
     def _request(
-        self, method: str, path: str, phase: str, body: dict | None = None, params: dict | None = None
+        self,
+        method: str,
+        path: str,
+        phase: str,
+        *,
+        body: dict | None = None,
+        params: dict | None = None,
+        timeout_s: float | None = None,
     ) -> requests.Response:
+        timeout_s = timeout_s or self.timeout_s
         try:
             return requests.request(
-                method, self.url + path, json=body, params=params, headers=self._headers, timeout=self.timeout_s
+                method, self.url + path, json=body, params=params, headers=self._headers, timeout=timeout_s
             )
         except requests.Timeout as error:
-            raise ServerError(f"{self.url}: phase {phase}: no reply to {path} within {self.timeout_s:g} s") from error
+            raise ServerError(f"{self.url}: phase {phase}: no reply to {path} within {timeout_s:g} s") from error
         except requests.RequestException as error:
             raise ServerError(f"{self.url}: phase {phase}: {path}: {type(error).__name__}: {error}") from error
 

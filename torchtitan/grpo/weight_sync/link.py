@@ -65,6 +65,7 @@ class ServerLink:
         self._update: Future[None] | None = None
         self._in_flight: deque[tuple[dist.Work, int, float]] = deque()
         self._version = -1
+        self._buckets = 0
         self.bytes_done = 0
         self.seconds: dict[str, float] = {}
 
@@ -74,6 +75,7 @@ class ServerLink:
 
     def connect(self, plan_info: dict) -> None:
         """Form the group with the server; `plan_info` is `InitInfo` without what is known only here."""
+        self._buckets = len(plan_info["plan"])
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
             world_size = 1 + self.control.world_size()
@@ -107,7 +109,11 @@ class ServerLink:
         with self._phase("start"):
             self.control.start_update()
         self.seconds["pause"] = time.perf_counter() - started
-        self._update = in_thread(lambda: self.control.update({"version": version}), "weight-sync-update")
+        # One call for the whole plan: each bucket has `timeout_s`, and the waits here fire before this bound does.
+        update_timeout_s = (self._buckets + 2) * self._timeout_s
+        self._update = in_thread(
+            lambda: self.control.update({"version": version}, update_timeout_s), "weight-sync-update"
+        )
 
     def post(self, wire: torch.Tensor, payload_bytes: int) -> None:
         """Put a bucket on the wire; it must stay as it is until `wait_in_flight` has let it go."""

@@ -4,6 +4,7 @@ Built straight on torch's `ProcessGroupGloo`/`ProcessGroupNCCL` over a TCPStore:
 to be initialised, and nothing here touches a default group. Needs torch only, so that it runs in any server.
 """
 
+import atexit
 import os
 import socket
 import threading
@@ -89,6 +90,7 @@ class Group:
         self.rank = rank
         self.size = size
         self.device = device
+        self._timeout_s = timeout_s
         store = dist.PrefixStore("torchtitan_grpo", store)
         if backend == "nccl":
             torch.cuda.set_device(device)
@@ -124,8 +126,8 @@ class Group:
     def abort(self) -> None:
         """Give the group up without waiting for its peers: what is under way fails or is left to its own timeout.
 
-        Runs in a daemon thread, since gloo's destructor waits for operations that have not timed out yet and NCCL's
-        abort waits for its kernels to stop.
+        Runs in a thread, since gloo's destructor waits for operations that have not timed out yet and NCCL's abort for
+        its kernels to stop. Only the end of the process waits for it, for as long as the group's own timeout.
         """
         pg, self._pg = self._pg, None
         if pg is None:
@@ -139,7 +141,10 @@ class Group:
                 holder[0].abort()
             holder.clear()
 
-        threading.Thread(target=give_up, name="weight-sync-abort", daemon=True).start()
+        thread = threading.Thread(target=give_up, name="weight-sync-abort", daemon=True)
+        thread.start()
+        # A thread that comes out of a C++ destructor while Python shuts down brings the process down with it.
+        atexit.register(thread.join, self._timeout_s + _GLOO_TIMEOUT_MARGIN_S + 1)
 
 
 def wait(work: dist.Work, deadline: float, what: str, check: Callable[[], None] | None = None) -> None:

@@ -1,0 +1,130 @@
+"""A server that only takes weights: the real receiver behind the real routes, without a model.
+
+    python receiver_process.py READY_FILE [FAULT VERSION SECONDS]
+
+Writes its address into READY_FILE. FAULT, while the second bucket of VERSION is being loaded: `sleep` for SECONDS, or
+`die` by SIGKILL. `GET /tensors` answers {name: [dtype, shape, sha256 of the bytes]} of what arrived last.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from torchtitan.grpo.weight_sync.receiver import Receiver
+
+fault, fault_version, fault_s = (sys.argv[2], int(sys.argv[3]), float(sys.argv[4])) if len(sys.argv) > 2 else ("", 0, 0)
+
+
+class Server:
+    """State and routes; a route takes the JSON body and returns the JSON reply, or raises (HTTP 500)."""
+
+    receiver: Receiver | None = None
+    paused = False
+    active = False
+    version = "default"
+
+    def __init__(self):
+        self.tensors: dict[str, list] = {}
+
+    def init_weight_transfer_engine(self, body: dict) -> dict:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = Receiver(body["init_info"], torch.device("cpu"))
+        return {}
+
+    def update_weights(self, body: dict) -> dict:
+        if not (self.paused and self.active):
+            raise RuntimeError("update_weights before pause and start")
+        self.active = False
+        buckets_loaded = 0
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            nonlocal buckets_loaded
+            buckets_loaded += 1
+            if buckets_loaded == 2 and body["update_info"]["version"] == fault_version:
+                if fault == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(fault_s)
+            for name, tensor in tensors:
+                data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                self.tensors[name] = [str(tensor.dtype), list(tensor.shape), hashlib.sha256(data).hexdigest()]
+
+        self.tensors = {}
+        self.receiver.receive(body["update_info"], load)
+        self.active = True
+        return {}
+
+    def start_weight_update(self, _body: dict) -> dict:
+        self.active = True
+        return {}
+
+    def finish_weight_update(self, body: dict) -> dict:
+        if not self.active:
+            raise RuntimeError("finish_weight_update after a failed update")
+        self.active, self.version = False, body["weight_version"]
+        return {}
+
+    def pause(self, _body: dict) -> dict:
+        self.paused = True
+        return {}
+
+    def resume(self, _body: dict) -> dict:
+        self.paused = False
+        return {}
+
+    def get(self, path: str) -> dict:
+        return {
+            "/get_world_size": {"world_size": 1},
+            "/weight_info": {"weight_version": self.version},
+            "/is_paused": {"is_paused": self.paused},
+            "/tensors": self.tensors,
+        }[path]
+
+
+server = Server()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.reply(200, server.get(urlsplit(self.path).path))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        try:
+            self.reply(200, getattr(server, urlsplit(self.path).path.strip("/"))(body))
+        except Exception as error:
+            self.reply(500, {"error": str(error)})
+
+    def reply(self, status: int, value: dict) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+def exit_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    ready = Path(sys.argv[1])
+    ready.with_suffix(".part").write_text(f"http://127.0.0.1:{http.server_port}")
+    ready.with_suffix(".part").rename(ready)
+    http.serve_forever()
