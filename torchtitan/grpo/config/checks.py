@@ -259,10 +259,11 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     if device == "cuda" and not gpus:
         yield '[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"'
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if transport == "nccl" and (device == "cpu" or gpus <= trainers):
+    if transport == "nccl" and gpus and (device == "cpu" or gpus <= trainers):
+        takes = "processes take" if trainers > 1 else "process takes"
         yield (
-            '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL joins no two processes on one GPU, '
-            f'and {trainers} trainer process{"es take" if trainers > 1 else " takes"} all {gpus}; use "auto"'
+            '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL joins no two processes on one '
+            f'GPU, and {trainers} trainer {takes} all {gpus}; use "auto"'
         )
 
 
