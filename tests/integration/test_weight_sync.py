@@ -106,6 +106,7 @@ def test_every_version_arrives_and_torn_buckets_are_refused(
                 assert act["paused"][damaged]
                 assert act["served"][damaged] == str(version - 1)
         assert record["close_s"] < 1
+    assert seen[0]["most_in_flight"] == num_buffers, "bucket k + 1 is packed while bucket k is on the wire"
     texts = [[act.get("error") for act in record["acts"]] for record in seen]
     assert all(text == texts[0] for text in texts), "every rank reports the same error"
 

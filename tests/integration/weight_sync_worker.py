@@ -5,7 +5,8 @@
 
 An act is [kind, version]. `publish` sends changed weights and compares what each server got, tensor by tensor and byte
 by byte, with the full tensors put together by DTensor itself. `flip` and `trailer` damage a bucket on its way; those
-and `fails` expect an error. Each rank writes {"acts": [...], "close_s": ...} to OUT.RANK.
+and `fails` expect an error. Each rank writes {"acts": [...], "close_s": ..., "most_in_flight": ...}
+to OUT.RANK.
 """
 
 import hashlib
@@ -27,11 +28,19 @@ from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.models import load_hf_weights, resolve_model
 from torchtitan.grpo.parallelize import build_model
 from torchtitan.grpo.weight_sync.buckets import TRAILER_BYTES
-from torchtitan.grpo.weight_sync.link import WeightSyncError
+from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.grpo.weight_sync.transport import Group
 
 send = Group.broadcast
+post = ServerLink.post
+most_in_flight = 0
+
+
+def post_and_count(self: ServerLink, wire: torch.Tensor, payload_bytes: int) -> None:
+    global most_in_flight
+    post(self, wire, payload_bytes)
+    most_in_flight = max(most_in_flight, len(self._in_flight))
 
 
 def damage(kind: str):
@@ -89,6 +98,7 @@ def main(job: dict) -> None:
     load_hf_weights(model, source, job["folder"])
     controls = [ServerControl(url, None, job["sync"]["timeout_seconds"]) for url in job["urls"]] if rank == 0 else []
     sync = WeightSync(model, source.adapter, job_config.WeightSync(**job["sync"]), controls, device, source.tied)
+    ServerLink.post = post_and_count
     sync.connect()
     seen = []
     for kind, version in job["acts"]:
@@ -116,7 +126,7 @@ def main(job: dict) -> None:
     sync.close()
     close_s = time.monotonic() - started
     with open(f"{job['out']}.{rank}", "w") as file:
-        json.dump({"acts": seen, "close_s": close_s}, file)
+        json.dump({"acts": seen, "close_s": close_s, "most_in_flight": most_in_flight}, file)
     dist.destroy_process_group()
 
 

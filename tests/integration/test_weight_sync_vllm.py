@@ -1,0 +1,188 @@
+"""A running vLLM takes weights A, B, A from a trainer; after each it must answer as transformers does with them."""
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from torchtitan.grpo import job_config
+from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.models import load_hf_weights, resolve_model
+from torchtitan.grpo.weight_sync.link import WeightSyncError
+from torchtitan.grpo.weight_sync.sync import WeightSync
+
+pytestmark = pytest.mark.vllm
+
+REPO_ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+PROMPT = list(range(5, 25))
+SYNC = job_config.WeightSync(timeout_seconds=30.0)
+
+
+@pytest.fixture(scope="session")
+def tied_vllm_server(tmp_path_factory):
+    """A server whose output layer is its embedding, started as a user starts it: by scripts/serve_vllm.sh."""
+    if not os.environ.get("VLLM_PYTHON"):
+        pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
+    folder = tmp_path_factory.mktemp("tied_vllm")
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=2, initializer_range=0.15,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    # As if the project were installed in vLLM's environment.
+    info = folder / "torchtitan_grpo-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan-grpo\nVersion: 0\n")
+    plugin = "torchtitan_grpo = torchtitan.grpo.weight_sync.vllm_plugin:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin}\n")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{folder}", "VLLM_CACHE_ROOT": str(folder / "cache")}
+    command = [
+        "bash",
+        str(REPO_ROOT / "scripts" / "serve_vllm.sh"),
+        str(folder / "model"),
+        "--port",
+        str(port),
+        "--cpu",
+    ]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        ServerControl(url).wait_healthy(180, process)
+        yield SimpleNamespace(url=url, model_dir=folder / "model")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(20)
+
+
+@pytest.fixture(params=["untied", "tied"])
+def server(request):
+    return request.getfixturevalue("vllm_server" if request.param == "untied" else "tied_vllm_server")
+
+
+def trainer_of(folder: Path):
+    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 64)
+    model = source.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=CPU)
+    load_hf_weights(model, source, folder)
+    return source, model
+
+
+def changed(folder: Path, seed: int, out: Path) -> Path:
+    """Another random model of the same shape: every weight differs."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3ForCausalLM.from_pretrained(folder).config)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(out)
+    return out
+
+
+def worst_logprob_difference(url: str, reference: Qwen3ForCausalLM) -> float:
+    """Greedy tokens of the server; its log-probabilities against transformers' over the same sequence."""
+    sampling = {"n": 1, "max_tokens": 12, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    reply = requests.post(
+        url + "/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling}, timeout=60
+    )
+    choice = reply.json()["choices"][0]
+    answer = choice["token_ids"]
+    served = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+    with torch.no_grad():
+        logits = reference(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return float((served - expected).abs().max())
+
+
+def test_weights_a_b_a(server, tmp_path):
+    folders = {"A": server.model_dir, "B": changed(server.model_dir, 7, tmp_path / "B")}
+    references = {name: Qwen3ForCausalLM.from_pretrained(folder).eval() for name, folder in folders.items()}
+    control = ServerControl(server.url, None, 60.0)
+    source, model = trainer_of(folders["A"])
+    sync = WeightSync(model, source.adapter, SYNC, [control], CPU, source.tied)
+    sync.connect()
+    for version, name in ((1, "A"), (2, "B"), (3, "A"), (4, "B"), (5, "A")):
+        load_hf_weights(model, source, folders[name])
+        report = sync.publish(version)
+        assert report.bytes >= sum(p.numel() * 4 for p in model.parameters())
+        assert control.weight_version() == str(version)
+        assert not control.is_paused()
+        assert worst_logprob_difference(server.url, references[name]) <= 1e-4
+        other = references["B" if name == "A" else "A"]
+        assert worst_logprob_difference(server.url, other) > 0.1, "A and B must differ for this test to mean much"
+    sync.close()
+
+
+def test_a_missing_weight_is_an_error_and_the_server_recovers(server):
+    control = ServerControl(server.url, None, 60.0)
+    source, model = trainer_of(server.model_dir)
+
+    def without(name: str):
+        def to_hf(state: dict) -> dict:
+            return {key: value for key, value in source.adapter.to_hf(state).items() if key != name}
+
+        return SimpleNamespace(to_hf=to_hf)
+
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        sync = WeightSync(model, without(name), SYNC, [control], CPU, source.tied)
+        with pytest.raises(WeightSyncError, match=rf"phase connect.*lacks 1 weights.*{name}"):
+            sync.connect()
+        sync.close()
+    assert not control.is_paused()
+
+    sync = WeightSync(model, source.adapter, SYNC, [control], CPU, source.tied)
+    sync.connect()
+    sync.publish(6)
+    assert worst_logprob_difference(server.url, Qwen3ForCausalLM.from_pretrained(server.model_dir).eval()) <= 1e-4
+    sync.close()
+
+
+def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(server):
+    control = ServerControl(server.url, None, 60.0)
+    source, model = trainer_of(server.model_dir)
+
+    model.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))
+    adapter = SimpleNamespace(
+        to_hf=lambda state: {"model.spare": state["spare"]} if "spare" in state else source.adapter.to_hf(state)
+    )
+    sync = WeightSync(model, adapter, SYNC, [control], CPU, source.tied)
+    sync.connect()
+    with pytest.raises(WeightSyncError, match=r"version 7.*spare"):
+        sync.publish(7)
+    assert control.is_paused()
+    sync.close()
+
+    del model.spare
+    sync = WeightSync(model, source.adapter, SYNC, [control], CPU, source.tied)
+    sync.connect()
+    sync.publish(8)
+    assert not control.is_paused()
+    assert control.weight_version() == "8"
+    assert worst_logprob_difference(server.url, Qwen3ForCausalLM.from_pretrained(server.model_dir).eval()) <= 1e-4
+    sync.close()
+
+
+def test_the_server_passes_the_sampling_check(server):
+    ServerControl(server.url, None, 60.0).check(64)
+    with pytest.raises(UserError, match="max-model-len"):
+        ServerControl(server.url, None, 60.0).check(100_000)
