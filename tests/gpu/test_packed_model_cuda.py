@@ -1,0 +1,104 @@
+"""The packed model on CUDA: varlen attention in bfloat16, compiled and not, against transformers in float32."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.models import load_hf_weights, resolve_model
+from torchtitan.grpo.packing import PackedSample, pack
+from torchtitan.grpo.parallelize import build_model
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    path = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    import os
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29631")
+    torch.cuda.set_device(DEVICE)
+    dist_utils.init_distributed(JobConfig().comm, base_folder=".")
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def build(folder, precision: str, compile: bool):
+    config = JobConfig()
+    config.training = SimpleNamespace(
+        dtype="float32", mixed_precision_param=precision, mixed_precision_reduce="float32", seq_len=512
+    )
+    config.activation_checkpoint.mode = "selective"
+    config.activation_checkpoint.selective_ac_option = "op"
+    config.compile.enable = compile
+    dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
+    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 512)
+    model = build_model(source, config, dims, DEVICE)
+    load_hf_weights(model, source, folder)
+    return model
+
+
+def samples() -> list[PackedSample]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = [(3, 5), (1, 1), (100, 300), (17, 30), (40, 2), (2, 60), (8, 9)]
+    draw = lambda n: torch.randint(0, 1000, (n,), generator=generator).tolist()  # noqa: E731
+    return [PackedSample(draw(p), draw(a), 1.0, 1.0, [0.0] * a) for p, a in lengths]
+
+
+def expected(folder, batch: list[PackedSample]) -> list[torch.Tensor]:
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    result = []
+    with torch.no_grad():
+        for sample in batch:
+            ids = torch.tensor([sample.prompt_ids + sample.answer_ids], device=DEVICE)
+            logprobs = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+            result.append(logprobs.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0])
+    return result
+
+
+@pytest.mark.parametrize(
+    "precision,compile,tolerance", [("float32", False, 1e-4), ("bfloat16", False, 0.1), ("bfloat16", True, 0.1)]
+)
+def test_logprobs_equal_transformers_and_train(folder, precision, compile, tolerance):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    batch = samples()
+    model = build(folder, precision, compile)
+    (row,) = pack(batch, 640, 1, 640)[0]
+    row = row.to(DEVICE)
+    reference = expected(folder, batch)
+    want = torch.cat([reference[i] for i in row.sample_index.tolist()])
+    logprobs, entropy = model(row, 1.0)
+    assert (logprobs - want).abs().max() < tolerance
+    assert entropy.isfinite().all()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = logprobs.sum().item()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-model(row, 1.0)[0].sum()).backward()
+        optimizer.step()
+    assert model(row, 1.0)[0].sum().item() > before + 10
