@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 HERE = Path(__file__).parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-SYNC = {"num_buffers": 2, "bucket_mib_max": 1, "timeout_seconds": 20.0}
+SYNC = {"dtype": "float32", "num_buffers": 2, "bucket_mib_max": 1, "timeout_seconds": 20.0}
 
 
 def save_model(folder: Path, family: str, tied: bool) -> Path:
-    """A random model of about 4 MB, so that it takes several buckets of 1 MiB; sizes that FSDP2 splits unevenly."""
+    """A random model that takes several buckets of 1 MiB; FSDP2 splits some of its sizes unevenly."""
     torch.manual_seed(0)
     shape = dict(
-        vocab_size=510, hidden_size=128, intermediate_size=510, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=510, hidden_size=128, intermediate_size=510, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=tied,
     )  # fmt: skip
     model = Qwen3ForCausalLM(Qwen3Config(**shape)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**shape))
@@ -60,22 +60,22 @@ def run_trainer(tmp_path: Path, ranks: int, timeout_s: float = 150, **job) -> li
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp", "family", "tied", "servers", "num_buffers"),
+    ("ranks", "tp", "family", "tied", "servers", "num_buffers", "dtype"),
     [
-        (1, 1, "qwen3", True, 1, 1),
-        (2, 1, "llama3", False, 2, 2),
-        (2, 2, "qwen3", False, 1, 2),
-        (4, 2, "qwen3", True, 1, 3),
+        (1, 1, "qwen3", True, 1, 1, "float32"),
+        (2, 1, "llama3", False, 2, 2, "bfloat16"),
+        (2, 2, "qwen3", False, 1, 2, "float32"),
+        (4, 2, "qwen3", True, 1, 3, "float32"),
     ],
     ids=["one-rank", "fsdp2-two-servers", "tp2", "fsdp2-x-tp2"],
 )
 def test_every_version_arrives_and_torn_buckets_are_refused(
-    tmp_path, start_receiver, ranks, tp, family, tied, servers, num_buffers
+    tmp_path, start_receiver, ranks, tp, family, tied, servers, num_buffers, dtype
 ):
     folder = save_model(tmp_path / "model", family, tied)
     urls = [start_receiver() for _ in range(servers)]
     acts = [["publish", 1], ["publish", 2], ["flip", 3], ["publish", 4], ["trailer", 5], ["publish", 6]]
-    sync = SYNC | {"num_buffers": num_buffers}
+    sync = SYNC | {"num_buffers": num_buffers, "dtype": dtype}
     seen = run_trainer(tmp_path, ranks, folder=str(folder), tp=tp, urls=urls, sync=sync, acts=acts)
     for rank, record in enumerate(seen):
         for act in record["acts"]:

@@ -61,13 +61,13 @@ def damage(kind: str):
     return broadcast
 
 
-def digests(model: torch.nn.Module, source) -> dict[str, list]:
+def digests(model: torch.nn.Module, source, dtype: torch.dtype) -> dict[str, list]:
     """What a server must hold, by a path that shares nothing with the sender: DTensor's own full tensors."""
     full = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        full[name.replace("_checkpoint_wrapped_module.", "")] = value
+        full[name.replace("_checkpoint_wrapped_module.", "")] = value.to(dtype)
     out = {}
     for name, value in source.adapter.to_hf(full).items():
         data = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -103,7 +103,7 @@ def main(job: dict) -> None:
     seen = []
     for kind, version in job["acts"]:
         change(model, version)
-        expected = digests(model, source)
+        expected = digests(model, source, getattr(torch, job["sync"]["dtype"]))
         Group.broadcast = damage(kind) if kind in ("flip", "trailer") else send
         started = time.monotonic()
         act = {"kind": kind, "version": version}

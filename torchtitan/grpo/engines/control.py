@@ -202,7 +202,7 @@ class ServerControl:
                 f"{self.url}: HTTP 404 on {path}: start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
             )
         said = _message(reply)
-        if phase == "connect" and any(mark in said for mark in _WRONG_BACKEND):
+        if phase == "connect" and any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "
                 f"environment and start it with --weight-transfer-config '{json.dumps({'backend': BACKEND})}'."

@@ -51,10 +51,11 @@ class Ranks:
         Raises:
             TimeoutError: Another rank did not come in time.
         """
-        sends = [own.numel()] + [0] * (self.size - 1)
-        receives = counts if self.rank == 0 else [0] * self.size
-        target = gathered if self.rank == 0 else own.new_empty(0)
-        work = dist.all_to_all_single(target, own, receives, sends, group=self._bytes, async_op=True)
+        size = own.element_size()  # as bytes, since the backends do not know every dtype
+        sends = [own.numel() * size] + [0] * (self.size - 1)
+        receives = [n * size for n in counts] if self.rank == 0 else [0] * self.size
+        target = (gathered if self.rank == 0 else own.new_empty(0)).view(torch.uint8)
+        work = dist.all_to_all_single(target, own.view(torch.uint8), receives, sends, group=self._bytes, async_op=True)
         wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
 
     def share(self, value: Any, what: str) -> Any:
