@@ -150,8 +150,11 @@ def test_a_flavour_must_be_the_folders_model(qwen3):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (model_section(name="qwen", flavor="8B"), r'name = "qwen" is not known: did you mean "qwen3"'),
-        (model_section(name="qwen3", flavor="0.6b"), r'flavor = "0.6b" is not a flavour of qwen3: did you mean "0.6B"'),
+        (model_section(name="qwen", flavor="8B"), r'name = "qwen" is not known \(did you mean "qwen3"'),
+        (
+            model_section(name="qwen3", flavor="0.6b"),
+            r'flavor = "0.6b" is not .* \(did you mean "0.6B"',
+        ),
         (model_section(name="qwen3", flavor="30B-A3B"), r'flavor = "30B-A3B" is a mixture of experts'),
         (model_section("no/such/folder"), r'hf_assets_path = "no/such/folder": no such folder'),
         (model_section(name="qwen3", flavor="0.6B"), r"no such folder"),

@@ -4,7 +4,6 @@ Everything that torchtitan 0.2.2 would compute differently is refused by name, n
 """
 
 import dataclasses
-import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
@@ -159,19 +158,17 @@ def _llama3_args(config: PreTrainedConfig) -> TransformerModelArgs:
 
 
 def from_flavor(name: str, flavor: str) -> tuple[str, ModelArgs, dict[str, Any]]:
-    def nearest(word: str, known: list[str]) -> str:
-        close = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
-        return f'did you mean "{close[0]}"? Known: {", ".join(known)}'
-
     if name not in FLAVORS:
-        raise UserError(f'[model] name = "{name}" is not known: {nearest(name, list(FLAVORS))}')
+        raise UserError(
+            f'[model] name = "{name}" is not known{did_you_mean(name, FLAVORS)}; choose from {", ".join(FLAVORS)}'
+        )
     dense = [key for key, args in FLAVORS[name].items() if not getattr(args, "moe_enabled", False)]
     if flavor in FLAVORS[name] and flavor not in dense:
         raise UserError(f'[model] flavor = "{flavor}" is a mixture of experts: choose a dense one: {", ".join(dense)}')
     if flavor not in dense:
         raise UserError(
-            f'[model] flavor = "{flavor}" is not a flavour of {name}: {nearest(flavor, dense)}. An empty flavor takes '
-            "the shape from config.json in hf_assets_path"
+            f'[model] flavor = "{flavor}" is not a flavour of {name}{did_you_mean(flavor, dense)}; choose from '
+            f"{', '.join(dense)}, or leave it empty: config.json in hf_assets_path then decides the shape"
         )
     args = FLAVORS[name][flavor]
     n_kv_heads = args.n_kv_heads or args.n_heads

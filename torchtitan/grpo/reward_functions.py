@@ -15,9 +15,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.rollouts.samples import Prompt
-from torchtitan.grpo.tasks import nearest
 
 RewardFunction = Callable[[str, Prompt], float]
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -78,7 +77,7 @@ def resolve(name: str) -> RewardFunction:
     module_name, colon, function_name = name.partition(":")
     if not colon:
         raise UserError(
-            f'[reward] functions: there is no built-in "{name}"{nearest(name, BUILT_IN)}. Choose from '
+            f'[reward] functions: there is no built-in "{name}"{did_you_mean(name, BUILT_IN)}. Choose from '
             f'{list(BUILT_IN)} or name a function of your own as "module:function"'
         )
     if module_name == "__main__":
@@ -91,7 +90,8 @@ def resolve(name: str) -> RewardFunction:
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value)]
         raise UserError(
-            f'[reward] functions: {module.__file__} has no function "{function_name}"{nearest(function_name, known)}'
+            f'[reward] functions: {module.__file__} has no function "{function_name}"'
+            f"{did_you_mean(function_name, known)}"
         )
     try:
         inspect.signature(function).bind("answer", None)

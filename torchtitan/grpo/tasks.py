@@ -5,18 +5,17 @@ different seeds train and validate on the same questions; the seed orders them (
 """
 
 import ast
-import difflib
 import importlib.util
 import json
 import operator
 import os
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.job_config import Data
 from torchtitan.tools.logging import logger
 
@@ -44,12 +43,6 @@ class Rows:
     def place(self, position: int) -> str:
         """How an error names a row."""
         return f"{self.name}:{self.lines[position]}" if self.lines else f"{self.name}, row {position}"
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean "x"?)` for the known word closest to this one, or "" if none is close."""
-    match = difflib.get_close_matches(word, list(known), n=1)
-    return f' (did you mean "{match[0]}"?)' if match else ""
 
 
 def answer_regex(pattern: str, key: str) -> re.Pattern[str] | None:
@@ -176,7 +169,7 @@ def _reasoning_gym(data: Data, extra: int) -> Rows:
         raise UserError('[data] source = "reasoning_gym" needs [data] tasks, for example ["chain_sum"]')
     for task in data.tasks:
         if task not in known:
-            raise UserError(f'[data] tasks: reasoning-gym has no task "{task}"{nearest(task, known)}')
+            raise UserError(f'[data] tasks: reasoning-gym has no task "{task}"{did_you_mean(task, known)}')
     if data.size < 1:
         raise UserError("[data] size must be 1 or more")
     per_task = data.size + -(-extra // len(data.tasks))
@@ -258,7 +251,9 @@ def _configuration(path: str, subset: str, key: str) -> tuple[str, str | None]:
         return os.path.join(path, subset), None
     names = datasets.get_dataset_config_names(path)
     if subset and subset not in names:
-        raise UserError(f"{path} has no subset {subset!r}: set [data] subset to one of {names}{nearest(subset, names)}")
+        raise UserError(
+            f"{path} has no subset {subset!r}: set [data] subset to one of {names}{did_you_mean(subset, names)}"
+        )
     if not subset and len(names) > 1:
         raise UserError(f"[data] {key} = {path!r} holds several subsets: set [data] subset to one of {names}")
     return path, subset or names[0]

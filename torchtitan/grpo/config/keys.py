@@ -5,7 +5,6 @@ fail somewhere in the first step. Here each value is checked against its annotat
 """
 
 import ast
-import difflib
 import functools
 import inspect
 import json
@@ -18,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchtitanConfig
 from torchtitan.grpo import job_config
+from torchtitan.grpo.errors import nearest
 
 MODULE = job_config.__name__
 """What `job.custom_config_module` is set to."""
@@ -115,12 +115,6 @@ def _docs() -> dict[str, str]:
             elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 docs[f"{section.name}.{name}"] = " ".join(node.value.value.split())
     return docs
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like this one, None if none is."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
 
 
 class Mismatch(ValueError):

@@ -21,14 +21,13 @@ from torchtitan.grpo.config.keys import (
     check_value,
     keys,
     label,
-    nearest,
     sections,
     show,
     type_name,
 )
 from torchtitan.grpo.config.ranges import check_ranges
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, nearest
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"

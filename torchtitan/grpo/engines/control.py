@@ -10,13 +10,12 @@ from typing import Any
 
 import requests
 
-from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.protocol import EngineError, error_text
 from torchtitan.grpo.errors import UserError
 
 BACKEND = "torchtitan_grpo"
 _HEALTH_POLL_S = 0.25
 _HEALTH_REQUEST_S = 5.0
-_MESSAGE_CHARS = 2000
 _TOP_LOGPROBS = 5
 
 
@@ -201,7 +200,7 @@ class ServerControl:
             raise UserError(
                 f"{self.url}: HTTP 404 on {path}: start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
             )
-        said = _message(reply)
+        said = error_text(reply.content)
         if phase == "connect" and any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "
@@ -211,18 +210,6 @@ class ServerControl:
 
 
 _WRONG_BACKEND = ("Weight transfer not configured", "Invalid init_info for")
-
-
-def _message(reply: requests.Response) -> str:
-    """What the server said, without the JSON around it."""
-    try:
-        said = reply.json()
-    except requests.JSONDecodeError:
-        said = reply.text
-    while isinstance(said, dict):
-        known = [said[key] for key in ("error", "message", "detail") if key in said]
-        said = known[0] if known else json.dumps(said)
-    return str(said)[:_MESSAGE_CHARS]
 
 
 def _token_id(entry: dict[str, Any]) -> int:

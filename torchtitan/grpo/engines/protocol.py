@@ -1,13 +1,29 @@
 """What every inference engine offers the trainer: token ids in, sampled tokens and their log-probabilities out."""
 
+import json
 from dataclasses import dataclass
 from typing import Protocol
 
 from torchtitan.grpo.rollouts.samples import FinishReason
 
+_MESSAGE_CHARS = 2000
+
 
 class EngineError(RuntimeError):
     """A server failed, went away or took too long. The message names its address."""
+
+
+def error_text(payload: bytes) -> str:
+    """What a server said in the body of an error, without the JSON around it."""
+    text = payload.decode(errors="replace")
+    try:
+        said = json.loads(text)
+    except json.JSONDecodeError:
+        said = text
+    while isinstance(said, dict):
+        known = [said[key] for key in ("error", "message", "detail") if key in said]
+        said = known[0] if known else json.dumps(said)
+    return str(said)[:_MESSAGE_CHARS]
 
 
 @dataclass(frozen=True)

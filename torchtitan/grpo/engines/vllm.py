@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams, error_text
 from torchtitan.grpo.errors import UserError
 
 GENERATE_ROUTE = "/inference/v1/generate"
@@ -17,7 +17,6 @@ KEEPALIVE_S = 2.0
 """Idle connections are dropped before uvicorn drops them (5 s): a request sent on a connection that the server is
 just closing is lost, and a POST is not repeated."""
 _FINAL_ONLY = 2
-_MESSAGE_CHARS = 2000
 
 
 class VllmClient:
@@ -110,7 +109,7 @@ class VllmClient:
         return completions
 
     def _raise_for_status(self, status: int, payload: bytes, request_id: str) -> None:
-        said = _message(payload)
+        said = error_text(payload)
         if status == 401:
             raise UserError(
                 f"{self.url}: HTTP 401: name the environment variable that holds the server's API key in "
@@ -162,16 +161,3 @@ def _completion(choice: dict[str, Any], version: int) -> Completion:
         finish_reason=choice["finish_reason"] or "abort",
         versions=versions,
     )
-
-
-def _message(payload: bytes) -> str:
-    """What the server said, without the JSON around it."""
-    text = payload.decode(errors="replace")
-    try:
-        said = json.loads(text)
-    except json.JSONDecodeError:
-        said = text
-    while isinstance(said, dict):
-        known = [said[key] for key in ("error", "message", "detail") if key in said]
-        said = known[0] if known else json.dumps(said)
-    return str(said)[:_MESSAGE_CHARS]
