@@ -1,19 +1,18 @@
 """Real inference servers for the integration tests."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+
+from torchtitan.grpo.engines.control import ServerControl
 
 REPO_ROOT = Path(__file__).parents[2]
 VLLM_START_S = 180.0
@@ -70,58 +69,38 @@ def _plugin_path(folder: Path) -> Path:
     return folder
 
 
-def _wait_healthy(server: RunningServer, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    tail = server.log_path.read_text(errors="replace")[-4000:]
-    pytest.fail(
-        f"vLLM at {server.url} was not healthy within {timeout_s:.0f} s (exit {server.process.poll()}):\n{tail}"
-    )
-
-
-@pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A vLLM CPU server with a tiny random Qwen3, processed log-probabilities, development routes and our plug-in.
+@contextmanager
+def serve_vllm(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningServer]:
+    """A vLLM CPU server, started as a user starts it: by scripts/serve_vllm.sh. `folder` is for its log and cache.
 
     Needs the environment variable VLLM_PYTHON: a Python with vLLM.
     """
-    python = os.environ.get("VLLM_PYTHON")
-    if not python:
+    if not os.environ.get("VLLM_PYTHON"):
         pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
-    folder = tmp_path_factory.mktemp("vllm")
-    model_dir = save_tiny_qwen3(folder / "model")
     port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
-    command += ["--max-num-seqs", "16", "--skip-tokenizer-init", "--enable-scale-out", "--enforce-eager"]
-    command += ["--logprobs-mode", "processed_logprobs"]
-    search_path = [str(REPO_ROOT)]
-    if (REPO_ROOT / (PLUGIN_MODULE.replace(".", "/") + ".py")).exists():
-        search_path.append(str(_plugin_path(folder / "plugin")))
-        command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
+    command = [
+        "bash",
+        str(REPO_ROOT / "scripts" / "serve_vllm.sh"),
+        str(model_dir),
+        "--cpu",
+        "--port",
+        str(port),
+        *flags,
+    ]
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(search_path),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), str(_plugin_path(folder / "plugin"))]),
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
     log_path = folder / "server.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, log_path)
     try:
-        _wait_healthy(server, VLLM_START_S)
+        try:
+            ServerControl(server.url).wait_healthy(VLLM_START_S, process)
+        except Exception as error:
+            pytest.fail(f"{error}\n{log_path.read_text(errors='replace')[-4000:]}")
         yield server
     finally:
         # The whole process group: vLLM's engine core is a child of the API server.
@@ -132,3 +111,32 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A vLLM server with a tiny random Qwen3, embedding and output apart."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model_dir = save_tiny_qwen3(folder / "model")
+    with serve_vllm(folder, model_dir, "--max-model-len", "256", "--max-num-seqs", "16") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tied_vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A vLLM server with a tiny random Qwen3 whose output layer is its embedding."""
+    folder = tmp_path_factory.mktemp("tied_vllm")
+    with serve_vllm(folder, save_tiny_qwen3(folder / "model", seed=1, tied=True)) as server:
+        yield server
+
+
+@pytest.fixture
+def vllm_serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Start a vLLM server of a given folder and flags; returns its address."""
+    with ExitStack() as stack:
+
+        def start(model_dir: str, *flags: str) -> str:
+            folder = tmp_path_factory.mktemp("vllm_serving")
+            return stack.enter_context(serve_vllm(folder, REPO_ROOT / model_dir, *flags)).url
+
+        yield start

@@ -1,16 +1,12 @@
 """A running vLLM takes weights A, B, A from a trainer; after each it must answer as transformers does with them."""
 
-import os
-import signal
-import socket
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo import job_config
@@ -22,57 +18,9 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 
 pytestmark = pytest.mark.vllm
 
-REPO_ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 PROMPT = list(range(5, 25))
 SYNC = job_config.WeightSync(timeout_seconds=30.0)
-
-
-@pytest.fixture(scope="session")
-def tied_vllm_server(tmp_path_factory):
-    """A server whose output layer is its embedding, started as a user starts it: by scripts/serve_vllm.sh."""
-    if not os.environ.get("VLLM_PYTHON"):
-        pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
-    folder = tmp_path_factory.mktemp("tied_vllm")
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=1,
-        eos_token_id=2, initializer_range=0.15,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    # As if the project were installed in vLLM's environment.
-    info = folder / "torchtitan_grpo-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan-grpo\nVersion: 0\n")
-    plugin = "torchtitan_grpo = torchtitan.grpo.weight_sync.vllm_plugin:register"
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin}\n")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    env = os.environ | {"PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{folder}", "VLLM_CACHE_ROOT": str(folder / "cache")}
-    command = [
-        "bash",
-        str(REPO_ROOT / "scripts" / "serve_vllm.sh"),
-        str(folder / "model"),
-        "--port",
-        str(port),
-        "--cpu",
-    ]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        ServerControl(url).wait_healthy(180, process)
-        yield SimpleNamespace(url=url, model_dir=folder / "model")
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(20)
 
 
 @pytest.fixture(params=["untied", "tied"])

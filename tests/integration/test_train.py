@@ -1,0 +1,76 @@
+"""The whole trainer with the embedded server, and with a real vLLM server: learning, repeating, resuming, sharding."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.integration.trainer_runs import steps, train, without_times
+
+
+def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_path):
+    whole = train(tmp_path / "whole", {"--training.steps": "4"})
+    train(tmp_path / "parts", {"--training.steps": "2"})
+    train(tmp_path / "parts", {"--training.steps": "4", "--checkpoint.resume": None})
+    resumed = steps(tmp_path / "parts")
+    assert [line["step"] for line in whole] == [1, 2, 3, 4]
+    # Steps 1 and 2 are a second run of the same seed, 3 and 4 come after the resume.
+    validated = {name for line in whole + resumed for name in line if name.startswith("validation/")}
+    plain = [[{k: v for k, v in s.items() if k not in validated} for s in without_times(r)] for r in (whole, resumed)]
+    assert plain[0] == plain[1]
+    assert len({line["train/grad_norm"] for line in whole}) == 4
+
+
+def test_the_export_is_the_trained_model_and_mismatch_stays_under_1e_4(tmp_path):
+    lines = train(tmp_path)
+    assert all(line["policy/mismatch_abs"] <= 1e-4 for line in lines)
+    assert [line["sync/version"] for line in lines] == [1, 2, 3]
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint" / "step-3" / "hf", output_loading_info=True
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert (tmp_path / "checkpoint" / "step-3" / "hf" / "tokenizer.json").exists()
+    assert model(torch.tensor([[1, 5, 6]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"--grpo.minibatches": "2", "--grpo.kl_coef": "0.05", "--grpo.kl_placement": "reward"},
+        {"--grpo.policy_loss": "gspo", "--grpo.loss_aggregation": "sequence", "--grpo.kl_coef": "0.05"},
+    ],
+    ids=["minibatches-kl-in-reward", "gspo-kl-in-loss"],
+)
+def test_two_ranks_learn_what_one_rank_learns(flags, tmp_path):
+    # A trained start, so that both have the same weights: random initialisation depends on the number of ranks.
+    train(tmp_path / "start", {"--training.steps": "1"})
+    folder = str(tmp_path / "start" / "checkpoint" / "step-1" / "hf")
+    flags = flags | {"--model.hf_assets_path": folder, "--model.weights": "hf", "--sft.steps": "0"}
+    alone = train(tmp_path / "one", flags)
+    sharded = train(tmp_path / "two", flags, ranks=2)
+    for one, two in zip(alone, sharded, strict=True):
+        for name in ("reward/mean", "train/loss", "train/grad_norm", "policy/kl", "policy/entropy"):
+            assert two[name] == pytest.approx(one[name], abs=2e-4), (one["step"], name)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_the_quickstart_learns_with_a_vllm_server(vllm_serving, tmp_path):
+    url = vllm_serving("train_configs/tiny_qwen3", "--load-format", "dummy", "--max-model-len", "64")
+    lines = train(
+        tmp_path,
+        {
+            "--rollout.engine": "vllm",
+            "--rollout.urls": url,
+            "--data.arithmetic_max": "9",
+            "--sft.steps": "60",
+            "--sft.batch_size": "32",
+            "--grpo.prompts_per_step": "16",
+            "--grpo.group_size": "8",
+            "--training.steps": "40",
+            "--optimizer.lr": "5e-4",
+        },
+    )
+    assert all(line["policy/mismatch_abs"] <= 1e-4 for line in lines)
+    assert [line["sync/version"] for line in lines] == list(range(1, 41))
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1

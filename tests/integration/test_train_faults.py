@@ -1,0 +1,167 @@
+"""What a user sees when the input is bad or a part dies: a clear message in seconds, and nothing left behind."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.trainer_runs import ROOT, attempt, command, environment, steps, train
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names the run's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line:
+                found.append(int(entry.name))
+    return found
+
+
+def servers_of(folder: Path) -> list[int]:
+    return [
+        pid
+        for pid in processes_of(folder)
+        if b"torchtitan.grpo.engines.embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def start_endless(folder: Path) -> subprocess.Popen:
+    """A run that is in its loop."""
+    log = (folder.parent / "log.txt").open("w")
+    line = command(folder, {"--training.steps": "100000", "--sft.steps": "1"})
+    process = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not steps(folder):
+        assert process.poll() is None and time.monotonic() < deadline, (folder.parent / "log.txt").read_text()[-3000:]
+        time.sleep(0.2)
+    return process
+
+
+def wait_until_gone(folder: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while processes_of(folder):
+        assert time.monotonic() < deadline, f"still running: {processes_of(folder)}"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_leaves_nothing_behind(number, tmp_path):
+    process = start_endless(tmp_path / "run")
+    assert servers_of(tmp_path / "run")
+    if number == signal.SIGINT:  # Ctrl-C reaches the whole foreground group
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    assert process.wait(60) != 0
+    wait_until_gone(tmp_path / "run", 15)
+
+
+def test_a_killed_trainer_leaves_no_server_behind(tmp_path):
+    process = start_endless(tmp_path / "run")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+    wait_until_gone(tmp_path / "run", 30)
+
+
+def test_a_killed_server_ends_the_run_with_its_address(tmp_path):
+    process = start_endless(tmp_path / "run")
+    (server,) = servers_of(tmp_path / "run")
+    os.kill(server, signal.SIGKILL)
+    assert process.wait(60) != 0
+    assert "http://127.0.0.1:" in (tmp_path / "log.txt").read_text()
+    wait_until_gone(tmp_path / "run", 15)
+
+
+def test_a_reward_that_hangs_or_raises_is_counted_and_the_run_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "bad_rewards.py").write_text(
+        "import time\n"
+        "def raises(answer, prompt):\n    raise RuntimeError('no')\n"
+        "def hangs(answer, prompt):\n    time.sleep(100 if prompt.index % 8 == 0 else 0)\n    return 0.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    functions = "exact_match,bad_rewards:raises,bad_rewards:hangs"
+    lines = train(
+        tmp_path / "run",
+        {"--reward.functions": functions, "--reward.timeout_seconds": "0.5", "--training.steps": "2"},
+    )
+    assert len(lines) == 2
+    assert all(line["reward/failures"] >= 32 for line in lines)
+
+
+class NotAnEngine(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def wrong_server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotAnEngine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def refused(tmp_path: Path, flags: dict[str, str | None], *words: str, limit_s: float = 90) -> None:
+    started = time.monotonic()
+    done = attempt(tmp_path / "run", flags)
+    said = done.stdout + done.stderr
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert done.returncode != 0 and errors, said[-3000:]
+    assert all(word in said for word in words), errors
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in said
+    assert time.monotonic() - started < limit_s
+
+
+BAD = {
+    "key": ({"--grpo.groupsize": "4"}, ("--grpo.groupsize", "--grpo.group_size")),
+    "range": ({"--weight_sync.num_buffers": "0"}, ("[weight_sync] num_buffers", "at least 1")),
+    "folder": ({"--model.hf_assets_path": "no/such"}, ("hf_assets_path", "no/such")),
+    "no weights": ({"--model.weights": "hf"}, ("train_configs/tiny_qwen3", "safetensors")),
+    "data": ({"--data.source": "jsonl", "--data.path": "no.jsonl"}, ("[data] path", "no.jsonl")),
+    "reward": ({"--reward.functions": "exact_mach"}, ("exact_mach", "exact_match")),
+    "length": ({"--training.seq_len": "4096", "--training.tokens_per_microbatch": "0"}, ("seq_len", "512")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name, tmp_path):
+    flags, words = BAD[name]
+    refused(tmp_path, flags, *words)
+
+
+def test_an_unreachable_server_is_named(tmp_path):
+    flags = {"--rollout.engine": "vllm", "--rollout.urls": "http://127.0.0.1:9"}
+    refused(tmp_path, flags | {"--rollout.start_timeout_seconds": "2"}, "http://127.0.0.1:9", "start_timeout_seconds")
+
+
+def test_a_server_that_is_no_engine_is_named(tmp_path, wrong_server):
+    flags = {"--rollout.engine": "vllm", "--rollout.urls": wrong_server}
+    refused(tmp_path, flags, wrong_server, "VLLM_SERVER_DEV_MODE=1")
+
+
+def test_a_new_run_does_not_overwrite_checkpoints(tmp_path):
+    train(tmp_path / "run", {"--training.steps": "1", "--sft.steps": "0"})
+    refused(tmp_path, {}, "[checkpoint] resume", "[job] dump_folder")
+
+
+def test_a_torn_data_line_is_named(tmp_path):
+    rows = [json.dumps({"question": "1+1=", "answer": "2"})] * 3 + ['{"question": "1+']
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    refused(tmp_path, {"--data.source": "jsonl", "--data.path": str(tmp_path / "data.jsonl")}, "data.jsonl:4")
