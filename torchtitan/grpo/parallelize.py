@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.models import ModelSource
 from torchtitan.grpo.packed_model import make_packed
 from torchtitan.models.llama3.infra import parallelize as llama3
@@ -57,6 +58,18 @@ def build_model(
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
+    args, degree = source.model_args, tp_mesh.size()
+    widths = {
+        "attention heads": args.n_heads,
+        "key/value heads": args.n_kv_heads or args.n_heads,
+        "feed-forward width": model.layers["0"].feed_forward.w1.weight.shape[0],
+    }
+    uneven = [f"{width} {name}" for name, width in widths.items() if width % degree]
+    if uneven:
+        raise UserError(
+            f"[parallelism] tensor_parallel_degree = {degree} does not divide this model's {' and '.join(uneven)}: "
+            "choose a degree that does"
+        )
     if source.family == "qwen3":
         qwen3.apply_non_moe_tp(
             model,

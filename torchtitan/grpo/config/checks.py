@@ -250,6 +250,8 @@ def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | 
 
 
 def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:
+    if config.compile.enable and not gpus:
+        yield "[compile] enable = true needs CUDA, and this machine has none: packed attention compiles only there"
     transport = config.weight_sync.transport
     if transport == "nccl" and not gpus:
         yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
