@@ -48,6 +48,8 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
 
+FixedLogprobs = tuple[torch.Tensor | None, torch.Tensor | None]
+
 
 class Trainer:
     """Everything a run holds; `train` is the loop, `close` releases it all."""
@@ -129,6 +131,7 @@ class Trainer:
                     samples = [
                         PackedSample(s.prompt.token_ids, s.token_ids, advantage, weight, s.logprobs)
                         for (s, advantage), weight in zip(answers, weights, strict=True)
+                        if weight or grpo.kl_placement == "reward"  # what trains nothing costs nothing
                     ]
                     rows = pack(samples, budget, self.data_ranks, self.row_multiple)
                 minibatches.append([row.to(self.device) for row in self.broadcast.microbatches(rows, self.data_rank)])
@@ -137,16 +140,17 @@ class Trainer:
     def update(self, minibatches: list[list[Microbatch]]) -> dict[str, float]:
         """One optimizer step per minibatch. Token weights hold the global normaliser, so gradients only add up."""
         grpo, temperature = self.config.grpo, self.config.rollout.temperature
-        old, reference = self._fixed_logprobs(minibatches)
+        fixed_logprobs = self._fixed_logprobs(minibatches)
         sums: dict[str, torch.Tensor] = {}
         with self.ledger.stage("train"):
-            for rows in minibatches:
+            for rows, fixed in zip(minibatches, fixed_logprobs, strict=True):
                 self.optimizers.zero_grad()
-                for row in rows:
+                for row, (old_logprobs, reference_logprobs) in zip(rows, fixed, strict=True):
                     answer = row.loss_mask
                     sampler_logprobs, sample_ids = row.sampler_logprobs[answer], row.sample_ids[answer]
                     logprobs, entropy = self.model(row, temperature)
-                    old_logprobs = old.get(id(row), logprobs.detach())
+                    if old_logprobs is None:
+                        old_logprobs = logprobs.detach()
                     importance = losses.importance_weights(
                         old_logprobs,
                         sampler_logprobs,
@@ -164,7 +168,7 @@ class Trainer:
                         sample_ids,
                         grpo,
                         importance=importance,
-                        reference_logprobs=reference.get(id(row)),
+                        reference_logprobs=reference_logprobs,
                         entropy=entropy,
                     )
                     loss.backward()
@@ -258,41 +262,36 @@ class Trainer:
             return False
         return grpo.zero_variance_groups == "keep" or not zero_variance([self._shaped_reward(s) for s in group])
 
-    def _fixed_logprobs(
-        self, minibatches: list[list[Microbatch]]
-    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Log-probabilities that stay fixed during the step's updates, by `id` of the row.
+    def _fixed_logprobs(self, minibatches: list[list[Microbatch]]) -> list[list[FixedLogprobs]]:
+        """Log-probabilities that stay fixed during the step's updates: (old policy's, reference's) for each row.
 
-        The old policy's are needed only if the policy moves between minibatches, or before the advantages are known;
-        else the first forward's own are the old ones.
+        The old policy's are computed only if the policy moves between minibatches, or before the advantages are known;
+        else they are None, and the first forward's own are the old ones.
         """
         grpo, temperature = self.config.grpo, self.config.rollout.temperature
         kl_in_reward = self.reference is not None and grpo.kl_placement == "reward"
-        rows = [row for rows in minibatches for row in rows]
-        old: dict[int, torch.Tensor] = {}
-        reference: dict[int, torch.Tensor] = {}
-        with self.ledger.stage("logprobs"), torch.no_grad():
-            if len(minibatches) > 1 or kl_in_reward:
-                old = {id(row): self.model(row, temperature)[0] for row in rows}
-            if self.reference is not None:
-                reference = {id(row): self.reference(row, temperature)[0] for row in rows}
-            if kl_in_reward:
-                self._take_kl_off_rewards(minibatches, old, reference)
-        return old, reference
+        needs_old = len(minibatches) > 1 or kl_in_reward
 
-    def _take_kl_off_rewards(
-        self, minibatches: list[list[Microbatch]], old: dict[int, torch.Tensor], reference: dict[int, torch.Tensor]
-    ) -> None:
+        def fixed(row: Microbatch) -> FixedLogprobs:
+            old = self.model(row, temperature)[0] if needs_old else None
+            return old, self.reference(row, temperature)[0] if self.reference is not None else None
+
+        with self.ledger.stage("logprobs"), torch.no_grad():
+            result = [[fixed(row) for row in rows] for rows in minibatches]
+            if kl_in_reward:
+                self._take_kl_off_rewards(minibatches, result)
+        return result
+
+    def _take_kl_off_rewards(self, minibatches: list[list[Microbatch]], fixed: list[list[FixedLogprobs]]) -> None:
         """Reward less `kl_coef` times the answer's summed KL estimate, and from that the rows' advantages anew."""
         grpo = self.config.grpo
         parts = _split(len(self.rewards_by_group), grpo.minibatches)
-        for part, rows in zip(parts, minibatches, strict=True):
+        for part, rows, logprobs in zip(parts, minibatches, fixed, strict=True):
             rewards = [self.rewards_by_group[i] for i in part]
             kl = torch.zeros(sum(map(len, rewards)), device=self.device)
-            for row in rows:
+            for row, (old, reference) in zip(rows, logprobs, strict=True):
                 sample = row.sample_index[row.sample_ids[row.loss_mask]]
-                estimate = losses.kl_estimate(old[id(row)], reference[id(row)], grpo.kl_estimator)
-                kl.index_add_(0, sample, estimate)
+                kl.index_add_(0, sample, losses.kl_estimate(old, reference, grpo.kl_estimator))
             if self.data_ranks > 1:
                 dist.all_reduce(kl, group=self.dims.get_mesh("batch").get_group())
             penalties = iter((grpo.kl_coef * kl).tolist())
@@ -300,8 +299,7 @@ class Trainer:
             by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
             advantages = torch.tensor([a for group in by_group for a in group], device=self.device)
             for row in rows:
-                sample = row.sample_index[row.sample_ids[row.loss_mask]]
-                row.advantages[row.loss_mask] = advantages[sample]
+                row.advantages[row.loss_mask] = advantages[row.sample_index[row.sample_ids[row.loss_mask]]]
 
     def _check_sampler(self, sums: dict[str, float]) -> None:
         """Before the first optimizer step: do sampler and trainer mean the same model and log-probabilities?"""
@@ -316,7 +314,7 @@ class Trainer:
             )
 
     def _sum_over_data_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-        total = torch.stack([torch.as_tensor(value, device=self.device).float() for value in sums.values()])
+        total = torch.stack([torch.as_tensor(value, device=self.device).double() for value in sums.values()])
         if self.data_ranks > 1:
             dist.all_reduce(total, group=self.dims.get_mesh("batch").get_group())
         return dict(zip(sums, total.tolist(), strict=True))

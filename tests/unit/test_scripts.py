@@ -194,3 +194,31 @@ def test_plot_takes_mean_and_range_over_seeds_at_each_step(monkeypatch):
         [1.0, 1.0, 5.0],
     )
     assert smoothed({3: 4.0, 1: 0.0, 2: 2.0}, 2) == {1: 0.0, 2: 1.0, 3: 3.0}
+
+
+def run_lines(**changes: float) -> list[dict]:
+    step = {"train/loss": 0.1, "train/grad_norm": 1.0, "policy/mismatch_abs": 1e-6, "reward/mean": 0.5} | changes
+    first = {"step": 0, "sync/version": 0, "validation/greedy_reward": 0.2}
+    last = step | {"step": 2, "sync/version": 2, "validation/greedy_reward": 0.95}
+    return [first, step | {"step": 1, "sync/version": 1}, last]
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "failing"),
+    [
+        (run_lines(), ["--min-final-reward", "0.9", "--max-first-reward", "0.5"], ""),
+        (run_lines(), ["--min-final-reward", "0.99"], "at the end"),
+        (run_lines(), ["--max-first-reward", "0.1"], "before the first step"),
+        (run_lines(), ["--min-gain", "0.1"], "reward from"),
+        (run_lines(**{"policy/mismatch_abs": 0.01}), [], "log-probabilities differ"),
+        (run_lines()[:2], [], "steps logged"),
+        ([{k: v for k, v in line.items() if k != "train/loss"} for line in run_lines()], [], "every loss is finite"),
+        ([line | {"sync/version": 1} for line in run_lines()], [], "acknowledged"),
+    ],
+)
+def test_check_run_fails_what_does_not_hold(lines, flags, failing, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run(sys.executable, SCRIPTS / "check_run.py", tmp_path, "--steps", "2", *flags)
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert done.returncode == bool(failing), done.stdout + done.stderr
+    assert len(failed) == bool(failing) and failing in "".join(failed)
