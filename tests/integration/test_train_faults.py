@@ -11,29 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.trainer_runs import ROOT, attempt, command, environment, steps, train
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Processes whose command line names the run's folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if str(folder) in line:
-                found.append(int(entry.name))
-    return found
-
-
-def servers_of(folder: Path) -> list[int]:
-    return [
-        pid
-        for pid in processes_of(folder)
-        if b"torchtitan.grpo.engines.embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+from tests.integration.trainer_runs import ROOT, attempt, command, environment, processes_of, servers_of, steps, train
 
 
 def start_endless(folder: Path) -> subprocess.Popen:

@@ -54,3 +54,25 @@ def without_times(lines: list[dict]) -> list[dict]:
     """What must repeat exactly when a run is repeated."""
     timed = ("time/", "sync/", "throughput/")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names the run's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line:
+                found.append(int(entry.name))
+    return found
+
+
+def servers_of(folder: Path) -> list[int]:
+    return [
+        pid
+        for pid in processes_of(folder)
+        if b"torchtitan.grpo.engines.embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]

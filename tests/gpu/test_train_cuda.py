@@ -1,0 +1,67 @@
+"""The whole trainer on CUDA: sharded over two GPUs, weights over NCCL to a server on another, a server that dies."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from tests.integration.trainer_runs import ROOT, command, environment, servers_of, steps, train
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+BF16 = {"--training.mixed_precision_param": "bfloat16"}
+
+
+def checked(lines: list[dict]) -> None:
+    assert [line["sync/version"] for line in lines] == [1, 2, 3]
+    assert all(line["policy/mismatch_abs"] < 0.05 for line in lines)
+    assert all(line["train/grad_norm"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_one_gpu_shared_with_the_server(compile, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    checked(train(tmp_path, BF16 | ({"--compile.enable": None} if compile else {})))
+
+
+@TWO_GPUS
+def test_weights_go_over_nccl_to_a_server_on_its_own_gpu(tmp_path):
+    checked(train(tmp_path, BF16))
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_gpus_train_as_one(tp, tmp_path):
+    start = train(tmp_path / "start", BF16 | {"--training.steps": "1"})
+    assert start
+    folder = str(tmp_path / "start" / "checkpoint" / "step-1" / "hf")
+    flags = {"--model.hf_assets_path": folder, "--model.weights": "hf", "--sft.steps": "0", "--optimizer.lr": "1e-5"}
+    alone = train(tmp_path / "one", flags)
+    sharded = train(tmp_path / "two", flags | {"--parallelism.tensor_parallel_degree": str(tp)}, ranks=2)
+    for one, two in zip(alone, sharded, strict=True):
+        for name in ("train/loss", "train/grad_norm", "policy/entropy"):
+            assert two[name] == pytest.approx(one[name], rel=0.02, abs=2e-3), (one["step"], name)
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_lost_nccl_peer_ends_the_run_in_bounded_time(number, tmp_path):
+    log = (tmp_path / "log.txt").open("w")
+    flags = BF16 | {"--training.steps": "100000", "--sft.steps": "1"}
+    flags |= {"--weight_sync.timeout_seconds": "10", "--rollout.request_timeout_seconds": "10"}
+    line = command(tmp_path / "run", flags)
+    process = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not steps(tmp_path / "run"):
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
+        time.sleep(0.2)
+    (server,) = servers_of(tmp_path / "run")
+    os.kill(server, number)
+    started = time.monotonic()
+    assert process.wait(90) != 0
+    print(f"ended {time.monotonic() - started:.1f} s after the server was lost")
+    assert "http://127.0.0.1:" in (tmp_path / "log.txt").read_text()
+    if number == signal.SIGSTOP and servers_of(tmp_path / "run"):
+        os.kill(server, signal.SIGKILL)
