@@ -1,6 +1,7 @@
 """An inference server of our own: vLLM's routes for token generation and weight updates, over one model."""
 
 import asyncio
+import hmac
 import json
 import logging
 import os
@@ -101,10 +102,11 @@ class EmbeddedApp:
     @web.middleware
     async def _errors(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         """vLLM's error bodies: {"error": {"message", "type", "code"}}."""
+        given = request.headers.get("Authorization", "")
         if (
             self.api_key
             and request.path != "/health"
-            and request.headers.get("Authorization") != f"Bearer {self.api_key}"
+            and not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode())
         ):
             return _error(401, "unauthorized: send the server's API key as a bearer token")
         try:
