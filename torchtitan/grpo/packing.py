@@ -35,7 +35,7 @@ class PackedSample:
 
 @dataclass
 class Microbatch:
-    """One packed row; tensors are [T] unless said. Padding, if any, is one last document that trains nothing.
+    """One packed row; tensors are [T] unless said. Padding, if any, is last: documents that train nothing.
 
     A value about answer token `y` sits at the position that predicts it: `targets[t] == y`, and its `advantages`,
     `weights` and `sampler_logprobs` are at the same t. They are 0 where `loss_mask` is False.
@@ -46,8 +46,8 @@ class Microbatch:
         targets: int64, the next token of the document where it is an answer token, else 0.
         loss_mask: bool, True where the target is an answer token.
         sample_ids: int64, nondecreasing 0..n-1 over the row's samples, -1 on padding.
-        cu_seqlens: int32 [docs + 1], where documents start, and T; the padding document included.
-        max_seqlen: Longest document in tokens, the padding document included.
+        cu_seqlens: int32 [docs + 1], where documents start, and T; padding documents included.
+        max_seqlen: Longest document in tokens, padding included.
         advantages, weights, sampler_logprobs: float32.
         sample_index: int64 [n], which of the samples given to `pack` has sample id k.
     """
@@ -231,8 +231,10 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Mi
         lay([*s.prompt_ids, *s.answer_ids[:-1]], s.answer_ids, s.sampler_logprobs, i, s.advantage, s.weight)
     length = len(ints["tokens"])
     padding = -length % pad_multiple if length else pad_multiple
-    if padding:
-        lay([0] * padding, [], [], -1, 0.0, 0.0)
+    # No padding document is longer than the row's longest: positions stay within the model's table.
+    longest = max((_document_tokens(samples[i]) for i in row), default=1)
+    for start in range(0, padding, longest):
+        lay([0] * min(longest, padding - start), [], [], -1, 0.0, 0.0)
     return Microbatch.from_tensors(
         torch.tensor([ints[name] for name in INT_ROWS], dtype=torch.int64),
         torch.tensor([floats[name] for name in FLOAT_ROWS], dtype=torch.float32),
