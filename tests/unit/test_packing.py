@@ -63,7 +63,7 @@ def check_rows(microbatches: list[list[Microbatch]], budget_tokens: int, pad_mul
         assert row.positions.tolist() == [p for n in lengths for p in range(n)]
         longest = max(lengths[: len(row.sample_index)], default=1)
         assert all(n <= longest for n in lengths[len(row.sample_index) :])  # padding stays within positions
-        assert (row.sample_ids == -1).sum() == (lengths[-1] if len(row.sample_index) < len(lengths) else 0)
+        assert (row.sample_ids == -1).sum() == sum(lengths[len(row.sample_index) :])
         off = ~row.loss_mask
         for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs):
             assert (values[off] == 0).all()
