@@ -11,6 +11,8 @@ import itertools
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +450,18 @@ def _split(n: int, parts: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
+def stop_with_torchrun() -> None:
+    """End this process when torchrun is gone: killed, it would leave its trainers on the GPUs."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
 def main(argv: list[str]) -> int:
     init_logger()
     dry_run = "--dry_run" in argv
@@ -458,6 +472,8 @@ def main(argv: list[str]) -> int:
             print(describe(config) if speaks else "", end="")
             return 0
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's stop: let `close` run
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            stop_with_torchrun()
         trainer = Trainer(config)
         try:
             trainer.train()

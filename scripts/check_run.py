@@ -48,7 +48,8 @@ def main() -> int:
     worst = max(line.get("policy/mismatch_abs", math.inf) for line in steps)
     report.check(
         worst <= args.max_mismatch,
-        f"sampler and trainer log-probabilities differ by at most {worst:.1e} nat (step means), limit {args.max_mismatch}",
+        f"sampler and trainer log-probabilities differ by at most {worst:.1e} nat (step means), limit "
+        f"{args.max_mismatch}",
     )
     if args.max_first_reward is not None:
         report.check(held_out[0] <= args.max_first_reward, f"held-out reward {held_out[0]:.3f} before the first step")

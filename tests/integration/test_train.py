@@ -8,9 +8,10 @@ from tests.integration.trainer_runs import steps, train, without_times
 
 
 def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_path):
-    whole = train(tmp_path / "whole", {"--training.steps": "4"})
-    train(tmp_path / "parts", {"--training.steps": "2"})
-    train(tmp_path / "parts", {"--training.steps": "4", "--checkpoint.resume": None})
+    schedule = {"--lr_scheduler.total_steps": "4"}  # the first part must not decay to its own end
+    whole = train(tmp_path / "whole", schedule | {"--training.steps": "4"})
+    train(tmp_path / "parts", schedule | {"--training.steps": "2"})
+    train(tmp_path / "parts", schedule | {"--training.steps": "4", "--checkpoint.resume": None})
     resumed = steps(tmp_path / "parts")
     assert [line["step"] for line in whole] == [1, 2, 3, 4]
     # Steps 1 and 2 are a second run of the same seed, 3 and 4 come after the resume.

@@ -45,10 +45,16 @@ def test_a_stopped_run_leaves_nothing_behind(number, tmp_path):
     wait_until_gone(tmp_path / "run", 15)
 
 
-def test_a_killed_trainer_leaves_no_server_behind(tmp_path):
+@pytest.mark.parametrize("part", ["launcher", "trainer"])
+def test_what_is_killed_leaves_nothing_behind(part, tmp_path):
     process = start_endless(tmp_path / "run")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    if part == "launcher":
+        process.kill()
+    else:
+        (server,) = servers_of(tmp_path / "run")
+        (trainer,) = (pid for pid in processes_of(tmp_path / "run") if pid not in (process.pid, server))
+        os.kill(trainer, signal.SIGKILL)
+    process.wait(30)
     wait_until_gone(tmp_path / "run", 30)
 
 
