@@ -116,8 +116,8 @@ class Grpo:
     """Token ratio with clipping (PPO, GRPO, DAPO), sequence ratio (GSPO) or clipped weights without clipped gradients
     (CISPO)."""
     ratio_clip_min: float = 0.2
-    """Lower clip: the ratio is held above 1 - ratio_clip_min. GSPO's paper takes about 3e-4 on both sides; 1.0 leaves the
-    lower side open, as CISPO's does."""
+    """Lower clip: the ratio is held above 1 - ratio_clip_min. GSPO's paper takes about 3e-4 on both sides; 1.0 leaves
+    the lower side open, as CISPO's does."""
     ratio_clip_max: float = 0.2
     """Upper clip: the ratio is held below 1 + ratio_clip_max. DAPO's clip-higher uses 0.28."""
     ratio_clip_c: float = 0.0
@@ -188,8 +188,8 @@ class WeightSync:
     num_buffers: int = 2
     """Buckets in flight at once."""
     buffer_memory_ratio: float = 0.05
-    """Share of the device's memory that the buckets in flight may take; with several trainer ranks rank 0 gathers into one
-    more."""
+    """Share of the device's memory that the buckets in flight may take; with several trainer ranks rank 0 gathers into
+    one more."""
     bucket_mib_max: int = 1024
     """Cap on one bucket, in MiB. A tensor larger than this gets a bucket of its own."""
     timeout_seconds: float = 300.0
