@@ -305,9 +305,11 @@ class Trainer:
 
     def _check_sampler(self, sums: dict[str, float]) -> None:
         """Before the first optimizer step: do sampler and trainer mean the same model and log-probabilities?"""
+        if sums["tokens"] == 0:
+            return  # no answer of this step is trained on: the next step's will tell
         self.sampler_checked = True
         limit = self.config.rollout.max_logprob_mismatch
-        mismatch = sums["mismatch_abs_sum"] / max(sums["tokens"], 1)
+        mismatch = sums["mismatch_abs_sum"] / sums["tokens"]
         if mismatch > limit:
             raise UserError(
                 f"sampler and trainer log-probabilities of the same tokens differ by {mismatch:.3f} nat on average, "

@@ -26,7 +26,7 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
     return [PackedSample(tokens(p), tokens(a), (-1.0) ** i, 1 / 83, [0.0] * a) for i, (p, a) in enumerate(lengths)]
 
 
-def main(folder: str, tp: int, checkpointing: str, out: str) -> None:
+def main(folder: str, tp: int, replicas: int, checkpointing: str, out: str) -> None:
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32", mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=64
@@ -36,7 +36,7 @@ def main(folder: str, tp: int, checkpointing: str, out: str) -> None:
     config.activation_checkpoint.selective_ac_option = "op"
     dist_utils.init_distributed(config.comm, base_folder=".")
     world = dist.get_world_size()
-    dims = ParallelDims(1, world // tp, 1, tp, 1, 1, 1, world)
+    dims = ParallelDims(replicas, world // tp // replicas, 1, tp, 1, 1, 1, world)
     data_rank = dims.get_mesh("batch").get_local_rank() if world // tp > 1 else 0
     source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64)
     model = build_model(source, config, dims, torch.device("cpu"))
@@ -65,4 +65,4 @@ def main(folder: str, tp: int, checkpointing: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

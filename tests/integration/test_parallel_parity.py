@@ -1,4 +1,4 @@
-"""Two FSDP2 ranks, two TP ranks and FSDP2 x TP train as one process does."""
+"""Two FSDP2 ranks, two TP ranks, FSDP2 x TP with activation checkpointing and HSDP train as one process does."""
 
 import json
 import os
@@ -38,10 +38,13 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return made
 
 
-def run(folder: str, ranks: int, tp: int, out: Path, checkpointing: str = "none") -> list[list[float]]:
+def run(
+    folder: str, ranks: int, tp: int, out: Path, *, replicas: int = 1, checkpointing: str = "none"
+) -> list[list[float]]:
     """[[loss, gradient norm]] of three steps on `ranks` gloo ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name("parallel_worker.py")), folder, str(tp), checkpointing, str(out)]
+    command += [str(Path(__file__).with_name("parallel_worker.py")), folder, str(tp), str(replicas)]
+    command += [checkpointing, str(out)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=out.parent, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -57,7 +60,9 @@ def test_sharded_training_equals_one_process(folders, model, tmp_path):
         torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, t=tp: f"tp={t}: {m}")
 
 
-def test_fsdp_with_tp_and_activation_checkpointing_equals_one_process(folders, tmp_path):
+def test_four_ranks_equal_one_process(folders, tmp_path):
     alone = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "1"))
     both = torch.tensor(run(folders["qwen3-tied"], 4, 2, tmp_path / "4", checkpointing="full"))
     torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
+    replicated = torch.tensor(run(folders["qwen3-tied"], 4, 1, tmp_path / "replicas", replicas=2))
+    torch.testing.assert_close(replicated, alone, atol=1e-5, rtol=0)

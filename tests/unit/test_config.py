@@ -333,6 +333,13 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
     [
         (["--weight_sync.transport", "nccl"], 1, 0, ("[weight_sync] transport", "needs CUDA")),
         (["--weight_sync.transport", "nccl"], 2, 2, ("[weight_sync] transport", "2 trainer processes take all 2")),
+        (
+            ["--parallelism.data_parallel_replicate_degree", "2"],
+            2,
+            0,
+            ("data_parallel_replicate_degree", "not supported"),
+        ),
+        (["--parallelism.data_parallel_replicate_degree", "2"], 4, 0, ()),
         (["--compile.enable"], 1, 0, ("[compile] enable", "needs CUDA")),
         (["--compile.enable"], 1, 2, ()),
         (["--rollout.embedded_device", "cuda"], 1, 0, ("[rollout] embedded_device", "needs CUDA")),
