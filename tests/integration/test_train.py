@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.integration.served_logprobs import worst_logprob_difference
 from tests.integration.trainer_runs import steps, train, without_times
 
 
@@ -55,7 +56,7 @@ def test_two_ranks_learn_what_one_rank_learns(flags, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_the_quickstart_learns_with_a_vllm_server(vllm_serving, tmp_path):
+def test_the_quickstart_learns_with_a_vllm_server_and_vllm_loads_the_export(vllm_serving, tmp_path):
     url = vllm_serving("train_configs/tiny_qwen3", "--load-format", "dummy", "--max-model-len", "64")
     lines = train(
         tmp_path,
@@ -75,3 +76,7 @@ def test_the_quickstart_learns_with_a_vllm_server(vllm_serving, tmp_path):
     assert [line["sync/version"] for line in lines] == list(range(1, 41))
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1
+
+    export = tmp_path / "checkpoint" / "step-40" / "hf"
+    reference = AutoModelForCausalLM.from_pretrained(export).eval()
+    assert worst_logprob_difference(vllm_serving(str(export), "--max-model-len", "64"), reference) <= 1e-4

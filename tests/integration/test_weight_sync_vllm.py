@@ -4,11 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import requests
 import torch
 from transformers import Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
+from tests.integration.served_logprobs import worst_logprob_difference
 from torchtitan.grpo import job_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.errors import UserError
@@ -19,7 +19,6 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 pytestmark = pytest.mark.vllm
 
 CPU = torch.device("cpu")
-PROMPT = list(range(5, 25))
 SYNC = job_config.WeightSync(timeout_seconds=30.0)
 
 
@@ -45,21 +44,6 @@ def changed(folder: Path, seed: int, out: Path) -> Path:
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(out)
     return out
-
-
-def worst_logprob_difference(url: str, reference: Qwen3ForCausalLM) -> float:
-    """Greedy tokens of the server; its log-probabilities against transformers' over the same sequence."""
-    sampling = {"n": 1, "max_tokens": 12, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    reply = requests.post(
-        url + "/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling}, timeout=60
-    )
-    choice = reply.json()["choices"][0]
-    answer = choice["token_ids"]
-    served = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
-    with torch.no_grad():
-        logits = reference(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].float()
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-    return float((served - expected).abs().max())
 
 
 def test_weights_a_b_a(server, tmp_path):
