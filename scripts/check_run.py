@@ -40,6 +40,8 @@ def main() -> int:
     if not steps:
         return 1
     report.check(all("train/loss" in line and "train/grad_norm" in line for line in steps), "every loss is finite")
+    trained = [line for line in steps if line.get("train/answer_tokens", 0) > 0 and line.get("train/grad_norm", 0) > 0]
+    report.check(len(trained) == len(steps), f"{len(trained)} of {len(steps)} steps changed the weights")
     acknowledged = [line["sync/version"] for line in lines if "sync/version" in line]
     report.check(
         acknowledged[-len(steps) :] == [line["step"] for line in steps],

@@ -38,7 +38,9 @@ trap cleanup EXIT
     --head-dim 128 --vocab-size 151936 --max-tokens 2048 >/dev/null
 flags=(--model.hf_assets_path "$work/model" --job.dump_folder "$work/run" --training.steps "$steps")
 flags+=(--training.mixed_precision_param bfloat16 --training.seq_len 512 --training.tokens_per_microbatch 16384)
-flags+=(--rollout.max_answer_tokens 256 --sft.steps 0 --validation.prompts 16 --validation.freq "$steps" --optimizer.lr 1e-5)
+flags+=(--rollout.max_answer_tokens 256 --sft.steps 0 --validation.prompts 16 --validation.freq "$steps")
+# No random answer is right: the entropy bonus is what changes the weights, so that every version differs.
+flags+=(--grpo.prompts_per_step 64 --grpo.zero_variance_groups keep --grpo.entropy_coef 0.01 --optimizer.lr 1e-4)
 if [ "$mode" = server ]; then
     port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     setsid bash scripts/serve_vllm.sh "$work/model" --gpu 1 --port "$port" --load-format dummy --max-model-len 2048 \

@@ -29,6 +29,7 @@ train() {
     timeout 900 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" grpo_train.py \
         --job.config_file train_configs/quickstart.toml --job.dump_folder "$work/$name" \
         --training.steps 12 --sft.steps 60 --grpo.prompts_per_step 32 --validation.prompts 32 --validation.freq 12 \
+        --grpo.zero_variance_groups keep --grpo.entropy_coef 0.01 \
         "$@" > "$work/$name.log" 2>&1 || { tail -40 "$work/$name.log"; echo "FAIL  $name: the run ended with an error"; exit 1; }
     "$python" scripts/check_run.py "$work/$name" --steps 12 --export
 }

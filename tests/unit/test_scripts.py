@@ -197,7 +197,13 @@ def test_plot_takes_mean_and_range_over_seeds_at_each_step(monkeypatch):
 
 
 def run_lines(**changes: float) -> list[dict]:
-    step = {"train/loss": 0.1, "train/grad_norm": 1.0, "policy/mismatch_abs": 1e-6, "reward/mean": 0.5} | changes
+    step = {
+        "train/loss": 0.1,
+        "train/grad_norm": 1.0,
+        "train/answer_tokens": 9.0,
+        "policy/mismatch_abs": 1e-6,
+        "reward/mean": 0.5,
+    } | changes
     first = {"step": 0, "sync/version": 0, "validation/greedy_reward": 0.2}
     last = step | {"step": 2, "sync/version": 2, "validation/greedy_reward": 0.95}
     return [first, step | {"step": 1, "sync/version": 1}, last]
@@ -212,6 +218,8 @@ def run_lines(**changes: float) -> list[dict]:
         (run_lines(), ["--min-gain", "0.1"], "reward from"),
         (run_lines(**{"policy/mismatch_abs": 0.01}), [], "log-probabilities differ"),
         (run_lines()[:2], [], "steps logged"),
+        (run_lines(**{"train/answer_tokens": 0.0}), [], "changed the weights"),
+        (run_lines(**{"train/grad_norm": 0.0}), [], "changed the weights"),
         ([{k: v for k, v in line.items() if k != "train/loss"} for line in run_lines()], [], "every loss is finite"),
         ([line | {"sync/version": 1} for line in run_lines()], [], "acknowledged"),
     ],
