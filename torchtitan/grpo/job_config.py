@@ -154,6 +154,11 @@ class Rollout:
     """Who samples: a server of our own, spawned with the run, or running vLLM servers."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of the servers, one per replica. Empty with `embedded`: one is spawned."""
+    urls_file: str = ""
+    """Text file with one base address a line, in place of `urls`. It is read again when it changes: servers join and
+    leave a run under way."""
+    min_servers: int = 1
+    """The run stops when fewer servers than this are left. The others are tried again and again until they are back."""
     api_key_env: str = ""
     """Name of the environment variable that holds the servers' API key; the key itself is never written or logged."""
     temperature: float = 1.0
@@ -185,6 +190,15 @@ class WeightSync:
     """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU or to a server on the same GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the published weights; `auto` is what the servers compute in: bfloat16 on CUDA, float32 on CPU."""
+    async_weight_update: bool = False
+    """Send weights in the background: a publish copies the shards and returns, and the servers get them while the
+    trainer goes on. False waits in each step until every server has acknowledged."""
+    cadence: Literal["every", "auto"] = "every"
+    """With `async_weight_update`, which versions are sent: `every` one (the newest, if several came during a push), or
+    `auto`, as few as staleness allows while an update stops the servers for more than a twentieth of the time."""
+    straggler_seconds: float = 1.0
+    """How long a server may keep the other servers waiting in a push. Then it is dropped from the push and from
+    traffic, and fed alone from a copy in host memory."""
     num_buffers: int = 2
     """Buckets in flight at once."""
     buffer_memory_ratio: float = 0.05

@@ -118,8 +118,19 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
 
 def _check_servers(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.engine == "vllm" and not rollout.urls:
+    if rollout.engine == "vllm" and not (rollout.urls or rollout.urls_file):
         yield '[rollout] urls is empty: engine = "vllm" needs the addresses of running servers, as in ["http://host:8000"]'
+    if rollout.urls and rollout.urls_file:
+        yield "[rollout] urls and [rollout] urls_file are both set: keep the addresses in one of them"
+    if rollout.urls_file and not os.path.isfile(rollout.urls_file):
+        yield f"[rollout] urls_file = {show(rollout.urls_file)} is no file: write one base address a line into it"
+    if rollout.min_servers > max(1, len(rollout.urls)) and not rollout.urls_file:
+        yield (
+            f"[rollout] min_servers = {rollout.min_servers} is over the number of servers, "
+            f"{max(1, len(rollout.urls))}: lower it, or add servers to [rollout] urls"
+        )
+    if config.weight_sync.cadence == "auto" and not config.weight_sync.async_weight_update:
+        yield '[weight_sync] cadence = "auto" needs async_weight_update = true: in sync mode every step waits for its push'
     for url, times in Counter(url.rstrip("/") for url in rollout.urls).items():
         if times > 1:
             yield f"[rollout] urls has {show(url)} {times} times: one address per server"
@@ -255,7 +266,7 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     transport = config.weight_sync.transport
     if transport == "nccl" and not gpus:
         yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
-    if config.rollout.engine != "embedded" or config.rollout.urls:
+    if config.rollout.engine != "embedded" or config.rollout.urls or config.rollout.urls_file:
         return
     device = config.rollout.embedded_device
     if device == "cuda" and not gpus:

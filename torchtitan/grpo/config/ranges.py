@@ -84,6 +84,8 @@ RANGES: dict[str, Range] = {
     "rollout.start_timeout_seconds": POSITIVE,
     "rollout.max_logprob_mismatch": POSITIVE,
     "rollout.embedded_max_sequences": ONE_OR_MORE,
+    "rollout.min_servers": ONE_OR_MORE,
+    "weight_sync.straggler_seconds": POSITIVE,
     "weight_sync.num_buffers": ONE_OR_MORE,
     "weight_sync.buffer_memory_ratio": Range(above=0, at_most=1),
     "weight_sync.bucket_mib_max": ONE_OR_MORE,
