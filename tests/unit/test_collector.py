@@ -2,18 +2,21 @@
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from aiohttp import web
 
+from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
@@ -22,6 +25,7 @@ from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.samples import Prompt, Sample
 
 MODEL_DIR = Path(__file__).parents[2] / "train_configs" / "tiny_qwen3"
+VERSION = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
 
 
@@ -45,6 +49,17 @@ class ServerThread:
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
+    def kill(self) -> None:
+        """As the network sees a kill -9: nobody listens, and all connections are reset."""
+        self.call(self._reset_connections())
+        self.close()
+
+    async def _reset_connections(self) -> None:
+        for site in list(self.runner.sites):
+            await site.stop()
+        for connection in list(self.runner.server.connections):
+            connection.transport.abort()
+
     def close(self) -> None:
         self.call(self.runner.cleanup())
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -54,14 +69,16 @@ class CountingClient(VllmClient):
     """The real client, which also counts its requests."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, None, 30.0, lambda: 4)
+        super().__init__(url, None, 30.0, lambda: VERSION)
         self.started = self.finished = self.most_in_flight = 0
+        self.asked: list[tuple[str, tuple[str, int] | None]] = []
 
-    async def generate(self, *args, **kwargs):
+    async def generate(self, prompt_ids, params, request_id, cohort=None):
         self.started += 1
+        self.asked.append((request_id, cohort))
         self.most_in_flight = max(self.most_in_flight, self.started - self.finished)
         try:
-            return await super().generate(*args, **kwargs)
+            return await super().generate(prompt_ids, params, request_id, cohort)
         finally:
             self.finished += 1
 
@@ -70,11 +87,11 @@ class AnswerLength:
     """Rewards an answer with the length of its text, and remembers how many requests were open at each group."""
 
     def __init__(self) -> None:
-        self.clients: list[CountingClient] = []
+        self.fleet: Fleet | None = None
         self.open_requests: list[int] = []
 
     def score(self, samples: list[Sample]) -> None:
-        self.open_requests.append(sum(client.started - client.finished for client in self.clients))
+        self.open_requests.append(sum(s.client.started - s.client.finished for s in self.fleet.servers))
         for sample in samples:
             sample.rewards = {"length": float(len(sample.text))}
             sample.reward = sample.rewards["length"]
@@ -94,19 +111,74 @@ def tokenizer():
 
 
 @pytest.fixture
+def new_server() -> Iterator[Callable[[], ServerThread]]:
+    """Makes servers that a test may pause and close."""
+    made: list[ServerThread] = []
+
+    def new() -> ServerThread:
+        made.append(ServerThread())
+        return made[-1]
+
+    yield new
+    for server in made:
+        if not server.loop.is_closed() and server.loop.is_running():
+            server.close()
+
+
+@pytest.fixture
+def dead_urls(new_server) -> list[str]:
+    """Addresses where nobody listens any more."""
+    servers = [new_server() for _ in range(3)]
+    for server in servers:
+        server.close()
+    return [server.url for server in servers]
+
+
+def make_server(url: str) -> Server:
+    return Server(url, ServerControl(url, timeout_s=10), CountingClient(url))
+
+
+@pytest.fixture
 def make_collector(servers, tokenizer):
     made: list[Collector] = []
 
-    def make(urls: list[str] | None = None, max_concurrent_requests: int = 64) -> Collector:
-        clients = [CountingClient(url) for url in urls or [server.url for server in servers]]
+    def make(
+        urls: list[str] | None = None,
+        max_concurrent_requests: int = 64,
+        request_timeout_s: float = 30.0,
+        admitted: bool = True,
+        fleet: Fleet | None = None,
+    ) -> Collector:
+        if fleet is None:
+            fleet = Fleet(urls or [server.url for server in servers], make_server)
+        if admitted:
+            for server in fleet.servers:
+                fleet.admit(server, VERSION)
         scorer = AnswerLength()
-        scorer.clients = clients
-        made.append(Collector(clients, scorer, tokenizer, max_concurrent_requests))
+        scorer.fleet = fleet
+        made.append(Collector(fleet, scorer, tokenizer, max_concurrent_requests, request_timeout_s))
         return made[-1]
 
     yield make
     for collector in made:
         collector.close()
+
+
+@pytest.fixture
+def in_thread() -> Iterator[Callable]:
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        yield threads.submit
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def in_flight(collector: Collector) -> list[int]:
+    return [server.in_flight for server in collector.fleet.servers]
 
 
 def prompts_of(count: int) -> list[Prompt]:
@@ -155,34 +227,226 @@ def test_repeated_collections_are_equal_to_the_last_bit(make_collector) -> None:
 def test_requests_are_spread_and_limited(make_collector) -> None:
     collector = make_collector(max_concurrent_requests=4)
     collector.collect(prompts_of(40), PARAMS, "a")
-    started = [client.started for client in collector.clients]
+    clients = [server.client for server in collector.fleet.servers]
+    started = [client.started for client in clients]
     assert sum(started) == 40
     assert min(started) >= 8
-    assert sum(client.most_in_flight for client in collector.clients) <= 4 + 1  # 2 + 2, or 3 at one end for a moment
-    assert collector._load == [0, 0]
+    assert sum(client.most_in_flight for client in clients) <= 4 + 1  # 2 + 2, or 3 at one end for a moment
+    assert in_flight(collector) == [0, 0]
     assert max(collector.rewards.open_requests) > 0  # groups were scored while others were still being sampled
 
 
-def test_a_dead_server_fails_the_collection(make_collector, servers) -> None:
-    dead = ServerThread()
-    url = dead.url
-    dead.close()
-    collector = make_collector([servers[0].url, url])
+def test_a_dead_server_is_suspected_and_the_others_answer(make_collector, servers, dead_urls) -> None:
+    expected = tokens(make_collector([servers[0].url]).collect(prompts_of(4), PARAMS, "a"))
+    collector = make_collector([servers[0].url, dead_urls[0]])
+    alive, dead = collector.fleet.servers
+    assert tokens(collector.collect(prompts_of(4), PARAMS, "a")) == expected  # the same seeds
+    assert collector.retried == dead.client.started == 2
+    assert dead.suspected and not dead.in_traffic and not dead.lost
+    assert "a request failed: prompt 1" in dead.reason
+    assert alive.in_traffic
+    first, repeated = alive.client.asked[:2], alive.client.asked[2:]
+    assert [cohort[1] for _, cohort in first] == [2, 2]
+    assert [cohort for _, cohort in repeated] == [None, None]
+    assert {name for name, _ in repeated} == {f"{name}-retry-1" for name, _ in dead.client.asked}
+    assert in_flight(collector) == [0, 0]
+    collector.collect(prompts_of(4), PARAMS, "b")
+    assert dead.client.started == 2
+
+
+def test_three_failures_are_the_collections(make_collector, servers, dead_urls) -> None:
+    collector = make_collector([*dead_urls, servers[0].url])
     begin = time.monotonic()
-    with pytest.raises(EngineError, match=rf"prompt 11 at {url}: "):
-        collector.collect(prompts_of(2), PARAMS, "a")
+    with pytest.raises(EngineError, match=rf"prompt 10 at {dead_urls[2]}: "):
+        collector.collect(prompts_of(1), PARAMS, "a")
     assert time.monotonic() - begin < 10
-    assert collector._load == [0, 0]
-    deadline = time.monotonic() + 15  # the other request was announced as part of a cohort of its own: it just ends
-    while servers[0].generator.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert [server.client.started for server in collector.fleet.servers] == [1, 1, 1, 0]
+    assert [server.suspected for server in collector.fleet.servers] == [True, True, True, False]
+    assert collector.retried == 2
+    assert in_flight(collector) == [0] * 4
 
 
-def test_a_refused_prompt_is_named(make_collector, servers) -> None:
+def test_a_server_that_dies_mid_request(make_collector, servers, new_server, in_thread) -> None:
+    expected = tokens(make_collector([servers[0].url]).collect(prompts_of(6), PARAMS, "a"))
+    dying = new_server()
+    collector = make_collector([dying.url, servers[0].url])
+    first, second = collector.fleet.servers
+    first.control.pause()
+    future = in_thread(collector.collect, prompts_of(6), PARAMS, "a")
+    wait_until(lambda: second.client.finished == 3)
+    assert in_flight(collector) == [3, 0]
+    dying.kill()
+    assert tokens(future.result(20)) == expected
+    assert first.suspected and not first.in_traffic
+    assert second.in_traffic and second.client.started == 6
+    assert collector.retried == 3
+
+
+def test_requests_on_a_withdrawn_server_are_left_alone(make_collector, new_server, servers, in_thread) -> None:
+    collector = make_collector([new_server().url, servers[0].url])
+    slow, other = collector.fleet.servers
+    slow.control.pause()
+    future = in_thread(collector.collect, prompts_of(2), PARAMS, "a")
+    wait_until(lambda: other.client.finished == 1)
+    collector.fleet.withdraw(slow, "takes too long", lost=False)
+    collector.collect(prompts_of(3), PARAMS, "b")
+    assert not future.done()
+    slow.control.resume()
+    assert len(future.result(20)) == 2
+    assert (slow.client.started, other.client.started, collector.retried) == (1, 4, 0)
+
+
+def test_the_least_busy_server_is_asked(make_collector, new_server, servers, in_thread) -> None:
+    collector = make_collector([new_server().url, servers[0].url], max_concurrent_requests=16)
+    busy, other = collector.fleet.servers
+    collector.fleet.withdraw(other, "not yet", lost=False)
+    busy.control.pause()
+    future = in_thread(collector.collect, prompts_of(8), PARAMS, "a")
+    wait_until(lambda: busy.in_flight == 8)
+    collector.fleet.admit(other, VERSION)
+    collector.collect(prompts_of(6), PARAMS, "b")  # assigned up front
+    assert (busy.client.started, other.client.started) == (8, 6)
+    collector.collect(prompts_of(100), PARAMS, "c")  # more than may be in flight
+    assert (busy.client.started, other.client.started) == (8, 106)
+    busy.control.resume()
+    assert len(future.result(20)) == 8
+
+
+def test_nobody_in_traffic_then_admitted_from_another_thread(make_collector, in_thread) -> None:
+    for limit in (64, 2):
+        collector = make_collector(admitted=False, max_concurrent_requests=limit)
+        future = in_thread(collector.collect, prompts_of(8), PARAMS, "a")
+        time.sleep(0.2)
+        assert not future.done()
+        admitted = collector.fleet.servers[1]
+        collector.fleet.admit(admitted, VERSION)
+        assert len(future.result(10)) == 8
+        assert [server.client.started for server in collector.fleet.servers] == [0, 8]
+
+
+def test_min_version_is_respected(make_collector, in_thread) -> None:
+    collector = make_collector()
+    old, new = collector.fleet.servers
+    collector.fleet.admit(new, VERSION + 1)
+    collector.collect(prompts_of(10), PARAMS, "a", min_version=VERSION + 1)
+    collector.collect(prompts_of(100), PARAMS, "b", min_version=VERSION + 1)
+    assert (old.client.started, new.client.started) == (0, 110)
+    future = in_thread(collector.collect, prompts_of(4), PARAMS, "c", VERSION + 2)
+    time.sleep(0.1)
+    collector.fleet.admit(new, VERSION + 1)
+    time.sleep(0.1)
+    assert not future.done()
+    collector.fleet.admit(old, VERSION + 2)
+    future.result(10)
+    assert (old.client.started, new.client.started) == (4, 110)
+
+
+def test_waiting_is_bounded_and_names_every_server(make_collector, servers) -> None:
+    collector = make_collector(request_timeout_s=0.3)
+    first, second = collector.fleet.servers
+    collector.fleet.withdraw(second, "connection refused")
+    begin = time.monotonic()
+    with pytest.raises(EngineError) as raised:
+        collector.collect(prompts_of(3), PARAMS, "a", min_version=9)
+    assert 0.3 <= time.monotonic() - begin < 5
+    assert str(raised.value) == (
+        "no server in traffic with weights of version 9 or newer after 0.3 s of waiting "
+        "([rollout] request_timeout_seconds): "
+        f"{first.url}: in traffic, version 4; {second.url}: lost, version 4, connection refused"
+    )
+    assert first.client.started == second.client.started == 0
+
+
+def test_a_retry_waits_no_longer_than_any_request(make_collector, dead_urls) -> None:
+    collector = make_collector(dead_urls[:1], request_timeout_s=0.3)
+    with pytest.raises(EngineError, match=rf"^no server in traffic after 0.3 s .*{dead_urls[0]}: .*request failed"):
+        collector.collect(prompts_of(2), PARAMS, "a")
+
+
+def test_a_retry_goes_to_a_server_that_is_admitted_again(make_collector, dead_urls, in_thread) -> None:
+    collector = make_collector(dead_urls[:1])
+    server = collector.fleet.servers[0]
+    future = in_thread(collector.collect, prompts_of(1), PARAMS, "a")
+    for failures in (1, 2):
+        wait_until(lambda: server.suspected)
+        assert server.client.started == failures
+        collector.fleet.admit(server, VERSION)
+    with pytest.raises(EngineError, match=f"prompt 10 at {dead_urls[0]}"):
+        future.result(10)
+    names = [name for name, _ in server.client.asked]
+    assert names == [names[0], f"{names[0]}-retry-1", f"{names[0]}-retry-2"]
+
+
+def test_too_few_servers_end_a_waiting_collection(make_collector, servers, in_thread) -> None:
+    fleet = Fleet([server.url for server in servers], make_server, min_servers=2)
+    collector = make_collector(fleet=fleet, admitted=False)
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    time.sleep(0.1)
+    assert not future.done()
+    begin = time.monotonic()
+    fleet.withdraw(fleet.servers[1], "connection refused")
+    with pytest.raises(FleetError, match=rf"min_servers = 2: {servers[1].url}: lost, version -1, connection refused"):
+        future.result(10)
+    with pytest.raises(FleetError):
+        collector.collect(prompts_of(3), PARAMS, "a")
+    assert time.monotonic() - begin < 5
+
+
+def test_too_few_servers_end_a_retry(make_collector, dead_urls, in_thread) -> None:
+    collector = make_collector(dead_urls[:1])
+    server = collector.fleet.servers[0]
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    wait_until(lambda: server.suspected)
+    collector.fleet.withdraw(server, "connection refused")
+    with pytest.raises(FleetError, match="0 of 1 servers left"):
+        future.result(10)
+
+
+def test_a_request_that_waits_holds_no_slot(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+    collector.fleet.admit(server, VERSION + 1)
+    server.control.pause()
+    needy = in_thread(collector.collect, prompts_of(3), PARAMS, "a", VERSION + 1)
+    wait_until(lambda: server.in_flight == 1)
+    server.version = VERSION  # as if a restarted server had come back with older weights
+    server.control.resume()
+    wait_until(lambda: server.client.finished == 1)
+    assert len(collector.collect(prompts_of(5), PARAMS, "b")) == 5
+    assert not needy.done()
+    collector.fleet.admit(server, VERSION + 1)
+    assert len(needy.result(10)) == 3
+
+
+def test_a_removed_server_gets_nothing_more_and_is_closed(make_collector, servers, new_server, tmp_path) -> None:
+    path = tmp_path / "servers.txt"
+    leaving = new_server()
+    path.write_text(f"{servers[0].url}\n{leaving.url}\n")
+    collector = make_collector(fleet=Fleet([], make_server, urls_file=str(path)))
+    kept, removed = collector.fleet.servers
+    collector.collect(prompts_of(6), PARAMS, "a")
+    assert (kept.client.started, removed.client.started) == (3, 3)
+    (tmp_path / "new.txt").write_text(f"{servers[0].url}\n{servers[1].url}\n")
+    os.replace(tmp_path / "new.txt", path)
+    (added,), _ = collector.fleet.reread()
+    collector.collect(prompts_of(6), PARAMS, "b")
+    assert (kept.client.started, removed.client.started, added.client.started) == (9, 3, 0)
+    collector.fleet.admit(added, VERSION)
+    collector.collect(prompts_of(6), PARAMS, "c")
+    assert (kept.client.started, removed.client.started, added.client.started) == (12, 3, 3)
+    collector.close()
+    assert [server.client._session.closed for server in (kept, removed, added)] == [True] * 3
+    collector.fleet.admit(added, VERSION + 1)  # the fleet outlives its collector
+
+
+def test_a_refused_prompt_is_named_and_not_sent_again(make_collector) -> None:
     long = Prompt(index=77, token_ids=[3] * 128, text="")
+    collector = make_collector()
     with pytest.raises(UserError, match=r"prompt 77 at http://.*--max-model-len is 128"):
-        make_collector().collect([*prompts_of(3), long], PARAMS, "a")
+        collector.collect([*prompts_of(3), long], PARAMS, "a")
+    assert [server.client.started for server in collector.fleet.servers] == [2, 2]
+    assert collector.retried == 0
+    assert all(server.in_traffic and not server.suspected for server in collector.fleet.servers)
 
 
 def test_two_threads_may_collect(make_collector) -> None:
@@ -205,6 +469,15 @@ def test_close_ends_a_collection_under_way(make_collector, servers) -> None:
         with pytest.raises(concurrent.futures.CancelledError):
             future.result(10)
     assert time.monotonic() - begin < 5
+
+
+def test_close_ends_a_wait_for_a_server(make_collector, in_thread) -> None:
+    collector = make_collector(admitted=False)
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    time.sleep(0.1)
+    collector.close()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(10)
 
 
 def test_seeds() -> None:
