@@ -28,6 +28,7 @@ ACK_FIELDS = 5
 """Per rank: 1 if every check passed, weight version, tensor count, payload bytes, combined checksum."""
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], None]
+LoadBucket = Callable[[Bucket, torch.Tensor], None]
 
 
 @dataclass
@@ -112,6 +113,10 @@ class Receiver:
         After a torn bucket or a failed load the rest is received and thrown away, and the acknowledgement says "no":
         both ends stay in step, and the trainer may repeat the update over the same group.
         """
+        self.receive_buckets(update_info, lambda bucket, wire: load(bucket.views(wire)), complete)
+
+    def receive_buckets(self, update_info: dict, load: LoadBucket, complete: Callable[[], None] | None = None) -> None:
+        """As `receive`, but `load` gets each bucket whole: its part of the plan, and its bytes (uint8)."""
         version = UpdateInfo(**update_info).version
         try:
             failure = self._receive_buckets(version, load, complete)
@@ -121,7 +126,7 @@ class Receiver:
         if failure is not None:
             raise failure
 
-    def _receive_buckets(self, version: int, load: Load, complete: Callable[[], None] | None) -> Exception | None:
+    def _receive_buckets(self, version: int, load: LoadBucket, complete: Callable[[], None] | None) -> Exception | None:
         posted: deque = deque()
         checksums: list[int] = []
         names = received_bytes = 0
@@ -132,7 +137,8 @@ class Receiver:
             wire, work = posted.popleft()
             deadline = time.monotonic() + self.info.timeout_seconds
             where = f"bucket {bucket.index + 1} of {len(self.buckets)}"
-            wait(work, deadline, f"{where} of version {version} from the trainer, after {received_bytes} bytes")
+            what = f"{where} of version {version} from the trainer, after {received_bytes} bytes"
+            wait(work, deadline, what, self._group.raise_if_abandoned)
             # The next receive is posted before this bucket is loaded, so that the wire never waits for the engine.
             if bucket.index + self.info.num_buffers < len(self.buckets):
                 posted.append(self._post(self.buckets[bucket.index + self.info.num_buffers]))
@@ -140,7 +146,7 @@ class Receiver:
                 continue
             try:
                 checksums.append(self._verify(bucket, wire, version))
-                load(bucket.views(wire))
+                load(bucket, wire)
             except Exception as error:  # kept and raised by the caller, once both ends are in step again
                 failure = error
                 continue
@@ -180,7 +186,8 @@ class Receiver:
         table[self._group.rank] = torch.tensor(fields)
         table = table.to(self.device)
         deadline = time.monotonic() + self.info.timeout_seconds
-        wait(self._group.all_reduce(table), deadline, f"the trainer to take the acknowledgement of version {fields[1]}")
+        what = f"the trainer to take the acknowledgement of version {fields[1]}"
+        wait(self._group.all_reduce(table), deadline, what, self._group.raise_if_abandoned)
 
     def close(self) -> None:
         """Leave the group without waiting."""

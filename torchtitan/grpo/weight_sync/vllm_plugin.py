@@ -2,10 +2,10 @@
 
 vLLM loads `register` through the `vllm.general_plugins` entry point in its API server, engine core and workers; the
 server is started with `--weight-transfer-config '{"backend": "torchtitan_grpo"}'`. vLLM's layer-wise reload does the
-rest: fusing, tensor-parallel slicing, quantisation, and a copy into the storage that CUDA graphs already use.
+rest: fusing, tensor-parallel slicing, quantisation, and a copy into the storage that CUDA graphs already use. Where
+that comes down to copies, `direct_load` does them itself from the second update on.
 """
 
-import logging
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 
@@ -17,11 +17,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from torchtitan.grpo.weight_sync import receiver
+from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_sync.direct_load import DirectLoading
 
-logger = logging.getLogger(__name__)
+logger = init_logger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
 BACKEND = "torchtitan_grpo"
 
@@ -60,6 +63,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
     update_info_cls = UpdateInfo
 
     _receiver: receiver.Receiver | None = None
+    _direct: DirectLoading | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's group. A trainer that connects again, after a failure or a restart, replaces the last."""
@@ -75,32 +79,54 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
                 "folder that the trainer's [model] hf_assets_path names."
             )
         self._receiver = joined
+        if self._direct is None or self._direct.buckets != joined.buckets:
+            self._direct = DirectLoading(
+                self.model,
+                joined.buckets,
+                self.model.load_weights,
+                self.device,
+                excluded=self._tied_names(),
+                refused=self._not_direct(),
+                say=logger.info,
+            )
 
     def start_weight_update(self) -> None:
         with self._vllm_config():
-            initialize_layerwise_reload(self.model)
+            if self._direct is None or not self._direct.begin():
+                initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self._receiver is None:
+        if self._receiver is None or self._direct is None:
             raise RuntimeError("no trainer has connected: /init_weight_transfer_engine comes first")
+        direct = self._direct
         loaded: set[str] = set()
 
-        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-            loaded.update(self.model.load_weights(tensors) or ())
+        def load(bucket: Bucket, wire: torch.Tensor) -> None:
+            loaded.update(direct.load(bucket, wire) or ())
 
         def complete() -> None:
+            if direct.active:
+                if not direct.complete:
+                    raise RuntimeError("some buckets of the update were not loaded")
+                return
             missing = sorted(self._own_names() - loaded)
             if missing and self.model_config.quantization is None:
                 raise RuntimeError(f"{len(missing)} weights of the served model got nothing: {missing[:8]}")
 
         with self._vllm_config():
-            self._receiver.receive(asdict(update_info), load, complete)
+            self._receiver.receive_buckets(asdict(update_info), load, complete)
 
     def finish_weight_update(self) -> None:
         with self._vllm_config():
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
-                self._repack_output()
+            if self._direct is None:
+                self._finish_layerwise()
+            else:
+                self._direct.finish(self._finish_layerwise)
+
+    def _finish_layerwise(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._repack_output()
 
     def shutdown(self) -> None:
         if self._receiver is not None:
@@ -118,8 +144,20 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def _own_names(self) -> set[str]:
         """vLLM's names of this worker's weights."""
-        names = {name for name, _ in self.model.named_parameters()}
-        return {name for name in names if not (self._tied and name.startswith("lm_head."))}
+        return {name for name, _ in self.model.named_parameters()} - self._tied_names()
+
+    def _tied_names(self) -> set[str]:
+        """The output layer's, where it is the embedding and not sent."""
+        names = (name for name, _ in self.model.named_parameters() if name.startswith("lm_head."))
+        return set(names) if self._tied else set()
+
+    def _not_direct(self) -> str:
+        """Why direct loading is not tried, or nothing."""
+        if self.model_config.quantization is not None:
+            return f"quantization is {self.model_config.quantization}"
+        if getattr(self.parallel_config, "enable_eplb", False):
+            return "expert load balancing moves experts between places"
+        return ""
 
     def _repack_output(self) -> None:
         # On CPU a tied output layer keeps its own packed copy of the embedding, which no reload rebuilds (vLLM 0.32).
