@@ -1,0 +1,209 @@
+"""`exposed`: what weight sync takes from a training loop: nothing, blocking, in the background, and with faults."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import requests
+import torch
+
+from torchtitan.grpo import job_config
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+
+from .output import Output, Row
+from .trainer import Ranks, Servers, build, connected, hf_tensors, shape_source
+
+TARGET_MS = 5.0
+TARGET_STEP_RATIO = 1.03
+COLUMNS = {
+    "run": "run",
+    "steps": "steps",
+    "step_s": "step, s",
+    "step_ratio": "step / no sync",
+    "exposed_ms": "exposed, ms",
+    "exposed_max_ms": "exposed, max ms",
+    "push_s": "push, s",
+    "pushed": "versions pushed",
+    "skipped": "skipped",
+    "servers": "servers at the end",
+}
+_SAFE_SHARE = 0.8
+_AFTER_FAULT_S = 5.0
+_FAULT_STEP = 2
+
+
+def parameter_dtype(parameters: int, memory_bytes: int, ranks: int, optimizer: str) -> str:
+    """float32, or bfloat16 if float32 with gradients, optimizer state and two bfloat16 snapshots would not fit."""
+    copies = {"adamw": 4, "sgd": 2}[optimizer]
+    needed = parameters * (4 * copies + 2 * 2) / ranks
+    return "float32" if needed <= _SAFE_SHARE * memory_bytes else "bfloat16"
+
+
+def fault_steps(step_s: float, sleep_s: float, at_least: int) -> int:
+    """Steps that last until a server that sleeps has woken up and caught up."""
+    return max(at_least, _FAULT_STEP + math.ceil((sleep_s + _AFTER_FAULT_S) / max(step_s, 1e-3)))
+
+
+def random_row(tokens: int, document_tokens: int, vocab_size: int, rank: int) -> Microbatch:
+    """A packed row of `tokens` tokens in documents, each half prompt and half answer."""
+    generator = torch.Generator().manual_seed(rank)
+    samples = []
+    for _ in range(tokens // document_tokens):
+        ids = torch.randint(vocab_size, (document_tokens + 1,), generator=generator).tolist()
+        half = document_tokens // 2
+        samples.append(PackedSample(ids[:half], ids[half:], 1.0, 1.0, [0.0] * len(ids[half:])))
+    return pack(samples, tokens, 1)[0][0]
+
+
+class Loop:
+    """A training loop on one packed row. `run` times steps; the weights change in each."""
+
+    def __init__(self, args, ranks: Ranks, source, param_dtype: str):
+        self.ranks = ranks
+        self.model = build(source, ranks, param_dtype, args.ac, args.compile)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if args.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+        else:
+            self.optimizer = torch.optim.SGD(parameters, lr=1e-2, foreach=True)
+        row = random_row(args.tokens, args.document_tokens, source.model_args.vocab_size, ranks.rank)
+        self.row = row.to(ranks.device)
+        self.answer_tokens = int(row.loss_mask.sum()) * ranks.size
+        self.version = 0
+
+    def run(self, steps: int, sync=None, wait: bool = False, fault: Callable[[], None] | None = None):
+        """(seconds of each step, exposed seconds of each step), the largest over the ranks."""
+        step_s, exposed_s = [], []
+        self.ranks.synchronize()
+        gc.collect()
+        gc.disable()  # as a trainer does: it collects between steps, not at any moment
+        try:
+            for step in range(steps):
+                if fault is not None and step == _FAULT_STEP:
+                    fault()
+                seconds, exposed = self._step(sync, wait)
+                step_s.append(seconds)
+                exposed_s.append(exposed)
+        finally:
+            gc.enable()
+        return self.ranks.largest(step_s), self.ranks.largest(exposed_s)
+
+    def _step(self, sync, wait: bool) -> tuple[float, float]:
+        started = time.perf_counter()
+        logprobs, _ = self.model(self.row, 1.0)
+        loss = -logprobs.sum() / self.answer_tokens
+        loss.backward()
+        exposed_s = 0.0
+        if sync is not None:
+            before = time.perf_counter()
+            sync.order_writes_after()
+            exposed_s += time.perf_counter() - before
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # as a trainer does that logs its gradient norm
+        self.version += 1
+        if sync is not None:
+            before = time.perf_counter()
+            sync.publish(self.version, wait=wait)
+            exposed_s += time.perf_counter() - before
+            sync.check()
+        return time.perf_counter() - started, exposed_s
+
+
+def exposed(args, ranks: Ranks, out: Output, resources: ExitStack) -> None:
+    source = shape_source(args.shape, args.document_tokens)
+    parameters = sum(shape.numel() for shape in hf_tensors(source).values())
+    dtype = args.param_dtype
+    if dtype == "auto":
+        dtype = "float32"
+        if ranks.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(ranks.device).total_memory
+            dtype = parameter_dtype(parameters, memory, ranks.size, args.optimizer)
+    loop = Loop(args, ranks, source, dtype)
+    servers = Servers(args, ranks, resources)
+    available = int(ranks.agree(len(servers.urls)))
+    spawned = int(ranks.agree(len(servers.spawned)))
+    if args.kill and (spawned == 0 or available < 2):
+        raise UserError("--kill ends one of the --receivers: give at least one, and a second server that stays")
+    # The run: name, publish blocks, what is done to the first receiver process after two steps.
+    runs = [("no weight sync", None, None), ("blocking", True, None), ("background", False, None)]
+    runs.append(("no weight sync, again", None, None))
+    if spawned and args.sleep_s:
+        runs.append((f"background, a server sleeps {args.sleep_s:g} s", False, {"sleep_s": args.sleep_s}))
+    if args.kill:
+        runs.append(("background, a server is killed", False, {"kill": True}))
+
+    loop.run(args.warmup)
+    rows: list[Row] = []
+    for name, wait, fault in runs:
+        steps = args.steps
+        if fault is not None:
+            steps = fault_steps(rows[0]["step_s"], args.sleep_s, args.steps)
+            steps = int(ranks.agree(steps))
+        row = {"shape": args.shape, "ranks": ranks.size, "param_dtype": dtype, "run": name, "steps": steps}
+        rows.append(row | _one_run(args, loop, source, servers, steps, wait, fault))
+        out.say(f"{name}: {1e3 * rows[-1]['step_s']:.1f} ms a step")
+    alone = [row["step_s"] for row in rows if row["run"].startswith("no weight sync")]
+    for row in rows:
+        row["step_ratio"] = row["step_s"] / statistics.fmean(alone)
+    title = (
+        f"Exposed time, Qwen3's {args.shape} shape, {dtype} parameters, {args.optimizer}, {args.tokens} tokens a rank"
+    )
+    out.table(f"{title}, {ranks.describe()}", COLUMNS, rows)
+    for row in rows:
+        if row["run"].startswith("background"):
+            met = "met" if row["exposed_max_ms"] <= TARGET_MS else "MISSED"
+            out.say(f"{row['run']}: at most {row['exposed_max_ms']:.2f} ms exposed, target {TARGET_MS:g} ms: {met}")
+    ratio = next(row["step_ratio"] for row in rows if row["run"] == "background")
+    met = "met" if ratio <= TARGET_STEP_RATIO else "MISSED"
+    out.say(f"background: steps {ratio:.3f} times as long as without, target {TARGET_STEP_RATIO}: {met}")
+    ranks.synchronize()
+
+
+def _one_run(args, loop: Loop, source, servers: Servers, steps: int, wait: bool | None, fault: dict | None) -> Row:
+    if wait is None:
+        step_s, _ = loop.run(steps)
+        return {"step_s": statistics.median(step_s), "step_max_s": max(step_s)}
+    settings = job_config.WeightSync(
+        transport=args.transport,
+        async_weight_update=not wait,
+        num_buffers=args.num_buffers,
+        bucket_mib_max=args.bucket_mib,
+        timeout_seconds=args.timeout_s,
+        straggler_seconds=args.straggler_s,
+    )
+    sync, fleet = connected(loop.model, source, settings, servers.urls, loop.ranks)
+
+    def spoil() -> None:
+        if loop.ranks.rank == 0:
+            requests.post(f"{servers.spawned[0].urls[0]}/fault", json=fault, timeout=args.timeout_s).raise_for_status()
+
+    try:
+        sync.publish(loop.version, wait=True)  # connections are warm, all servers are in traffic
+        before = len(sync.finished()) if fleet is not None else 0
+        step_s, exposed_s = loop.run(steps, sync, wait, spoil if fault is not None else None)
+        sync.drain()
+        sync.check()
+        reports = sync.finished() if fleet is not None else []
+    finally:
+        sync.close()
+    row = {"step_s": statistics.median(step_s), "step_max_s": max(step_s)}
+    row |= {"exposed_ms": 1e3 * statistics.median(exposed_s), "exposed_max_ms": 1e3 * max(exposed_s)}
+    if fleet is None:
+        return row
+    if before != 1:
+        raise UserError(f"the first blocking publish gave {before} reports, expected 1")
+    # A fed-alone server's report repeats a version that others have had.
+    pushed = {report.version for report in reports}
+    row["pushed"], row["skipped"] = len(pushed), steps - len(pushed)
+    row["push_s"] = statistics.median(report.seconds["total"] for report in reports)
+    in_traffic = sum(server.in_traffic for server in fleet.servers)
+    newest = sum(server.version == loop.version for server in fleet.servers)
+    row["servers"] = f"{newest} of {len(fleet.servers)} newest, {in_traffic} in traffic"
+    return row
