@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.config.dry_run import describe
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.vllm import VllmClient
@@ -45,7 +47,7 @@ from torchtitan.grpo.rewards import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.samples import Group, Sample
 from torchtitan.grpo.sft import as_packed_samples, supervised_steps
-from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics
+from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, sync_metrics, validation_metrics
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
@@ -61,6 +63,7 @@ class Trainer:
         self.step = 0
         self.seed = config.debug.seed or 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
+        self.prompts_state: dict[str, Any] | None = None
         self.resources = contextlib.ExitStack()
         try:
             # Whatever can be wrong with the input is found before there is a process group or a server.
@@ -83,7 +86,7 @@ class Trainer:
             self.warm_start()
             if self.reference is not None:
                 self.reference.load_state_dict(self.model.state_dict())
-        self.publish()
+        self.publish(wait=True)
         if self.step == 0:
             self.log(self.validate())
         while self.step < config.training.steps:
@@ -93,8 +96,9 @@ class Trainer:
             rows = self.pack(groups)
             learned = self.update(rows)
             self.publish()
-            self.log(rollout_metrics(groups) | learned | self.validate(), groups)
+            self.log(rollout_metrics(groups, self.step - 1) | learned | self.validate(), groups)
             self.save()
+        self.weight_sync.drain()
 
     def warm_start(self) -> None:
         """`[sft]`: supervised steps on prompt and reference answer pairs of the training data."""
@@ -105,13 +109,19 @@ class Trainer:
                 self.metrics.log(i, self._sum_over_data_ranks({"loss": loss}), prefix="sft")
 
     def collect(self) -> list[Group]:
-        """Ask the next prompts and score their answers. On rank 0; the other ranks get no groups."""
+        """The step's groups, asked and scored. On rank 0; the other ranks get none.
+
+        With `[async_grpo]` they were asked during the last step, and the next step's are asked now.
+        """
         if not self.is_rank0:
             return []
         with self.ledger.stage("rollout"):
-            prompts = self.prompts.next(self.config.grpo.prompts_per_step)
-            params = self._sampling(self.config.grpo.group_size, self.config.rollout.temperature)
-            return self.collector.collect(prompts, params, tag=f"step{self.step}")
+            groups = (self.asked or self._ask(self.step)).result()
+            self.asked = None
+            self.prompts_state = self.prompts.state_dict()
+            if self.config.async_grpo.enabled and self.step < self.config.training.steps:
+                self.asked = self._ask(self.step + 1)
+            return groups
 
     def pack(self, groups: list[Group]) -> list[list[Microbatch]]:
         """Rewards become advantages, answers become packed rows: this rank's rows of each minibatch."""
@@ -182,6 +192,7 @@ class Trainer:
                 grad_norm = dist_utils.clip_grad_norm_(
                     list(self.model.parameters()), self.config.training.max_norm, foreach=True
                 )
+                self.weight_sync.order_writes_after()
                 self.optimizers.step()
             self.lr_schedulers.step()
         return policy_metrics(self._sum_over_data_ranks(sums)) | {
@@ -189,14 +200,10 @@ class Trainer:
             "train/lr": self.lr_schedulers.schedulers[0].get_last_lr()[0],
         }
 
-    def publish(self) -> None:
-        """Give the servers this step's weights; returns when every server has acknowledged the version."""
+    def publish(self, wait: bool = False) -> None:
+        """Give the servers this step's weights. With `[weight_sync] async_weight_update` it returns at once."""
         with self.ledger.stage("sync"):
-            report = self.weight_sync.publish(self.step)
-        self.version = self.step
-        self.sync_metrics = {"sync/version": report.version, "sync/gib": report.bytes / 2**30}
-        for phase, seconds in report.seconds.items():
-            self.ledger.add(f"sync/{phase}", seconds)
+            self.weight_sync.publish(self.step, wait)
 
     def validate(self) -> dict[str, float]:
         """Ask held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
@@ -206,18 +213,24 @@ class Trainer:
             return {}
         with self.ledger.stage("validate"):
             prompts = self.held_out.first(validation.prompts)
-            greedy = self.collector.collect(prompts, self._sampling(1, 0.0), tag="greedy")
+            # These weights are measured, not older ones: servers that do not have them yet are waited for.
+            greedy = self.collector.collect(prompts, self._sampling(1, 0.0), "greedy", self.step)
             params = self._sampling(validation.samples_per_prompt, validation.temperature)
-            sampled = self.collector.collect(prompts, params, tag="validation")
+            sampled = self.collector.collect(prompts, params, "validation", self.step)
             reward = self.config.reward
             return validation_metrics(greedy, sampled, full_reward=sum(reward.weights or [1.0] * len(reward.functions)))
 
     def log(self, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
         """Console line, TensorBoard, metrics.jsonl, W&B; some of the step's answers in samples.jsonl."""
+        if self.is_rank0:
+            reports = self.weight_sync.finished()
+            for report in reports:
+                self.ledger.add("sync", 0.0 if report.waited else report.seconds["total"], hidden=True)
+            metrics |= sync_metrics(reports, self.fleet)
         times = self.ledger.close_step()
         if groups and times.get("time/step_s"):
             metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
-        self.metrics.log(self.step, metrics | self.sync_metrics | times)
+        self.metrics.log(self.step, metrics | times)
         if groups:
             self.samples.log(self.step, groups, self.advantages)
 
@@ -230,19 +243,28 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer, scheduler and random states. JSON values."""
-        prompts = self.prompts.state_dict() if self.is_rank0 else None
+        prompts = self.prompts_state if self.is_rank0 else None  # of the last step trained, not of the next one asked
         return {"step": self.step, "prompts": prompts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         if self.is_rank0:
             self.prompts.load_state_dict(state["prompts"])
+            self.prompts_state = state["prompts"]
 
     def close(self) -> None:
         """Release servers, workers, files and process groups, last acquired first."""
         self.resources.close()
 
     # ------------------------------------------------------------------------------------- parts of a step
+
+    def _ask(self, step: int) -> Future[list[Group]]:
+        """Send the prompts of a step, trained at version step - 1, to servers whose weights are new enough for it."""
+        ahead = self.config.async_grpo
+        oldest = step - 1 - (ahead.max_trajectory_age_steps if ahead.enabled else 0)
+        prompts = self.prompts.next(self.config.grpo.prompts_per_step)
+        params = self._sampling(self.config.grpo.group_size, self.config.rollout.temperature)
+        return self.collector.start(prompts, params, f"step{step}", oldest)
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
         stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)
@@ -379,7 +401,7 @@ class Trainer:
         rollout = self.config.rollout
         self.urls = rollout.urls
         self.sync_config = self.config.weight_sync
-        if rollout.engine != "embedded" or rollout.urls:
+        if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
             return
         trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         device, reached_by_nccl = choose_device(rollout.embedded_device, self.device, trainers_here)
@@ -425,22 +447,38 @@ class Trainer:
         """Wait for the servers, check that they mean what the trainer means, form the weight-sync groups."""
         config, rollout = self.config, self.config.rollout
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
-        self.version = -1
         self.sampler_checked = False
-        controls = []
+        self.asked: Future[list[Group]] | None = None
+        self.fleet: Fleet | None = None
+
+        def make(url: str) -> Server:
+            server = Server(url, ServerControl(url, api_key, config.weight_sync.timeout_seconds))
+            server.client = VllmClient(url, api_key, rollout.request_timeout_seconds, lambda: server.version)
+            return server
+
         if self.is_rank0:
-            controls = [ServerControl(url, api_key, config.weight_sync.timeout_seconds) for url in self.urls]
-            for control in controls:
-                control.wait_healthy(rollout.start_timeout_seconds)
-                control.check(config.training.seq_len)
-                control.check_sampling([self.end_token_ids[0]])
-            clients = [
-                VllmClient(url, api_key, rollout.request_timeout_seconds, lambda: self.version) for url in self.urls
-            ]
-            self.collector = Collector(clients, self.rewards, self.tokenizer, rollout.max_concurrent_requests)
+            self.fleet = Fleet(self.urls, make, rollout.min_servers, rollout.urls_file)
+            self.urls = [server.url for server in self.fleet.servers]
+            for server in self.fleet.servers:
+                server.control.wait_healthy(rollout.start_timeout_seconds)
+                server.control.check(config.training.seq_len)
+                server.control.check_sampling([self.end_token_ids[0]])
+            self.collector = Collector(
+                self.fleet,
+                self.rewards,
+                self.tokenizer,
+                rollout.max_concurrent_requests,
+                rollout.request_timeout_seconds,
+            )
             self.resources.callback(self.collector.close)
         self.weight_sync = WeightSync(
-            self.model, self.source.adapter, self.sync_config, controls, self.device, self.source.tied
+            self.model,
+            self.source.adapter,
+            self.sync_config,
+            self.fleet,
+            self.device,
+            self.source.tied,
+            max_lag=config.async_grpo.max_trajectory_age_steps,
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()

@@ -149,6 +149,15 @@ class Grpo:
 
 
 @dataclass
+class AsyncGrpo:
+    enabled: bool = False
+    """Ask the next step's prompts while this step trains: rollouts and training run side by side, and what is trained
+    on was sampled by older weights (`[grpo] importance_correction` makes up for it)."""
+    max_trajectory_age_steps: int = 1
+    """The trainer at version t trains on no token that was sampled by weights older than version t less this."""
+
+
+@dataclass
 class Rollout:
     engine: Literal["embedded", "vllm"] = "embedded"
     """Who samples: a server of our own, spawned with the run, or running vLLM servers."""
@@ -295,6 +304,7 @@ class JobConfig:
     debug: Debug = field(default_factory=Debug)
     validation: Validation = field(default_factory=Validation)
     grpo: Grpo = field(default_factory=Grpo)
+    async_grpo: AsyncGrpo = field(default_factory=AsyncGrpo)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
     data: Data = field(default_factory=Data)

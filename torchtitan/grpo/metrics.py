@@ -217,6 +217,8 @@ class MetricsLogger:
         step_s = stages.pop("step", None)
         if stages:
             listed = ", ".join(f"{name} {value:.2f}" for name, value in stages.items() if value >= 0.005)
+            hidden_s = values.get("time/sync_hidden_s", 0.0)
+            listed += f"; sync {hidden_s:.2f} hidden" if hidden_s >= 0.005 else ""
             parts.append(f"{color.blue}{step_s or sum(stages.values()):.2f} s ({listed}){color.reset}")
         parts.append(f"{color.green}{verdict(values)}{color.reset}")
         return "  ".join(part for part in parts if part)

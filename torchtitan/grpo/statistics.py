@@ -3,11 +3,17 @@
 from statistics import fmean, pstdev
 
 from torchtitan.grpo.advantages import zero_variance
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.rollouts.samples import Group
+from torchtitan.grpo.weight_sync.sync import SyncReport
 
 
-def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """Rewards, lengths and how answers ended, over all samples of a step. Empty if there are none."""
+def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """Rewards, lengths, ages and how answers ended, over all samples of a step. Empty if there are none.
+
+    Args:
+        version: That of the weights that are trained on the groups; a token's age is how much older its weights are.
+    """
     samples = [sample for group in groups for sample in group]
     if not samples:
         return {}
@@ -24,6 +30,9 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "rollout/truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
         "rollout/aborted_fraction": fmean(sample.finish_reason == "abort" for sample in samples),
     }
+    ages = [version - sampled_by for sample in samples for sampled_by in sample.versions]
+    if ages:
+        metrics |= {"rollout/age_mean": fmean(ages), "rollout/age_max": max(ages)}
     for name in samples[0].rewards:
         metrics[f"reward/{name}"] = fmean(sample.rewards[name] for sample in samples)
     return metrics
@@ -64,4 +73,29 @@ def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
     ):
         if key in sums:
             metrics[f"policy/{name}"] = sums[key] / tokens
+    return metrics
+
+
+def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
+    """The pushes that ended in this step: how many, the newest one's seconds by phase and server, and who is there.
+
+    Of phases that every server has of its own, the slowest server's are `sync/<phase>_s`.
+    """
+    servers = fleet.servers
+    metrics = {
+        "sync/pushes": len(reports),
+        "sync/missed": sum(report.missed for report in reports),
+        "sync/servers_in_traffic": sum(server.in_traffic for server in servers),
+        "sync/servers_lost": sum(server.lost for server in servers),
+        "sync/version": min((server.version for server in servers if server.in_traffic), default=-1),
+    }
+    if reports:
+        report = reports[-1]
+        metrics |= {"sync/gib": report.bytes / 2**30}
+        metrics |= {f"sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+        for url, phases in report.servers.items():
+            name = url.partition("://")[2].replace(":", "_").replace("/", "_")
+            metrics |= {f"server/{name}/{phase}_s": seconds for phase, seconds in phases.items()}
+        for phase in ("pause", "wire", "apply", "acknowledge"):
+            metrics[f"sync/{phase}_s"] = max((phases[phase] for phases in report.servers.values()), default=0.0)
     return metrics

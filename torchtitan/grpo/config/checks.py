@@ -129,8 +129,11 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
             f"[rollout] min_servers = {rollout.min_servers} is over the number of servers, "
             f"{max(1, len(rollout.urls))}: lower it, or add servers to [rollout] urls"
         )
+    age = config.async_grpo.max_trajectory_age_steps
+    if age > 1 and not config.async_grpo.enabled:
+        yield f"[async_grpo] max_trajectory_age_steps = {age} is read with [async_grpo] enabled = true only"
     if config.weight_sync.cadence == "auto" and not config.weight_sync.async_weight_update:
-        yield '[weight_sync] cadence = "auto" needs async_weight_update = true: in sync mode every step waits for its push'
+        yield '[weight_sync] cadence = "auto" needs async_weight_update = true: sync mode sends every version'
     for url, times in Counter(url.rstrip("/") for url in rollout.urls).items():
         if times > 1:
             yield f"[rollout] urls has {show(url)} {times} times: one address per server"

@@ -77,6 +77,7 @@ RANGES: dict[str, Range] = {
     "grpo.entropy_coef": NOT_NEGATIVE,
     "grpo.overlong_buffer_tokens": NOT_NEGATIVE,
     "grpo.overlong_penalty": Range(at_least=0, why="it is subtracted from the reward"),
+    "async_grpo.max_trajectory_age_steps": Range(at_least=1, why="0 is what [async_grpo] enabled = false gives"),
     "rollout.temperature": Range(above=0, why="log-probabilities are those of logits / temperature"),
     "rollout.max_answer_tokens": ONE_OR_MORE,
     "rollout.max_concurrent_requests": ONE_OR_MORE,

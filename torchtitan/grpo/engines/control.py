@@ -62,6 +62,14 @@ class ServerControl:
             "or raise [rollout] start_timeout_seconds."
         )
 
+    def is_healthy(self) -> bool:
+        """Whether `GET /health` says 200 now.
+
+        Raises:
+            ServerError: Nobody answers at that address, or not in time.
+        """
+        return self._request("GET", "/health", "health", timeout_s=_HEALTH_REQUEST_S).ok
+
     def world_size(self) -> int:
         """Worker processes that take part in a weight update, over all of the server's parallelism."""
         return int(self._json("GET", "/get_world_size", "world size", params={"include_dp": "true"})["world_size"])

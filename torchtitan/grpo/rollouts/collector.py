@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -83,23 +83,32 @@ class Collector:
     def collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int = -1) -> list[Group]:
         """Answer every prompt `params.n` times. Blocks; `request_timeout_s` and the clients' timeouts bound the wait.
 
+        See `start`.
+        """
+        future = self.start(prompts, params, tag, min_version)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # nothing but an interrupt leaves it unfinished
+
+    def start(
+        self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int = -1
+    ) -> Future[list[Group]]:
+        """Have every prompt answered `params.n` times, without waiting for it. Cancel the future to end it early.
+
         Args:
             tag: Names this call in request ids and seeds, e.g. "step-12".
             min_version: Only servers that have acknowledged this weight version or a newer one are asked.
 
         Returns:
-            One scored group per prompt, in the order of the prompts.
+            A future of one scored group per prompt, in the order of the prompts.
 
-        Raises:
+        Raises (when its result is asked for):
             EngineError, UserError: The first request that failed for good; the message names server and prompt, or
                 every server if none became eligible in time. The other requests are cancelled.
             FleetError: Too few servers are left.
         """
-        future = asyncio.run_coroutine_threadsafe(self._collect(prompts, params, tag, min_version), self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # nothing but an interrupt leaves it unfinished
+        return asyncio.run_coroutine_threadsafe(self._collect(prompts, params, tag, min_version), self._loop)
 
     def close(self) -> None:
         """Cancel what is under way and close the connections. Bounded."""

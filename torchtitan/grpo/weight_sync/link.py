@@ -3,7 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -15,11 +16,14 @@ import torch.distributed as dist
 
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_sync.receiver import ACK_FIELDS
 from torchtitan.grpo.weight_sync.transport import Group, address_towards, host_store, wait
 
 T = TypeVar("T")
 
+_CHECK_S = 0.05
 _SERVER_SAYS_WHY_S = 2.0
 """How long a broken transport waits for the server's HTTP error, which says more than "connection reset"."""
 
@@ -50,17 +54,29 @@ def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
 class ServerLink:
     """One server, one process group, used from one thread at a time.
 
-    An update goes: `begin` (pause, start, then the server's receive loop starts), `post` for each bucket,
-    `wait_in_flight` to hold the number of buckets on the wire down, `acknowledge`, `finish` (which resumes).
-    Whatever fails raises a WeightSyncError, gives the group up and leaves the server paused; `connect` starts anew.
+    `update` is: begin (pause, start, then the server's receive loop starts), post each bucket with no more than
+    `num_buffers` of them on the wire, acknowledge, finish (which resumes). Whatever fails raises a WeightSyncError,
+    gives the group up and leaves the server paused; `connect` starts anew.
+
+    Args:
+        check: Called in every wait; what it raises ends the wait and leaves the link as it is.
     """
 
-    def __init__(self, control: ServerControl, backend: str, device: torch.device, timeout_s: float):
+    def __init__(
+        self,
+        control: ServerControl,
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ):
         self.control = control
         self.url = control.url
         self._backend = backend
         self._device = device
         self._timeout_s = timeout_s
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.check = check
         self._group: Group | None = None
         self._update: Future[None] | None = None
         self._in_flight: deque[tuple[dist.Work, int, float]] = deque()
@@ -93,13 +109,38 @@ class ServerLink:
             while not (served.done() and joined.done()):
                 if served.done():
                     served.result()  # its error, at once, instead of waiting for a server that will not come
+                self.check()
                 if time.monotonic() > deadline:
                     raise TimeoutError("timed out waiting for the server to join the weight-transfer group")
                 time.sleep(0.005)
             served.result()
             self._group = joined.result()
 
-    def begin(self, version: int) -> None:
+    def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+        """Bring the server to the feed's version.
+
+        Returns:
+            Seconds: `pause` until it stood still and listened, `wire` from its first bucket until it had received the
+            last, `apply` from then until it had loaded the last, `acknowledge` for finish, version check and resume,
+            `total` for all of it. The server answered nothing in between.
+        """
+        started = time.perf_counter()
+        with self._on_stream():
+            self._begin(feed.version)
+            wire_started = time.perf_counter()
+            for bucket in buckets:
+                wire, filled = feed.bucket(bucket.index)
+                self._post(wire, bucket.payload_bytes, filled)
+                self._wait_in_flight(num_buffers - 1)
+                feed.let_go(bucket.index + 1 - len(self._in_flight))
+            self._wait_in_flight(0)
+            feed.let_go(len(buckets))
+            self.seconds["wire"] = time.perf_counter() - wire_started
+            self._acknowledge(feed.expected())
+            self._finish(feed.version)
+        return self.seconds | {"total": time.perf_counter() - started}
+
+    def _begin(self, version: int) -> None:
         """Pause the server and have it listen for `version`."""
         self._version, self.bytes_done, self.seconds = version, 0, {}
         self._in_flight.clear()
@@ -115,13 +156,15 @@ class ServerLink:
             lambda: self.control.update({"version": version}, update_timeout_s), "weight-sync-update"
         )
 
-    def post(self, wire: torch.Tensor, payload_bytes: int) -> None:
-        """Put a bucket on the wire; it must stay as it is until `wait_in_flight` has let it go."""
+    def _post(self, wire: torch.Tensor, payload_bytes: int, filled: torch.cuda.Event | None) -> None:
+        """Put a bucket on the wire; it must stay as it is until `_wait_in_flight` has let it go."""
         with self._phase("transfer"):
+            if filled is not None:
+                torch.cuda.current_stream(self._device).wait_event(filled)
             deadline = time.monotonic() + self._timeout_s
             self._in_flight.append((self._group.broadcast(wire), payload_bytes, deadline))
 
-    def wait_in_flight(self, at_most: int) -> None:
+    def _wait_in_flight(self, at_most: int) -> None:
         """Wait until at most that many buckets are on the wire, each bounded from when it was put there."""
         with self._phase("transfer"):
             while len(self._in_flight) > at_most:
@@ -130,7 +173,7 @@ class ServerLink:
                 self._in_flight.popleft()
                 self.bytes_done += payload_bytes
 
-    def acknowledge(self, expected: list[int]) -> None:
+    def _acknowledge(self, expected: list[int]) -> None:
         """Wait until every rank of the server has said that it has the whole version, and its update call returned."""
         started = time.perf_counter()
         with self._phase("acknowledge"):
@@ -149,7 +192,7 @@ class ServerLink:
             self.seconds["apply"] = time.perf_counter() - started
             self._servers_error(deadline)
 
-    def finish(self, version: int) -> None:
+    def _finish(self, version: int) -> None:
         """Have the server take the weights into service: finish, check the version that it reports, resume."""
         started = time.perf_counter()
         with self._phase("finish"):
@@ -189,14 +232,27 @@ class ServerLink:
         except FutureTimeoutError:
             return None
 
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """A stream of this server's own: one that does not receive holds no other's copies up."""
+        if self._stream is None:
+            yield
+            return
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+
     def _raise_servers_error(self) -> None:
         """While a collective is waited for: the server's update call failing means that it will never complete."""
+        self.check()
         if self._update.done():
             self._update.result()
 
     def _servers_error(self, deadline: float) -> None:
         """Wait for the server's update call to return; raises what it raised."""
-        try:
-            self._update.result(max(0.0, deadline - time.monotonic()))
-        except FutureTimeoutError as error:
-            raise TimeoutError("timed out waiting for the server's update call to return") from error
+        while not self._update.done():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out waiting for the server's update call to return")
+            futures.wait([self._update], timeout=_CHECK_S)
+        self._update.result()

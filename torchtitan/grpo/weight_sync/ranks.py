@@ -5,6 +5,7 @@ Neither is the default group nor shared with the model's meshes, so that a publi
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -81,6 +82,25 @@ class Ranks:
         padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         self._all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), what)
         return [_decode(row[: int(length)]) for row, length in zip(padded, lengths, strict=True)]
+
+    def command(self, kind: int, check: Callable[[], None] | None = None, timeout_s: float | None = None) -> int:
+        """Rank 0's `kind` on every rank; the others wait for it, idle, for at most `timeout_s`."""
+        if self.size == 1:
+            return kind
+        tensor = torch.tensor([kind])
+        work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
+        deadline = time.monotonic() + (timeout_s or self._timeout_s)
+        wait(work, deadline, "a word from trainer rank 0 in weight sync", check)
+        return int(tensor)
+
+    def greatest(self, value: int, what: str) -> int:
+        """The greatest of the ranks' values, on every rank."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value])
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._messages, async_op=True)
+        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
+        return int(tensor)
 
     def _broadcast(self, tensor: torch.Tensor, what: str) -> None:
         work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)

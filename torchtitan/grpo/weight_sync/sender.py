@@ -1,6 +1,6 @@
 """Bucket by bucket from the trainer's shards to one flat tensor in Hugging Face form, ready for the wire.
 
-Everything here runs on the snapshot's stream and the weight-sync groups: a caller may move it to a thread.
+Everything here runs on the push's stream and the weight-sync groups, so that a thread of its own can do it.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch.nn as nn
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket, Checksum, TensorSpec, combine_checksums, plan_buckets
 from torchtitan.grpo.weight_sync.ranks import Ranks
-from torchtitan.grpo.weight_sync.snapshot import Holding, Snapshot, canonical_name, primary_holdings
+from torchtitan.grpo.weight_sync.snapshot import Holding, SnapshotBuffer, Snapshots, canonical_name, primary_holdings
 
 
 class Stopwatch:
@@ -94,6 +94,7 @@ class Sender:
             k - num_buffers leave the wire before it packs bucket k. With several trainer ranks one more buffer holds
             the shards as they were gathered.
         verify: Put a checksum into each bucket's trailer.
+        snapshots: Snapshot buffers; see `Snapshots`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Sender:
         limit_bytes: int,
         num_buffers: int,
         verify: bool,
+        snapshots: int = 2,
     ):
         specs, self._rearranged = hugging_face_specs(model, adapter, dtype)
         self._adapter = adapter
@@ -112,17 +114,18 @@ class Sender:
         self._verify = verify
         self._names = list(specs)
         self.buckets = plan_buckets(list(specs.values()), limit_bytes)
-        self.snapshot = Snapshot(model, self._names, dtype)
-        self.device = self.snapshot.device
+        self.snapshots = Snapshots(model, self._names, dtype, snapshots)
+        self.device = self.snapshots.device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.stopwatch = Stopwatch(self.device)
-        held = ranks.all_values(self.snapshot.held, "the exchange of shard placements")
+        held = ranks.all_values(self.snapshots.held, "the exchange of shard placements")
         held = [{name: tuple(map(tuple, box)) for name, box in boxes.items()} for boxes in held]
-        owned = primary_holdings(held, self.snapshot.shapes)
-        self.snapshot.allocate(owned[ranks.rank])
+        owned = primary_holdings(held, self.snapshots.shapes)
+        self.snapshots.allocate(owned[ranks.rank])
         self._lay_out(owned, num_buffers)
 
     def _lay_out(self, owned: list[list[Holding]], num_buffers: int) -> None:
-        """Slices of the snapshot and of the gathered shards, and the copies that put shards into wire buffers."""
+        """Slices of the snapshots and of the gathered shards, and the copies that put shards into wire buffers."""
         bucket_of = {}
         names = iter(self._names)
         self._bucket_names = [[next(names) for _ in bucket.tensors] for bucket in self.buckets]
@@ -134,12 +137,13 @@ class Sender:
                 by_bucket[bucket_of[holding.name]][rank].append(holding)
         self._counts = [[sum(h.numel for h in rank) for rank in ranks] for ranks in by_bucket]
         own_counts = [counts[self._ranks.rank] for counts in self._counts]
-        self._own = list(self.snapshot.flat.split(own_counts))
+        flats = [buffer.flat for buffer in self.snapshots.buffers]
+        self._own = [list(flat.split(own_counts)) for flat in flats]
         if self._ranks.rank != 0:
             return
         if self._ranks.size > 1:
-            scratch = self.snapshot.flat.new_empty(max(sum(counts) for counts in self._counts))
-            self._gathered = [scratch[: sum(counts)] for counts in self._counts]
+            scratch = flats[0].new_empty(max(sum(counts) for counts in self._counts))
+            self._gathered = [[scratch[: sum(counts)] for counts in self._counts]] * len(flats)
         else:
             self._gathered = self._own
         slots = [
@@ -152,8 +156,11 @@ class Sender:
             for bucket, bucket_names, wire in zip(self.buckets, self._bucket_names, self._wires, strict=True)
         ]
         self._copies = [
-            self._shard_copies(full, gathered, [h for rank in ranks for h in rank])
-            for full, gathered, ranks in zip(self._full, self._gathered, by_bucket, strict=True)
+            [
+                self._shard_copies(full, gathered, [h for rank in ranks for h in rank])
+                for full, gathered, ranks in zip(self._full, of_buffer, by_bucket, strict=True)
+            ]
+            for of_buffer in self._gathered
         ]
         self._checksum = Checksum(self.device, max(b.payload_bytes for b in self.buckets))
         self._checksums = torch.zeros(len(self.buckets), dtype=torch.int64, device=self.device)
@@ -172,24 +179,25 @@ class Sender:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run a block on the snapshot's stream, in whichever thread; nothing to do on CPU."""
-        if self.snapshot.stream is None:
+        """Run a block on the push's stream, in whichever thread; nothing to do on CPU."""
+        if self._stream is None:
             yield
             return
         torch.cuda.set_device(self.device)
-        with torch.cuda.stream(self.snapshot.stream):
+        with torch.cuda.stream(self._stream):
             yield
 
-    def gather(self, bucket: Bucket) -> None:
+    def gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> None:
         """Bring all ranks' shards of a bucket to rank 0. Collective: every rank, every bucket, in order."""
         if self._ranks.size == 1:
             return
-        gathered = self._gathered[bucket.index] if self._ranks.rank == 0 else self._own[bucket.index]
+        own = self._own[snapshot.index][bucket.index]
+        gathered = self._gathered[snapshot.index][bucket.index] if self._ranks.rank == 0 else own
         what = f"the gather of bucket {bucket.index + 1} of {len(self.buckets)}"
-        self._ranks.all_to_first(self._own[bucket.index], gathered, self._counts[bucket.index], what)
+        self._ranks.all_to_first(own, gathered, self._counts[bucket.index], what)
 
     @torch.no_grad()
-    def pack(self, bucket: Bucket, version: int) -> torch.Tensor:
+    def pack(self, bucket: Bucket, snapshot: SnapshotBuffer) -> torch.Tensor:
         """Put the gathered shards into the bucket's wire buffer: whole tensors in Hugging Face form, then the trailer.
 
         Returns:
@@ -198,7 +206,7 @@ class Sender:
         """
         index = bucket.index
         with self.stopwatch.measure("pack"):
-            targets, sources = self._copies[index]
+            targets, sources = self._copies[snapshot.index][index]
             torch._foreach_copy_(targets, sources)
             full = self._full[index]
             for name in self._bucket_names[index]:
@@ -207,7 +215,7 @@ class Sender:
                     full[name].copy_(value)
             wire = self._wires[index]
             trailer = bucket.trailer(wire)
-            for field, value in enumerate((version, index, bucket.payload_bytes, 0)):
+            for field, value in enumerate((snapshot.version, index, bucket.payload_bytes, 0)):
                 trailer[field].fill_(value)
             if self._verify:
                 trailer[3] = self._checksum(wire[: bucket.payload_bytes])

@@ -1,17 +1,22 @@
-"""A consistent copy of this rank's shards of the weights, cast to the dtype that servers compute in.
+"""Consistent copies of this rank's shards of the weights, cast to the dtype that servers compute in.
 
-One flat buffer per rank, allocated once. Parameters lie in it in the order of the plan, so that what a rank owes to a
-bucket is one contiguous slice: the gather of a bucket is one collective without any per-parameter work.
+Flat buffers, allocated once. Parameters lie in them in the order of the plan, so that what a rank owes to a bucket is
+one contiguous slice: the gather of a bucket is one collective without any per-parameter work.
 """
 
 import math
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+
+_CHECK_S = 0.05
 
 Slices = tuple[tuple[int, int], ...]
 """Per tensor dimension: (start, length). One box of a full tensor."""
@@ -101,8 +106,32 @@ def primary_holdings(held: list[dict[str, Slices]], shapes: dict[str, tuple[int,
     return owned
 
 
-class Snapshot:
-    """This rank's shards in a persistent flat buffer.
+class SnapshotBuffer:
+    """One copy of the shards. `version` is -1 while nothing is in it or it is being written."""
+
+    def __init__(self, index: int, flat: torch.Tensor):
+        self.index = index
+        self.flat = flat
+        self.version = -1
+        self.readers = 0
+        self.began: torch.cuda.Event | None = None
+        self.taken: torch.cuda.Event | None = None
+        self.released: torch.cuda.Event | None = None
+        self.cpu_s = 0.0
+
+    def seconds(self) -> float:
+        """How long the copy took on the device. Waits for it."""
+        if self.taken is None:
+            return self.cpu_s
+        self.taken.synchronize()
+        return self.began.elapsed_time(self.taken) / 1e3
+
+
+class Snapshots:
+    """This rank's shards at the newest versions, in `count` persistent buffers.
+
+    The trainer's thread takes them, the sync thread holds one at a time while it reads it. A version is never taken
+    into a buffer that is held, so two buffers are enough for a trainer that never waits: one being sent, one newest.
 
     Make it after `fully_shard`, `to_empty` and the optimizer, since it keeps references to the sharded parameters
     (FSDP2 swaps what the modules show while they are gathered, but updates and keeps these).
@@ -111,9 +140,10 @@ class Snapshot:
         model: The parallelised model.
         names: Parameters to take, by canonical name, in the order in which they are to be sent.
         dtype: What to cast to.
+        count: Buffers.
     """
 
-    def __init__(self, model: nn.Module, names: list[str], dtype: torch.dtype):
+    def __init__(self, model: nn.Module, names: list[str], dtype: torch.dtype, count: int = 2):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left parameters gathered
@@ -127,62 +157,144 @@ class Snapshot:
             if slices is not None:
                 self.held[name] = slices
         self.device = next(iter(self._parameters.values())).device
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.taken: torch.cuda.Event | None = None
-        self._began: torch.cuda.Event | None = None
-        self._cpu_s = 0.0
-        self.flat = torch.empty(0, dtype=dtype, device=self.device)
-        self._offsets: dict[str, int] = {}
-        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.buffers: list[SnapshotBuffer] = []
+        self._count = count
+        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        # Its own stream, shared with nothing: a snapshot must not queue behind a transfer.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._changed = threading.Condition()
+        self._last: SnapshotBuffer | None = None
+        self._awaited: int | None = None
+        self._arrived: SnapshotBuffer | None = None
 
     def allocate(self, owned: list[Holding]) -> None:
-        """Allocate the buffer for what this rank sends (`primary_holdings` of all ranks' `held`)."""
-        end = 0
-        for holding in owned:
-            self._offsets[holding.name] = end
-            end += holding.numel
-        self.flat = torch.empty(end, dtype=self.dtype, device=self.device)
-        self._pieces = [
-            (
-                self.flat[self._offsets[holding.name] :][: holding.numel].view(holding.shape),
-                self._parameters[holding.name],
+        """Allocate the buffers for what this rank sends (`primary_holdings` of all ranks' `held`)."""
+        size = sum(holding.numel for holding in owned)
+        for index in range(self._count):
+            flat = torch.empty(size, dtype=self.dtype, device=self.device)
+            targets = flat.split([holding.numel for holding in owned])
+            self.buffers.append(SnapshotBuffer(index, flat))
+            self._copies.append(
+                (
+                    [target.view(holding.shape) for target, holding in zip(targets, owned, strict=True)],
+                    [self._parameters[holding.name] for holding in owned],
+                )
             )
-            for holding in owned
-        ]
+
+    @property
+    def newest(self) -> int:
+        """The newest version taken, -1 before the first."""
+        return max((buffer.version for buffer in self.buffers), default=-1)
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Copy the weights as they are now, on the snapshot's stream, without waiting for the device.
+    def take(self, version: int, timeout_s: float = 0.0) -> None:
+        """Copy the weights as they are now, without waiting for the device.
 
-        On CUDA the copy is ordered after all work that the calling thread's stream holds (the optimizer step) and
-        `taken` is recorded after it. Before the weights change again, call `order_writes_after`. The buffer must not be
-        under way to a server: the sender's work on `stream` is ordered before the copy, its host-side waits are not.
+        On CUDA the copy is ordered after all work that the calling thread's stream holds (the optimizer step). Before
+        the weights change again, call `order_writes_after`.
+
+        Args:
+            version: Greater than any before.
+            timeout_s: Longest wait for a buffer that is not being sent; with two there always is one.
+
+        Raises:
+            TimeoutError: There was none.
         """
-        targets = [target for target, _ in self._pieces]
-        if self.stream is None:
+        with self._changed:
+            if version <= self.newest:
+                raise ValueError(f"version {version} of the weights after version {self.newest}")
+            if not self._changed.wait_for(lambda: any(not b.readers for b in self.buffers), timeout_s):
+                raise TimeoutError(f"no buffer for version {version}: all of {len(self.buffers)} are being sent")
+            buffer = min((b for b in self.buffers if not b.readers), key=lambda b: b.version)
+            buffer.version = -1
+        if self._stream is None:
             started = time.perf_counter()
-            self._copy(targets)
-            self._cpu_s = time.perf_counter() - started
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            self._began, self.taken = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._began.record()
-            self._copy(targets)
-            self.taken.record()
-
-    def seconds(self) -> float:
-        """How long the last `take` took on the device. Waits for it."""
-        if self.taken is None:
-            return self._cpu_s
-        self.taken.synchronize()
-        return self._began.elapsed_time(self.taken) / 1e3
+            self._copy(buffer)
+            buffer.cpu_s = time.perf_counter() - started
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            if buffer.released is not None:
+                self._stream.wait_event(buffer.released)
+            with torch.cuda.stream(self._stream):
+                buffer.began, buffer.taken = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                buffer.began.record()
+                self._copy(buffer)
+                buffer.taken.record()
+        with self._changed:
+            buffer.version = version
+            self._last = buffer
+            self._hold_awaited()
+            self._changed.notify_all()
 
     def order_writes_after(self) -> None:
         """Make the calling thread's stream (the next optimizer step) wait for the last `take`; the host goes on."""
-        if self.taken is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.taken)
+        if self._last is not None and self._last.taken is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._last.taken)
 
-    def _copy(self, targets: list[torch.Tensor]) -> None:
+    @contextmanager
+    def hold(
+        self, agree: Callable[[int], int], timeout_s: float, check: Callable[[], None]
+    ) -> Iterator[SnapshotBuffer]:
+        """Keep the version that all ranks agree on while it is read. On CUDA the current stream is ordered after the
+        copy, and the buffer's next use after what the current stream then holds.
+
+        Args:
+            agree: Given this rank's newest version, returns the greatest of all ranks'. This rank has that version, or
+                is the one that will take it next: every rank takes every version.
+            timeout_s: Longest wait for this rank to come to that version.
+            check: Called while waiting; may raise.
+
+        Raises:
+            TimeoutError: This rank did not come to that version in time.
+        """
+        with self._changed:
+            # Held already now: this rank may take two more versions before the others have answered.
+            newest = max(self.buffers, key=lambda b: b.version)
+            newest.readers += 1
+        buffer = newest
+        try:
+            version = agree(newest.version)
+            if newest.version != version:
+                buffer = None
+                with self._changed:
+                    newest.readers -= 1
+                    self._awaited = version
+                    self._hold_awaited()
+                buffer = self._wait_for_awaited(timeout_s, check)
+            if buffer.taken is not None:
+                torch.cuda.current_stream(self.device).wait_event(buffer.taken)
+            yield buffer
+        finally:
+            if buffer is not None:
+                if self._stream is not None:
+                    buffer.released = torch.cuda.Event()
+                    buffer.released.record()
+                with self._changed:
+                    buffer.readers -= 1
+                    self._changed.notify_all()
+
+    def _hold_awaited(self) -> None:
+        """As soon as the awaited version is there, before anything can overwrite it. Under the lock."""
+        for buffer in self.buffers:
+            if self._awaited is not None and buffer.version == self._awaited:
+                buffer.readers += 1
+                self._awaited, self._arrived = None, buffer
+
+    def _wait_for_awaited(self, timeout_s: float, check: Callable[[], None]) -> SnapshotBuffer:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._arrived is None:
+                check()
+                if time.monotonic() > deadline:
+                    version, self._awaited = self._awaited, None
+                    raise TimeoutError(
+                        f"timed out waiting for this rank's snapshot of version {version}; its newest is {self.newest}"
+                    )
+                self._changed.wait(_CHECK_S)
+            buffer, self._arrived = self._arrived, None
+            return buffer
+
+    def _copy(self, buffer: SnapshotBuffer) -> None:
+        targets, parameters = self._copies[buffer.index]
         if targets:
-            torch._foreach_copy_(targets, [p.to_local() if isinstance(p, DTensor) else p for _, p in self._pieces])
+            torch._foreach_copy_(targets, [p.to_local() if isinstance(p, DTensor) else p for p in parameters])

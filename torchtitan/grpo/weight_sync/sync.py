@@ -1,53 +1,68 @@
-"""Publish a version of the weights to all servers: verified, bounded, and on every trainer rank."""
+"""Weights reach the servers while the trainer trains: snapshot, common pushes, copies for those that fall behind.
 
+`publish` copies this rank's shards and returns. One sync thread a rank does the rest, on process groups and a CUDA
+stream of its own: rank 0's leads, the others follow its word. The main threads never agree on anything, and never wait
+for a server, a transfer or another rank.
+"""
+
+import logging
 import os
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from torchtitan.grpo import job_config
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket, bucket_bytes, plan_to_json
-from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError, in_thread
+from torchtitan.grpo.weight_sync.link import WeightSyncError, in_thread
+from torchtitan.grpo.weight_sync.push import HostCopy, Push
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.receiver import PROTOCOL
 from torchtitan.grpo.weight_sync.sender import Sender
+from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer
+from torchtitan.grpo.weight_sync.worker import Board, Closing, Mode, ServerWorker
+
+logger = logging.getLogger(__name__)
 
 _PHASES = 8
 """Phases of rank 0, each bounded by `timeout_seconds`, that another rank may sit through in one wait: connecting anew,
 pause, start, a bucket on the wire, acknowledgement, finish, version, resume."""
 
+_BEAT_S = 2.0
+_CLOSE_S = 10.0
+_LAST_WORD_S = 3.0
+_STANDSTILL_SHARE = 0.05
+_REPORTS_MAX = 1000
 
-_LINK_PHASES = ("pause", "apply", "acknowledge")
-
-
-class GatherError(WeightSyncError):
-    """The trainer's own ranks did not come together; no server is to blame."""
+# Rank 0's words to the other ranks' sync threads.
+_CLOSE, _BEAT, _SEND = 0, 1, 2
 
 
 @dataclass
 class SyncReport:
-    """One publish, as rank 0 saw it; the same on every rank.
+    """One common push, as rank 0 saw it.
 
     Attributes:
         bytes: Payload of one version, to each server.
         seconds: `snapshot`: copying the shards (device). `gather`: waiting for the other ranks' shards. `pack`:
-            assembling and checksumming buckets (device). `wire`: from the first bucket on a wire to the last one
-            received; gather and pack of later buckets happen within it. `pause`: the slowest server's pause and start.
-            `apply`: from the last bucket received to the last one loaded. `acknowledge`: finish, version check and
-            resume. `total`: the whole call.
+            assembling and checksumming buckets (device). `total`: from its start until the last server was resumed.
+        servers: By address, the seconds of each server that acknowledged; see `ServerLink.update`.
+        missed: Servers that took part and did not acknowledge.
+        waited: The trainer's main thread waited for it; else it ran beside the training.
     """
 
     version: int
     bytes: int
     buckets: int
     seconds: dict[str, float]
+    servers: dict[str, dict[str, float]]
+    missed: int
+    waited: bool
 
 
 def device_memory_bytes(device: torch.device) -> int:
@@ -60,16 +75,17 @@ def device_memory_bytes(device: torch.device) -> int:
 class WeightSync:
     """How weights leave the trainer. Construct, `connect`, `publish` and `close` on every trainer rank.
 
-    `take` (the snapshot) and `push` (everything after it) are the two halves of `publish`: `push` uses neither the
-    default process group nor the calling thread's CUDA stream.
+    Every rank publishes every version, in the same order. If a push is under way when the next version is published,
+    the newest wins: versions in between are never sent.
 
     Args:
         model: Parallelised model, with its optimizer made.
         adapter: State-dict adapter to Hugging Face names.
         config: `[weight_sync]`.
-        controls: The servers, on rank 0; [] elsewhere.
+        fleet: The servers, on rank 0; None elsewhere.
         device: The trainer's device.
         tied: The model's output is its embedding.
+        max_lag: With `cadence = "auto"`, by how many versions the servers may be behind.
     """
 
     def __init__(
@@ -77,155 +93,370 @@ class WeightSync:
         model: nn.Module,
         adapter: Any,
         config: job_config.WeightSync,
-        controls: list[ServerControl],
+        fleet: Fleet | None,
         device: torch.device,
         tied: bool,
+        max_lag: int = 1,
     ):
         on_cuda = device.type == "cuda"
         self._model, self._adapter, self._config, self._tied = model, adapter, config, tied
+        self._fleet = fleet
         self._device = device
+        self._max_lag = max(1, max_lag)
         self._backend = config.transport if config.transport != "auto" else "nccl" if on_cuda else "gloo"
         if self._backend == "nccl" and not on_cuda:
             raise UserError('[weight_sync] transport = "nccl" needs a trainer on CUDA: use "auto" or "gloo"')
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_cuda else "float32"
         self._dtype = getattr(torch, dtype)
-        self._links = [ServerLink(control, self._backend, device, config.timeout_seconds) for control in controls]
-        self._sender: Sender | None = None
+        self._thread: threading.Thread | None = None
+        self._board: Board | None = None
+        self._closing = False
+        self._drain = False
+        self._error: BaseException | None = None
+        self._newest = self._waited_for = -1
+        self._followed = -1
+        self._push: Push | None = None
+        self._push_started = 0.0
+        self._reports: list[SyncReport] = []
+
+    # -------------------------------------------------------------------------------------------- the trainer's
 
     def connect(self) -> None:
-        """Plan the buckets and form one group per server. Collective over the trainer's ranks; bounded."""
+        """Plan the buckets, form one group per server and start the threads. Collective over the trainer's ranks;
+        bounded. All servers must join.
+
+        Raises:
+            UserError, WeightSyncError: One did not; on every rank.
+        """
         config = self._config
         self._ranks = Ranks(self._device, config.timeout_seconds, _PHASES * config.timeout_seconds)
         limit = bucket_bytes(
             device_memory_bytes(self._device), config.buffer_memory_ratio, config.num_buffers, config.bucket_mib_max
         )
         self._sender = Sender(
-            self._model, self._adapter, self._ranks, self._dtype, limit, config.num_buffers, config.verify
+            self._model,
+            self._adapter,
+            self._ranks,
+            self._dtype,
+            limit,
+            config.num_buffers,
+            config.verify,
+            snapshots=2 if config.async_weight_update else 1,
         )
-        if self._sender.device.type != self._device.type:
+        self._check_model()
+        self._on_rank0_then_share("connect", self._connect_servers)
+        run = self._lead if self._ranks.rank == 0 else self._follow
+        self._thread = threading.Thread(target=self._run, args=(run,), name="weight-sync", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, wait: bool = False) -> None:
+        """Give the servers the weights as they are now; `version` is greater than any before.
+
+        Returns at once. With `wait`, and without `[weight_sync] async_weight_update`, rank 0 returns when every server
+        in the push has acknowledged this version and is resumed, or has been withdrawn.
+
+        Raises:
+            FleetError: Fewer servers are left than `[rollout] min_servers`; on rank 0.
+            Anything that a sync thread raised since the last call.
+        """
+        self.check()
+        # One buffer is enough for a trainer that waits; what may still read it is another rank, or a host copy.
+        self._sender.snapshots.take(version, self._config.timeout_seconds)
+        self._newest = version
+        if self._board is not None:
+            wait = wait or not self._config.async_weight_update
+            self._waited_for = version if wait else self._waited_for
+            self._board.notify()
+            if wait:
+                self._wait_until(lambda: self._settled(version), f"the push of version {version}")
+
+    def order_writes_after(self) -> None:
+        """Call before the weights change: orders the calling thread's CUDA stream after the snapshot. Never waits."""
+        self._sender.snapshots.order_writes_after()
+
+    def drain(self) -> None:
+        """Wait until the newest version is where it belongs and nothing is under way. Bounded."""
+        if self._board is None:
+            self._wait_until(lambda: self._followed >= self._newest or not self._thread.is_alive(), "the last push")
+            return
+        self._drain = True
+        self._board.notify()
+        self._wait_until(lambda: self._settled(self._newest), f"the push of version {self._newest}")
+        self._drain = False
+
+    def finished(self) -> list[SyncReport]:
+        """Pushes that ended since the last call; none on ranks other than 0."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def check(self) -> None:
+        """Raise what a sync thread raised, or that too few servers are left."""
+        error = self._error or (self._board.error if self._board else None)
+        if error is not None:
+            raise error
+        if self._fleet is not None:
+            self._fleet.check()
+
+    def close(self) -> None:
+        """End the threads and leave all groups; what is under way is given up. Bounded by a few seconds."""
+        deadline = time.monotonic() + _CLOSE_S
+        threads = [self._thread] if self._thread else []
+        if self._board is None and self._thread is not None:
+            self._thread.join(_LAST_WORD_S)  # rank 0 may be in a push that needs this rank
+        self._closing = True
+        if self._board is not None:
+            self._board.closing = True
+            self._board.notify()
+            threads += [worker for worker in self._board.workers if worker.ident]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._board is not None:
+            for worker in self._board.workers:
+                worker.link.close()
+
+    def _settled(self, version: int) -> bool:
+        board = self._board
+        if self._push is not None or board.sent < version:
+            return False
+        return all(worker.push is None for worker in board.workers)
+
+    def _wait_until(self, ready: Any, what: str) -> None:
+        changed = self._board.changed if self._board is not None else threading.Condition()
+        deadline = time.monotonic() + _PHASES * self._config.timeout_seconds
+        with changed:
+            while not ready():
+                self.check()
+                if time.monotonic() > deadline:
+                    servers = f"; {self._fleet.describe()}" if self._fleet else ""
+                    raise TimeoutError(f"timed out waiting for {what}{servers}")
+                changed.wait(0.05)
+        self.check()
+
+    # -------------------------------------------------------------------------------------------------- set-up
+
+    def _check_model(self) -> None:
+        sender = self._sender
+        if sender.device.type != self._device.type:
             raise UserError(
-                f"[training] enable_cpu_offload: the weights lie on {self._sender.device}, the trainer computes on "
+                f"[training] enable_cpu_offload: the weights lie on {sender.device}, the trainer computes on "
                 f"{self._device}; weight sync needs them on the trainer's device"
             )
-        sends_output = any(spec.name == "lm_head.weight" for b in self._sender.buckets for spec in b.tensors)
+        sends_output = any(spec.name == "lm_head.weight" for b in sender.buckets for spec in b.tensors)
         if sends_output == self._tied:
             raise UserError(
                 f"[model] tied is {self._tied}, but the adapter {'gives' if sends_output else 'drops'} lm_head.weight"
             )
-        self._plan_info = {
+        limit = self._config.bucket_mib_max << 20
+        for bucket in sender.buckets:
+            if bucket.payload_bytes > limit and self._ranks.rank == 0:
+                logger.warning(
+                    "%s is larger than [weight_sync] bucket_mib_max = %d: its bucket takes %d MiB",
+                    bucket.tensors[0].name,
+                    self._config.bucket_mib_max,
+                    bucket.payload_bytes >> 20,
+                )
+
+    def _connect_servers(self) -> None:
+        config, buckets = self._config, self._sender.buckets
+        board = Board(self._fleet, buckets, config.num_buffers, config.timeout_seconds, config.straggler_seconds)
+        board.plan_info = {
             "protocol": PROTOCOL,
             "num_buffers": config.num_buffers,
             "verify": config.verify,
-            "plan": plan_to_json(self._sender.buckets),
+            "plan": plan_to_json(buckets),
         }
-        self._on_rank0_then_share("connect", self._connect_links)
-
-    def publish(self, version: int) -> SyncReport:
-        """Send the weights as they are now; returns when every server has acknowledged them and is resumed.
-
-        Collective over the trainer's ranks.
-
-        Raises:
-            WeightSyncError: On every rank, naming server, phase, version and bytes. The servers that were being
-                updated stay paused; the next publish connects to them anew.
-        """
-        started = time.perf_counter()
-        self.take()
-        report = self.push(version)
-        report.seconds["total"] = time.perf_counter() - started
-        return report
-
-    def take(self) -> None:
-        """Snapshot this rank's shards; see `Snapshot.take` for what must wait for it."""
-        self._sender.snapshot.take()
-
-    def push(self, version: int) -> SyncReport:
-        """Send the last snapshot. Collective, on the weight-sync groups only."""
-        with self._sender.on_stream():
-            if self._ranks.rank != 0:
-                for bucket in self._sender.buckets:
-                    self._gather(bucket, version)
-            shared = self._on_rank0_then_share(f"the outcome of version {version}", lambda: self._push(version))
-        return SyncReport(**shared)
-
-    def close(self) -> None:
-        """Leave all groups with the servers. Waits for nobody."""
-        for link in self._links:
-            link.close()
-
-    def _push(self, version: int) -> dict[str, Any]:
-        left = deque(self._sender.buckets)
-        try:
-            return asdict(self._push_to_servers(version, left))
-        except Exception as error:
-            for link in self._links:
-                link.close()
-            if not isinstance(error, GatherError):
-                while left:  # the other ranks send all their buckets before they ask how it went
-                    self._gather(left.popleft(), version)
-            raise
-
-    def _push_to_servers(self, version: int, left: deque[Bucket]) -> SyncReport:
-        """Pipeline: bucket k + 1 is gathered and packed while bucket k is on the wire."""
-        self._connect_links()
-        self._sender.stopwatch.reset()
-        sender, links, clock = self._sender, self._links, time.perf_counter
-        begun = [in_thread(lambda link=link: link.begin(version), "weight-sync-begin") for link in links]
-        gather_s, wire_start = 0.0, None
-        while left:
-            for link in links:
-                link.wait_in_flight(self._config.num_buffers - 1)
-            gather_start = clock()
-            bucket = left.popleft()
-            self._gather(bucket, version)
-            gather_s += clock() - gather_start
-            wire = sender.pack(bucket, version)
-            for future in begun:
-                future.result()
-            wire_start = wire_start or clock()
-            for link in links:
-                link.post(wire, bucket.payload_bytes)
-        for link in links:
-            link.wait_in_flight(0)
-        wire_s = clock() - wire_start
-        expected = sender.expected_acknowledgement(version)
-        for link in links:
-            link.acknowledge(expected)
-        for future in [in_thread(lambda link=link: link.finish(version), "weight-sync-finish") for link in links]:
-            future.result()
-        seconds = {phase: max((link.seconds[phase] for link in links), default=0.0) for phase in _LINK_PHASES}
-        seconds |= {"gather": gather_s, "pack": 0.0, "wire": wire_s, "snapshot": sender.snapshot.seconds()}
-        seconds |= sender.stopwatch.take()
-        return SyncReport(version, sender.bytes, len(sender.buckets), seconds)
-
-    def _gather(self, bucket: Bucket, version: int) -> None:
-        try:
-            self._sender.gather(bucket)
-        except (RuntimeError, TimeoutError) as error:
-            raise GatherError("the servers", "gather", version, 0, error) from error
-
-    def _connect_links(self) -> None:
-        missing = [link for link in self._links if not link.connected]
-        joining = [
-            in_thread(lambda link=link: link.connect(self._plan_info), "weight-sync-connect") for link in missing
-        ]
+        board.workers = [self._worker(server, board) for server in self._fleet.servers]
+        self._board = board
+        joining = [in_thread(worker.connect, "weight-sync-connect") for worker in board.workers]
         for future in joining:
             future.result()
+        for worker in board.workers:
+            worker.mode = Mode.COMMON
+            worker.start()
 
-    def _on_rank0_then_share(self, what: str, call: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-        """Rank 0's result of `call` on every rank, or its error raised on every rank."""
+    def _worker(self, server: Server, board: Board) -> ServerWorker:
+        return ServerWorker(server, board, self._backend, self._device)
+
+    def _on_rank0_then_share(self, what: str, call: Any) -> None:
+        """Call it on rank 0; its error is raised on every rank."""
         if self._ranks.rank != 0:
             shared = self._ranks.share(None, what)
-            if "error" in shared:
-                raise WeightSyncError(*shared["error"])
-            return shared
+            if shared is not None:
+                raise WeightSyncError(*shared)
+            return
         try:
-            result = call() or {}
-        except GatherError:
-            raise  # the other ranks are not here: they time out in the gather
+            call()
         except Exception as error:
             named = isinstance(error, WeightSyncError)
             known = error if named else WeightSyncError("the servers", what, -1, 0, error)
-            self._ranks.share({"error": [known.server, known.phase, known.version, known.bytes, known.cause]}, what)
+            self._ranks.share([known.server, known.phase, known.version, known.bytes, known.cause], what)
             raise
-        return self._ranks.share(result, what)
+        self._ranks.share(None, what)
+
+    # -------------------------------------------------------------------------------------------- sync threads
+
+    def _run(self, loop: Any) -> None:
+        try:
+            with self._sender.on_stream():
+                loop()
+        except Closing:
+            pass
+        except BaseException as error:
+            self._error = error
+            if self._board is not None:
+                self._board.notify()
+
+    def _follow(self) -> None:
+        """Ranks 1..: do what rank 0 says. A word comes every few seconds; without one rank 0 is gone."""
+        while (word := self._ranks.command(_BEAT, self._raise_if_closed)) != _CLOSE:
+            if word == _SEND:
+                with self._hold() as snapshot:
+                    for bucket in self._sender.buckets:
+                        self._sender.gather(bucket, snapshot)
+                    self._followed = snapshot.version
+
+    def _lead(self) -> None:
+        """Rank 0: push the newest version when it is due; make a host copy when a worker wants one."""
+        board, looked = self._board, time.monotonic()
+        while True:
+            with board.changed:
+                job = self._next_job()
+            if time.monotonic() > looked + _BEAT_S:
+                self._reread_servers()
+                looked = time.monotonic()
+            if job is None:
+                self._ranks.command(_BEAT)
+                continue
+            if job is self._close_ranks:
+                job()
+                return
+            self._ranks.command(_SEND)
+            with self._hold() as snapshot:
+                job(snapshot)
+            board.notify()
+
+    def _hold(self) -> Any:
+        timeout_s = _PHASES * self._config.timeout_seconds
+        what = "agreeing on a version to publish"
+        return self._sender.snapshots.hold(
+            lambda newest: self._ranks.greatest(newest, what), timeout_s, self._raise_if_closed
+        )
+
+    def _raise_if_closed(self) -> None:
+        if self._closing:
+            raise Closing
+
+    def _next_job(self) -> Any:
+        """What to do now, under the board's lock; None if there was nothing for a while."""
+        board, deadline = self._board, time.monotonic() + _BEAT_S
+        while time.monotonic() < deadline:
+            if self._closing:
+                return self._close_ranks
+            newest = self._sender.snapshots.newest
+            if newest >= 0 and board.in_common() and (board.push_wanted or self._due(newest)):
+                return self._push_in_common
+            if newest >= 0 and board.copy_wanted and (board.copy is None or board.copy.readers == 0):
+                return self._copy_to_host
+            board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
+        return None
+
+    def _due(self, newest: int) -> bool:
+        behind = newest - self._board.sent
+        if behind == 0:
+            return False
+        if self._config.cadence == "every" or behind >= self._max_lag or self._drain:
+            return True
+        # The servers stood still for `push_s`: let them work twenty times as long before they do so again.
+        return time.monotonic() - self._push_started > self._board.push_s / _STANDSTILL_SHARE
+
+    def _push_in_common(self, snapshot: SnapshotBuffer) -> None:
+        board = self._board
+        with board.changed:
+            workers = {worker.url: worker for worker in board.in_common()}
+            push = Push(
+                snapshot.version,
+                len(board.buckets),
+                board.num_buffers,
+                list(workers),
+                board.straggler_s,
+                lambda url, why: board.fleet.withdraw(workers[url].server, why, lost=False),
+            )
+            self._push, self._push_started = push, time.monotonic()
+            board.sent, board.push_wanted = snapshot.version, False
+            for worker in workers.values():
+                worker.push = push
+            board.changed.notify_all()
+        try:
+            gather_s = 0.0
+            for bucket in board.buckets:
+                push.wait_for_buffer(bucket.index)
+                gather_s += self._gather(bucket, snapshot)
+                push.offer(self._sender.pack(bucket, snapshot), self._mark())
+            expected = self._sender.expected_acknowledgement(snapshot.version)
+            seconds = {"gather": gather_s, "pack": 0.0, "snapshot": snapshot.seconds()}
+            push.complete(expected, seconds | self._sender.stopwatch.take())
+        except BaseException as error:
+            push.fail(error)
+            raise
+        push.on_settled(lambda: self._report(push, len(workers)))
+
+    def _report(self, push: Push, servers: int) -> None:
+        board = self._board
+        total_s = time.perf_counter() - push.started
+        report = SyncReport(
+            push.version,
+            self._sender.bytes,
+            len(board.buckets),
+            push.seconds | {"total": total_s},
+            push.servers,
+            servers - len(push.servers),
+            push.version <= self._waited_for,
+        )
+        logger.debug("version %d reached %d of %d servers in %.3f s", push.version, len(push.servers), servers, total_s)
+        with board.changed:
+            board.push_s = total_s
+            self._reports = [*self._reports[-_REPORTS_MAX:], report]
+            if self._push is push:
+                self._push = None
+            board.changed.notify_all()
+
+    def _copy_to_host(self, snapshot: SnapshotBuffer) -> None:
+        board, sender = self._board, self._sender
+        copy = board.copy or HostCopy([bucket.wire_bytes for bucket in board.buckets], self._device)
+        copy.version = -1
+        for bucket in board.buckets:
+            self._gather(bucket, snapshot)
+            copy.store(bucket.index, sender.pack(bucket, snapshot))
+        copy.expected = sender.expected_acknowledgement(snapshot.version)  # waits for the device: the copies are done
+        sender.stopwatch.reset()
+        with board.changed:
+            copy.version = snapshot.version
+            board.copy, board.copy_wanted = copy, False
+            board.changed.notify_all()
+
+    def _gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> float:
+        started = time.perf_counter()
+        self._sender.gather(bucket, snapshot)
+        return time.perf_counter() - started
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _close_ranks(self) -> None:
+        self._ranks.command(_CLOSE)
+
+    def _reread_servers(self) -> None:
+        added, removed = self._fleet.reread()
+        board = self._board
+        with board.changed:
+            gone = [worker for worker in board.workers if worker.server in removed]
+            new = [self._worker(server, board) for server in added]
+            board.workers = [worker for worker in board.workers if worker not in gone] + new
+        for worker in gone:
+            worker.remove()
+        for worker in new:
+            worker.start()

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 _POLL_S = 0.0002
 _POLL_MAX_S = 0.01
+_LOOK_S = 0.25
+_ABANDONED = "abandoned"
 _NCCL_TIMEOUT_FACTOR = 10.0
 _GLOO_TIMEOUT_MARGIN_S = 5.0
 _constructing = threading.Lock()
@@ -91,7 +93,8 @@ class Group:
         self.size = size
         self.device = device
         self._timeout_s = timeout_s
-        store = dist.PrefixStore("torchtitan_grpo", store)
+        self._store = store = dist.PrefixStore("torchtitan_grpo", store)
+        self._next_look = 0.0
         if backend == "nccl":
             torch.cuda.set_device(device)
             options = dist.ProcessGroupNCCL.Options()
@@ -123,6 +126,18 @@ class Group:
         """Start a sum over all ranks, in place."""
         return self._pg.allreduce([tensor])
 
+    def raise_if_abandoned(self) -> None:
+        """For waits of ranks 1..: rank 0 has given the group up. With NCCL nothing else would tell.
+
+        Raises:
+            RuntimeError: Rank 0 said so, or its store is gone.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_S
+        if self._store.check([_ABANDONED]):
+            raise RuntimeError("the trainer has given this transfer up")
+
     def abort(self) -> None:
         """Give the group up without waiting for its peers: what is under way fails or is left to its own timeout.
 
@@ -136,6 +151,9 @@ class Group:
         del pg
 
         def give_up() -> None:
+            if self.rank == 0:
+                with suppress(RuntimeError):
+                    self._store.set(_ABANDONED, "1")
             if self.backend == "nccl":
                 torch.cuda.set_device(self.device)
                 holder[0].abort()

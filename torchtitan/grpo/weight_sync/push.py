@@ -1,0 +1,239 @@
+"""One version on its way to several servers: who has which bucket, who is late, who has acknowledged.
+
+The lead fills wire buffers and offers them in order; each server's worker sends them to its own server and lets go of
+them. A buffer is filled again when all have let go of it, so a push is as fast as its slowest server: one that keeps
+the others waiting is dropped. Invariant I4 rests on this file; it knows nothing of devices or networks.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+_CHECK_S = 0.05
+
+
+class Dropped(Exception):
+    """The push goes on without this server."""
+
+
+class Feed(Protocol):
+    """Where a worker gets the buckets of one version from: a push in common, or a copy for it alone."""
+
+    version: int
+
+    def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Bucket `index` as uint8 [wire_bytes], and the event after which it is filled. Waits for it, bounded."""
+        ...
+
+    def let_go(self, count: int) -> None:
+        """The first `count` buckets have left the wire."""
+        ...
+
+    def expected(self) -> list[int]:
+        """The acknowledgement of a server that has it all (`receiver.ACK_FIELDS`). Waits for it, bounded."""
+        ...
+
+
+class Push:
+    """The common push of one version.
+
+    Args:
+        version: Weight version.
+        buckets: How many buckets it has.
+        num_buffers: Wire buffers: bucket k is offered in the buffer that bucket k - num_buffers had.
+        servers: Who takes part.
+        straggler_s: How long one may be behind while another is ready to go on.
+        on_drop: Called with a server and the reason when it is dropped, on the lead's thread.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        buckets: int,
+        num_buffers: int,
+        servers: list[str],
+        straggler_s: float,
+        on_drop: Callable[[str, str], None],
+    ):
+        self.version = version
+        self.seconds: dict[str, float] = {}
+        self.servers: dict[str, dict[str, float]] = {}
+        self.started = time.perf_counter()
+        self._buckets = buckets
+        self._num_buffers = num_buffers
+        self._straggler_s = straggler_s
+        self._on_drop = on_drop
+        self._changed = threading.Condition()
+        self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._let_go = dict.fromkeys(servers, 0)
+        self._unfinished = set(servers)
+        self._expected: list[int] | None = None
+        self._failure: BaseException | None = None
+        self._call: Callable[[], None] | None = None
+
+    # ------------------------------------------------------------------------------------------------ the lead's
+
+    def wait_for_buffer(self, index: int) -> None:
+        """Wait until the buffer of bucket `index` is free."""
+        self._wait_until_let_go(index - self._num_buffers + 1)
+
+    def offer(self, wire: torch.Tensor, filled: torch.cuda.Event | None) -> None:
+        """Give the next bucket to all that take part."""
+        with self._changed:
+            self._offered.append((wire, filled))
+            self._changed.notify_all()
+
+    def complete(self, expected: list[int], seconds: dict[str, float]) -> None:
+        """All buckets were offered: say what a server must acknowledge, wait until all have let go of all of them."""
+        with self._changed:
+            self._expected = expected
+            self._changed.notify_all()
+        self._wait_until_let_go(self._buckets)
+        self.seconds = seconds
+
+    def fail(self, error: BaseException) -> None:
+        """No more buckets will come."""
+        with self._changed:
+            self._failure = error
+            self._let_go.clear()
+            self._changed.notify_all()
+
+    def _wait_until_let_go(self, count: int) -> None:
+        others_wait_since = None
+        while True:
+            with self._changed:
+                late = [server for server, done in self._let_go.items() if done < count]
+                if not late:
+                    return
+                timeout_s = _CHECK_S
+                if len(late) < len(self._let_go):
+                    others_wait_since = others_wait_since or time.monotonic()
+                    timeout_s = others_wait_since + self._straggler_s - time.monotonic()
+                if timeout_s > 0:
+                    self._changed.wait(timeout_s)
+                    continue
+                for server in late:
+                    del self._let_go[server]
+                    self._unfinished.discard(server)
+            for server in late:
+                self._on_drop(
+                    server,
+                    f"kept the other servers waiting for over {self._straggler_s:g} s with bucket {count} of "
+                    f"{self._buckets} of version {self.version}",
+                )
+
+    # --------------------------------------------------------------------------------------------- the workers'
+
+    def seat(self, server: str, timeout_s: float, check: Callable[[], None]) -> "Seat":
+        """A server's part in this push."""
+        return Seat(self, server, timeout_s, check)
+
+    def ended(self, server: str, seconds: dict[str, float] | None) -> None:
+        """A server has acknowledged, in so many seconds by phase, or (None) will not."""
+        with self._changed:
+            self._let_go.pop(server, None)
+            self._unfinished.discard(server)
+            if seconds is not None:
+                self.servers[server] = seconds
+            self._changed.notify_all()
+        self._settle()
+
+    def on_settled(self, call: Callable[[], None]) -> None:
+        """Have `call` called, once and by whoever is last, when every server has acknowledged or is out of it."""
+        self._call = call
+        self._settle()
+
+    def _settle(self) -> None:
+        with self._changed:
+            call = self._call
+            if call is None or self._unfinished:
+                return
+            self._call = None
+        call()
+
+
+class Seat:
+    """A `Feed` from the common push."""
+
+    def __init__(self, push: Push, server: str, timeout_s: float, check: Callable[[], None]):
+        self.version = push.version
+        self._push, self._server, self._timeout_s, self._check = push, server, timeout_s, check
+
+    def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        offered = self._push._offered
+        self._wait(lambda: len(offered) > index, f"bucket {index + 1}")
+        return offered[index]
+
+    def let_go(self, count: int) -> None:
+        push = self._push
+        with push._changed:
+            if self._server not in push._let_go:
+                raise Dropped
+            push._let_go[self._server] = count
+            push._changed.notify_all()
+
+    def expected(self) -> list[int]:
+        push = self._push
+        self._wait(lambda: push._expected is not None, "the checksums")
+        return push._expected
+
+    def raise_if_dropped(self) -> None:
+        """For waits on the server: nothing that it still does matters to a push that has gone on."""
+        self._check()
+        if self._server not in self._push._let_go:
+            raise Dropped
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        push, deadline = self._push, time.monotonic() + self._timeout_s
+        with push._changed:
+            while not ready():
+                self._check()
+                if push._failure is not None or self._server not in push._let_go:
+                    raise Dropped
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"timed out waiting for the trainer to pack {what} of version {self.version}")
+                push._changed.wait(_CHECK_S)
+
+
+class HostCopy:
+    """A whole version in host memory, as the buckets that go on the wire: for servers that are fed alone.
+
+    Args:
+        wire_bytes: Size of each bucket.
+        device: Where buckets come from; on CUDA the memory is pinned.
+    """
+
+    def __init__(self, wire_bytes: list[int], device: torch.device):
+        flat = torch.empty(sum(wire_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.wires = list(flat.split(wire_bytes))
+        self.device = device
+        self.version = -1
+        self.readers = 0
+        self.expected: list[int] = []
+
+    def store(self, index: int, wire: torch.Tensor) -> None:
+        """Copy a bucket; on CUDA the current stream holds the copy."""
+        self.wires[index].copy_(wire, non_blocking=True)
+
+
+class CopyFeed:
+    """A `Feed` from a host copy."""
+
+    def __init__(self, copy: HostCopy):
+        self.version = copy.version
+        self._copy = copy
+
+    def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        wire = self._copy.wires[index]
+        if self._copy.device.type != "cuda":
+            return wire, None
+        return wire.to(self._copy.device, non_blocking=True), None  # on the worker's stream, as the broadcast is
+
+    def let_go(self, count: int) -> None:
+        pass
+
+    def expected(self) -> list[int]:
+        return self._copy.expected

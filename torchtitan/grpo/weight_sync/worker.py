@@ -1,0 +1,270 @@
+"""One thread per server, and the board on which the lead and the workers meet. Rank 0 only."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
+from torchtitan.grpo.weight_sync.push import CopyFeed, Dropped, HostCopy, Push
+
+logger = logging.getLogger(__name__)
+
+HEALTH_S = 5.0
+"""How often an idle server is asked whether it is well. Shorter than an engine takes to start, so that a server that
+was restarted between two pushes is not taken for the one with our weights."""
+
+_HEALTH_FAILURES_MAX = 3
+_SUSPECT_LOOK_S = 0.5
+_BACKOFF_S = 0.5
+_BACKOFF_MAX_S = 10.0
+
+
+class Closing(Exception):
+    """Weight sync is being shut down."""
+
+
+class Mode(Enum):
+    """How a server gets its weights."""
+
+    LOST = "lost"
+    """Not at all: it is being connected anew."""
+    ALONE = "alone"
+    """From a host copy, at its own pace."""
+    COMMON = "common"
+    """In pushes together with the others."""
+
+
+class Board:
+    """What the lead (the sync thread of rank 0) and the workers share. `changed` guards all of it.
+
+    Attributes:
+        sent: The version of the newest common push; a server must have it, or a newer one, to be admitted.
+        copy: A version in host memory for servers in mode ALONE; None until one is wanted.
+        copy_wanted: A worker waits for a newer copy than there is.
+        push_wanted: A server has joined that has no newest version yet, and no other server has either.
+        push_s: Seconds of the last common push, over all its servers.
+    """
+
+    def __init__(self, fleet: Fleet, buckets: list[Bucket], num_buffers: int, timeout_s: float, straggler_s: float):
+        self.fleet = fleet
+        self.buckets = buckets
+        self.num_buffers = num_buffers
+        self.timeout_s = timeout_s
+        self.straggler_s = straggler_s
+        self.plan_info: dict = {}
+        self.changed = threading.Condition()
+        self.workers: list[ServerWorker] = []
+        self.closing = False
+        self.error: BaseException | None = None
+        self.sent = -1
+        self.push_s = 0.0
+        self.push_wanted = False
+        self.copy: HostCopy | None = None
+        self.copy_wanted = False
+        fleet.add_listener(self.notify)
+
+    def notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raises Closing at the end."""
+        if self.closing:
+            raise Closing
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error of any thread, for the main thread to raise."""
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def in_common(self) -> list["ServerWorker"]:
+        return [worker for worker in self.workers if worker.mode is Mode.COMMON]
+
+
+class ServerWorker(threading.Thread):
+    """Keeps one server at the newest version: in common pushes, alone, or by connecting anew."""
+
+    def __init__(self, server: Server, board: Board, backend: str, device: torch.device):
+        super().__init__(name=f"weight-sync {server.url}", daemon=True)
+        self.server = server
+        self.url = server.url
+        self.link = ServerLink(server.control, backend, device, board.timeout_s, board.check)
+        self.mode = Mode.LOST
+        self.push: Push | None = None
+        """The push to take part in, set by the lead."""
+        self._board = board
+        self._removed = False
+        self._retry_at = 0.0
+        self._backoff_s = _BACKOFF_S
+        self._health_failures = 0
+        self._next_look = 0.0
+
+    def connect(self) -> None:
+        """Form the process group. By the main thread before the worker starts, by the worker afterwards."""
+        self.link.connect(self._board.plan_info)
+        self._backoff_s = _BACKOFF_S
+        self._health_failures = 0
+
+    def remove(self) -> None:
+        """The server is no longer listed: leave it."""
+        self._removed = True
+        self._board.notify()
+
+    def run(self) -> None:
+        board = self._board
+        steps = {Mode.LOST: self._reconnect, Mode.ALONE: self._catch_up, Mode.COMMON: self._take_part}
+        try:
+            while not self._removed:
+                board.check()
+                steps[self.mode]()
+        except Closing:
+            pass
+        except BaseException as error:
+            board.fail(error)
+        finally:
+            self._leave_push()
+            self.link.close()
+
+    # ------------------------------------------------------------------------------------------------ its modes
+
+    def _take_part(self) -> None:
+        board = self._board
+        if not self._wait(lambda: self.push is not None):
+            self._look_after_health()
+            return
+        push = self.push
+        seat = push.seat(self.url, board.timeout_s, board.check)
+        self.link.check = seat.raise_if_dropped
+        try:
+            seconds = self.link.update(seat, board.buckets, board.num_buffers)
+        except Dropped:
+            # The lead has said why and taken it out of traffic. Its weights are a mix: connect anew, at once.
+            self._leave_push(push)
+            self.link.close()
+            self.mode, self._retry_at = Mode.LOST, 0.0
+        except (WeightSyncError, UserError) as error:
+            self._leave_push(push)
+            self._lose(error)
+        else:
+            board.fleet.admit(self.server, push.version)
+            with board.changed:
+                if self.push is push:  # else the next one has come already
+                    self.push = None
+            push.ended(self.url, seconds)
+        finally:
+            self.link.check = board.check
+
+    def _catch_up(self) -> None:
+        board = self._board
+        with board.changed:
+            if not board.in_common():
+                self.mode, board.push_wanted = Mode.COMMON, True
+                board.changed.notify_all()
+                return
+        have = self.server.version if self.server.in_traffic else -1
+        if not self._wait(lambda: self._newer_copy(have)):
+            self._look_after_health()
+            return
+        copy = board.copy
+        try:
+            seconds = self.link.update(CopyFeed(copy), board.buckets, 1)
+        except (WeightSyncError, UserError) as error:
+            self._lose(error)
+            return
+        finally:
+            with board.changed:
+                copy.readers -= 1
+                board.changed.notify_all()
+        logger.info("%s has caught up with version %d in %.2f s", self.url, copy.version, seconds["total"])
+        with board.changed:
+            newest = copy.version >= board.sent
+            # One that is as quick as the others by itself keeps them waiting no more.
+            if newest and seconds["total"] <= board.push_s + board.straggler_s:
+                self.mode = Mode.COMMON
+        if newest:
+            board.fleet.admit(self.server, copy.version)
+
+    def _newer_copy(self, have: int) -> bool:
+        """Take hold of a copy that is newer than `have` and not older than what the others were sent."""
+        board, copy = self._board, self._board.copy
+        if copy is not None and copy.version > have and copy.version >= board.sent:
+            copy.readers += 1
+            return True
+        if board.sent > have:
+            board.copy_wanted = True
+            board.changed.notify_all()
+        return False
+
+    def _reconnect(self) -> None:
+        board = self._board
+        self._wait(lambda: time.monotonic() >= self._retry_at, self._retry_at - time.monotonic())
+        if time.monotonic() < self._retry_at or self._removed:
+            return
+        try:
+            self.server.control.is_healthy()
+            self.connect()
+        except (WeightSyncError, UserError, EngineError) as error:
+            self._lose(error)
+            return
+        with board.changed:
+            self.mode = Mode.ALONE if board.in_common() else Mode.COMMON
+            if self.mode is Mode.COMMON:
+                board.push_wanted = True
+            board.changed.notify_all()
+        logger.info("%s is connected again; it gets the newest weights first", self.url)
+
+    def _look_after_health(self) -> None:
+        """Is it there, and is it the one that we gave weights to?"""
+        server = self.server
+        self._next_look = time.monotonic() + _SUSPECT_LOOK_S
+        try:
+            reported = server.control.weight_version() if server.control.is_healthy() else "none: it is not healthy"
+        except (EngineError, UserError) as error:
+            self._health_failures += 1
+            if "no reply" not in str(error) or self._health_failures >= _HEALTH_FAILURES_MAX:
+                self._lose(error)
+            return
+        self._health_failures = 0
+        if reported not in (None, str(server.version)) and server.version >= 0:
+            self._lose(f"reports weight version {reported!r} in place of {server.version}: it was restarted")
+        elif server.suspected and server.version >= self._board.sent:
+            self._board.fleet.admit(server, server.version)
+
+    # ------------------------------------------------------------------------------------------------ its parts
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float = HEALTH_S) -> bool:
+        """Wait under the board's lock; False after `timeout_s`, or as soon as there is something else to do."""
+        board, deadline = self._board, time.monotonic() + timeout_s
+        with board.changed:
+            while not ready():
+                board.check()
+                now = time.monotonic()
+                look = self.server.suspected and self.mode is not Mode.LOST
+                if now >= deadline or self._removed or (look and now >= self._next_look):
+                    return False
+                board.changed.wait(min(deadline, self._next_look if look else deadline) - now)
+            return True
+
+    def _lose(self, reason: object) -> None:
+        self.link.close()
+        self.mode = Mode.LOST
+        self._retry_at = time.monotonic() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_MAX_S)
+        self._board.fleet.withdraw(self.server, str(reason))
+        self._board.notify()
+
+    def _leave_push(self, push: Push | None = None) -> None:
+        """Leave this push, and the one that may have come since."""
+        with self._board.changed:
+            given, self.push = self.push, None
+        for each in {push, given} - {None}:
+            each.ended(self.url, None)
