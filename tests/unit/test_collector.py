@@ -296,6 +296,21 @@ def test_requests_on_a_withdrawn_server_are_left_alone(make_collector, new_serve
     assert (slow.client.started, other.client.started, collector.retried) == (1, 4, 0)
 
 
+def test_an_assigned_server_that_leaves_before_it_is_asked(make_collector, servers) -> None:
+    class Withdrawing(CountingClient):
+        async def generate(self, *args, **kwargs):
+            fleet.withdraw(fleet.servers[1], "takes too long", lost=False)
+            return await super().generate(*args, **kwargs)
+
+    fleet = Fleet([server.url for server in servers], make_server)
+    collector = make_collector(fleet=fleet)
+    first, second = fleet.servers
+    first.client = Withdrawing(first.url)
+    collector.collect(prompts_of(4), PARAMS, "a")
+    assert (first.client.started, second.client.started, collector.retried) == (4, 0, 0)
+    assert [cohort and cohort[1] for _, cohort in first.client.asked] == [2, None, 2, None]
+
+
 def test_the_least_busy_server_is_asked(make_collector, new_server, servers, in_thread) -> None:
     collector = make_collector([new_server().url, servers[0].url], max_concurrent_requests=16)
     busy, other = collector.fleet.servers
