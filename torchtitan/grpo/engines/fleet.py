@@ -83,6 +83,7 @@ class Fleet:
         self._stamp = _stamp(urls_file)
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
         if urls_file:
             urls = read_urls(urls_file)
         if not urls:
@@ -140,12 +141,21 @@ class Fleet:
         logger.warning("%s is out of traffic: %s", server.url, server.reason)
         self._notify()
 
+    def fail(self, error: BaseException) -> None:
+        """No server will get newer weights, for this reason: whoever waits for one is told so by `check`."""
+        with self._lock:
+            self._error = self._error or error
+        self._notify()
+
     def check(self) -> None:
-        """Check that enough servers are left.
+        """Check that enough servers are left, and that they are looked after.
 
         Raises:
             FleetError: Fewer than `[rollout] min_servers` are listed and not lost.
+            What `fail` was given.
         """
+        if self._error is not None:
+            raise self._error
         with self._lock:
             lost = [server.describe() for server in self._servers if server.lost]
             left = len(self._servers) - len(lost)

@@ -191,9 +191,8 @@ class WeightSync:
 
     def check(self) -> None:
         """Raise what a sync thread raised, or that too few servers are left."""
-        error = self._error or (self._board.error if self._board else None)
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
         if self._fleet is not None:
             self._fleet.check()
 
@@ -303,8 +302,8 @@ class WeightSync:
             pass
         except BaseException as error:
             self._error = error
-            if self._board is not None:
-                self._board.notify()
+            if self._fleet is not None:
+                self._fleet.fail(error)
 
     def _follow(self) -> None:
         """Ranks 1..: do what rank 0 says. A word comes every few seconds; without one rank 0 is gone."""

@@ -63,7 +63,6 @@ class Board:
         self.changed = threading.Condition()
         self.workers: list[ServerWorker] = []
         self.closing = False
-        self.error: BaseException | None = None
         self.sent = -1
         self.push_s = 0.0
         self.push_wanted = False
@@ -79,12 +78,6 @@ class Board:
         """Raises Closing at the end."""
         if self.closing:
             raise Closing
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the first error of any thread, for the main thread to raise."""
-        with self.changed:
-            self.error = self.error or error
-            self.changed.notify_all()
 
     def in_common(self) -> list["ServerWorker"]:
         return [worker for worker in self.workers if worker.mode is Mode.COMMON]
@@ -129,7 +122,7 @@ class ServerWorker(threading.Thread):
         except Closing:
             pass
         except BaseException as error:
-            board.fail(error)
+            board.fleet.fail(error)
         finally:
             self._leave_push()
             self.link.close()
