@@ -109,7 +109,7 @@ lines under the table say how each quantity grows. --plot FILE.png draws it.
 RECEIVER = """Servers that receive and check weights and have no model, each on its own port; prints their addresses.
 
 They answer the routes that weight sync uses. A fault, at start by --sleep-s or at any time by
-`POST /fault {"sleep_s": 10, "version": 7, "updates": 1}` or `{"kill": true}`, strikes while the second bucket of an
+`POST /fault {"sleep_s": 10, "version": 7, "updates": 1}` or `{"kill": true}`, strikes while the first bucket of an
 update is being loaded: it sleeps, or ends the whole process with SIGKILL. Without "version" the next update is meant,
 "updates" says how many (-1: all), {} ends it.
 """

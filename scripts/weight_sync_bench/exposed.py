@@ -169,7 +169,7 @@ def exposed(args, ranks: Ranks, out: Output, resources: ExitStack) -> None:
 def _one_run(args, loop: Loop, source, servers: Servers, steps: int, wait: bool | None, fault: dict | None) -> Row:
     if wait is None:
         step_s, _ = loop.run(steps)
-        return {"step_s": statistics.median(step_s), "step_max_s": max(step_s)}
+        return {"step_s": statistics.median(step_s), "step_s_each": step_s}
     settings = job_config.WeightSync(
         transport=args.transport,
         async_weight_update=not wait,
@@ -193,7 +193,7 @@ def _one_run(args, loop: Loop, source, servers: Servers, steps: int, wait: bool 
         reports = sync.finished() if fleet is not None else []
     finally:
         sync.close()
-    row = {"step_s": statistics.median(step_s), "step_max_s": max(step_s)}
+    row = {"step_s": statistics.median(step_s), "step_s_each": step_s, "exposed_s_each": exposed_s}
     row |= {"exposed_ms": 1e3 * statistics.median(exposed_s), "exposed_max_ms": 1e3 * max(exposed_s)}
     if fleet is None:
         return row

@@ -4,6 +4,7 @@ What a server does with the weights besides receiving and checking them is left 
 and any of them can be made slow or killed: `POST /fault` says which update shall sleep or end the process.
 """
 
+import functools
 import json
 import os
 import signal
@@ -65,13 +66,11 @@ class FakeServer:
     def update_weights(self, body: dict) -> dict:
         if not (self._paused and self._updating):
             raise RuntimeError("update_weights before pause and start_weight_update")
-        receiver, version, buckets = self._receiver, body["update_info"]["version"], 0
+        receiver, version = self._receiver, body["update_info"]["version"]
+        first = receiver.buckets[0].tensors[0].name
 
-        def load(_tensors: list[tuple[str, torch.Tensor]]) -> None:
-            nonlocal buckets
-            buckets += 1
-            # In the midst of the broadcast, if there is more than one bucket: later ones are on their way.
-            if buckets == min(2, len(receiver.buckets)):
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            if tensors[0][0] == first:  # later buckets are on their way
                 self._act_up(version)
 
         self._updating = False
@@ -225,20 +224,24 @@ class Child:
 
 
 class Receivers(Child):
-    """A child process with `servers` servers; `urls` are their addresses."""
+    """A child process with `servers` servers, which `urls` waits for."""
 
     def __init__(self, servers: int, device: str):
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            ready = Path(folder) / "urls"
-            super().__init__(["receiver", "--servers", str(servers), "--ready-file", str(ready)], device)
-            deadline = time.monotonic() + START_TIMEOUT_S
-            try:
-                while not ready.exists():
-                    self.check()
-                    if time.monotonic() > deadline:
-                        raise UserError(f"the receiver process did not serve within {START_TIMEOUT_S:g} s")
-                    time.sleep(0.05)
-            except BaseException:
-                self.close()
-                raise
-            self.urls = ready.read_text().split()
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
+        self._ready = Path(self._folder.name) / "urls"
+        super().__init__(["receiver", "--servers", str(servers), "--ready-file", str(self._ready)], device)
+
+    @functools.cached_property
+    def urls(self) -> list[str]:
+        """The servers' addresses, once they answer."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._ready.exists():
+            self.check()
+            if time.monotonic() > deadline:
+                raise UserError(f"the receiver process did not serve within {START_TIMEOUT_S:g} s")
+            time.sleep(0.05)
+        return self._ready.read_text().split()
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()

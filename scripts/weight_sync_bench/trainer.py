@@ -128,7 +128,8 @@ class Servers:
         for device in args.receivers if ranks.rank == 0 else []:
             self.spawned.append(Receivers(1, device))
             resources.callback(self.spawned[-1].close)
-            self.urls += self.spawned[-1].urls
+        for receivers in self.spawned:  # which start side by side
+            self.urls += receivers.urls
         for url in self.urls:
             ServerControl(url, None, args.timeout_s).wait_healthy(_HEALTH_TIMEOUT_S)
 
