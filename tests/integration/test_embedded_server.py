@@ -69,8 +69,8 @@ def run(coroutine: Coroutine) -> Any:
 class Client(VllmClient):
     """A client that may be used in `async with`."""
 
-    def __init__(self, url: str, api_key: str | None = None, request_timeout_s: float = 60.0, version: int = 0) -> None:
-        super().__init__(url, api_key, request_timeout_s, lambda: version)
+    def __init__(self, url: str, api_key: str | None = None, request_timeout_s: float = 60.0) -> None:
+        super().__init__(url, api_key, request_timeout_s, lambda: -1)
 
     async def __aenter__(self) -> "Client":
         return self
@@ -95,12 +95,12 @@ def assert_logprobs(model, prompt: list[int], completion: Completion, temperatur
 def test_logprobs_over_http(server: EmbeddedServer, reference, temperature: float) -> None:
     prompt = [5, 9, 300, 17]
     params = SamplingParams(n=4, temperature=temperature, max_tokens=10, seed=3, ignore_eos=True)
-    completions = run(generate(server.url, prompt, params, version=6))
+    completions = run(generate(server.url, prompt, params))
     assert [len(c.token_ids) for c in completions] == [10] * 4
     assert len({tuple(c.token_ids) for c in completions}) == 4
     for completion in completions:
         assert completion.finish_reason == "length"
-        assert completion.versions == [6] * 10  # the server has had no update: the client's version stands in
+        assert completion.versions == [-1] * 10  # the server has had no update
         assert_logprobs(reference, prompt, completion, temperature)
     assert run(generate(server.url, prompt, params))[2].token_ids == completions[2].token_ids
 
@@ -413,7 +413,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
             return acknowledgement
 
         async def scenario() -> tuple[Completion, list[int]]:
-            async with Client(server.url, version=11) as client:
+            async with Client(server.url) as client:
                 params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
                 task = asyncio.create_task(client.generate([3, 4], params, "r"))
                 await asyncio.sleep(0.15)
@@ -426,7 +426,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
         assert control.weight_version() == "12"
         cut = completion.versions.index(12)
         assert 0 < cut < 300
-        assert completion.versions == [11] * cut + [12] * (300 - cut)
+        assert completion.versions == [-1] * cut + [12] * (300 - cut)
         before = Completion(completion.token_ids[:cut], completion.logprobs[:cut], "length", [])
         assert_logprobs(reference, [3, 4], before, 0.7)
         assert_logprobs(other, [3, 4], completion, 0.7, start=cut)

@@ -25,7 +25,7 @@ def generate(
     server: RunningServer, *requests: tuple[list[int], SamplingParams], **kwargs: Any
 ) -> list[list[Completion]]:
     async def ask() -> list[list[Completion]]:
-        client = VllmClient(server.url, None, 60.0, lambda: 3)
+        client = VllmClient(server.url, None, 60.0, lambda: -1)
         try:
             return await asyncio.gather(
                 *[client.generate(prompt, params, f"r{i}", **kwargs) for i, (prompt, params) in enumerate(requests)]
@@ -53,7 +53,7 @@ def test_logprobs_and_samples(vllm_server: RunningServer, reference, temperature
         assert len({tuple(completion.token_ids) for completion in group}) == 4
         for completion in group:
             assert (len(completion.token_ids), completion.finish_reason) == (9, "length")
-            assert completion.versions == [3] * 9
+            assert completion.versions == [-1] * 9
             assert_logprobs(reference, prompt, completion, temperature)
     assert generate(vllm_server, (prompts[0], params))[0][1].token_ids == groups[0][1].token_ids
 
@@ -87,7 +87,7 @@ def test_pause_keep_holds_requests(vllm_server: RunningServer, reference) -> Non
     control = ServerControl(vllm_server.url, None, 30.0)
 
     async def scenario() -> Completion:
-        client = VllmClient(vllm_server.url, None, 60.0, lambda: 3)
+        client = VllmClient(vllm_server.url, None, 60.0, lambda: -1)
         await asyncio.to_thread(control.pause)
         task = asyncio.create_task(client.generate([5, 6], SamplingParams(1, 0.7, 5, ignore_eos=True), "held"))
         await asyncio.sleep(1.0)

@@ -28,8 +28,9 @@ class VllmClient:
         request_timeout_s: Longest wait for one `generate`, from sending to the last byte.
         version: The newest weight version that this server has acknowledged. It is each request's cache salt, so
             that no prefix cache outlives its weights, and stands in for a token's version where the server does not
-            report one (vLLM before 0.32, or before the first update); then it is that of the request's start, so that
-            a token is never taken to be newer than it is.
+            report one (vLLM before 0.32); then it is that of the request's start, so that a token is never taken to be
+            newer than it is. From 0 on a token that was sampled by weights of another name is an `EngineError`: a
+            server names its weights so until it is given any, so it was restarted and its answers are not ours.
     """
 
     def __init__(self, url: str, api_key: str | None, request_timeout_s: float, version: Callable[[], int]) -> None:
@@ -99,6 +100,14 @@ class VllmClient:
         if status != 200:
             self._raise_for_status(status, payload, request_id)
         choices = json.loads(payload)["choices"]
+        foreign = [
+            s["version"] for c in choices for s in c.get("weight_versions") or [] if not s["version"].isdecimal()
+        ]
+        if foreign and version >= 0:
+            raise EngineError(
+                f"{self.url}: request {request_id} was answered by weights {foreign[0]!r} in place of version "
+                f"{version}: the server was restarted and serves other weights"
+            )
         completions = [_completion(choice, version) for choice in sorted(choices, key=lambda choice: choice["index"])]
         for completion in completions:
             if len(completion.logprobs) != len(completion.token_ids):
@@ -151,7 +160,7 @@ def _completion(choice: dict[str, Any], version: int) -> Completion:
     token_ids = choice["token_ids"] or []
     versions = [version] * len(token_ids)
     for span in choice.get("weight_versions") or []:
-        # Ours are decimal; servers start with a name of their own ("default").
+        # Ours are decimal; servers start with a name of their own ("default"), and have it while `version` is -1.
         if span["version"].isdecimal():
             versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
     content = (choice["logprobs"] or {}).get("content") or []

@@ -1,0 +1,79 @@
+"""The client against a server that answers what the test says: which weights sampled a token."""
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.engines.vllm import VllmClient
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers every request with four tokens and `spans`, the weights that sampled them (None: does not say)."""
+
+    spans: list[dict] | None = None
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        choice = {"index": 0, "finish_reason": "stop", "token_ids": [5, 6, 7, 2], "weight_versions": self.spans}
+        choice["logprobs"] = {"content": [{"logprob": -0.5}] * 4}
+        body = json.dumps({"choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Answers, "spans", None)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def ask(url: str, version: int) -> Completion:
+    async def generate() -> list[Completion]:
+        client = VllmClient(url, None, 10.0, lambda: version)
+        try:
+            return await client.generate([1, 2], SamplingParams(1, 1.0, 4), "r")
+        finally:
+            await client.close()
+
+    return asyncio.run(generate())[0]
+
+
+def span(version: str, start: int, end: int) -> dict:
+    return {"version": version, "start": start, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("spans", "version", "expected"),
+    [
+        (None, 3, [3, 3, 3, 3]),
+        ([], 3, [3, 3, 3, 3]),
+        ([span("3", 0, 4)], 3, [3, 3, 3, 3]),
+        ([span("3", 0, 1), span("4", 1, 4)], 3, [3, 4, 4, 4]),
+        ([span("default", 0, 4)], -1, [-1, -1, -1, -1]),  # a server that has not been given any weights yet
+        ([span("default", 0, 3), span("0", 3, 4)], -1, [-1, -1, -1, 0]),
+    ],
+)
+def test_every_token_has_the_version_that_sampled_it(url, spans, version, expected):
+    Answers.spans = spans
+    assert ask(url, version).versions == expected
+
+
+@pytest.mark.parametrize("spans", [[span("default", 0, 4)], [span("3", 0, 3), span("default", 3, 4)]])
+def test_an_answer_by_weights_that_are_not_ours_is_an_error(url, spans):
+    Answers.spans = spans
+    with pytest.raises(EngineError, match=rf"{url}: request r .*'default' in place of version 0: .*was restarted"):
+        ask(url, 0)
