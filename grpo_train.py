@@ -225,7 +225,8 @@ class Trainer:
         if self.is_rank0:
             reports = self.weight_sync.finished()
             for report in reports:
-                self.ledger.add("sync", 0.0 if report.waited else report.seconds["total"], hidden=True)
+                if not (report.waited or report.alone):
+                    self.ledger.add("sync", report.seconds["total"], hidden=True)
             metrics |= sync_metrics(reports, self.fleet)
         times = self.ledger.close_step()
         if groups and times.get("time/step_s"):

@@ -195,8 +195,12 @@ class Rollout:
 
 @dataclass
 class WeightSync:
-    transport: Literal["auto", "nccl", "gloo"] = "auto"
-    """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU or to a server on the same GPU."""
+    transport: Literal["auto", "nccl", "gloo", "disk"] = "auto"
+    """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU or to a server on the same GPU.
+    `disk` is for servers that can join no group with the trainer: they read each version from `disk_folder`."""
+    disk_folder: str = ""
+    """With `transport = "disk"`, the folder for the newest version, at the same path for trainer and servers; empty is
+    a folder of its own in /dev/shm, for servers on the same machine. Old versions are removed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the published weights; `auto` is what the servers compute in: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False

@@ -5,7 +5,7 @@ from statistics import fmean, pstdev
 from torchtitan.grpo.advantages import zero_variance
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.rollouts.samples import Group
-from torchtitan.grpo.weight_sync.sync import SyncReport
+from torchtitan.grpo.weight_sync.report import SyncReport
 
 
 def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
@@ -83,19 +83,22 @@ def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
     """
     servers = fleet.servers
     metrics = {
-        "sync/pushes": len(reports),
+        "sync/pushes": sum(not report.alone for report in reports),
+        "sync/catch_ups": sum(report.alone for report in reports),
         "sync/missed": sum(report.missed for report in reports),
         "sync/servers_in_traffic": sum(server.in_traffic for server in servers),
         "sync/servers_lost": sum(server.lost for server in servers),
         "sync/version": min((server.version for server in servers if server.in_traffic), default=-1),
     }
-    if reports:
-        report = reports[-1]
-        metrics |= {"sync/gib": report.bytes / 2**30}
-        metrics |= {f"sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
-        for url, phases in report.servers.items():
-            name = url.partition("://")[2].replace(":", "_").replace("/", "_")
-            metrics |= {f"server/{name}/{phase}_s": seconds for phase, seconds in phases.items()}
-        for phase in ("pause", "wire", "apply", "acknowledge"):
-            metrics[f"sync/{phase}_s"] = max((phases[phase] for phases in report.servers.values()), default=0.0)
+    phases_of: dict[str, dict[str, float]] = {}
+    for report in reports:
+        phases_of |= report.servers
+        if not report.alone:
+            metrics["sync/gib"] = report.bytes / 2**30
+            metrics |= {f"sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+    for url, phases in phases_of.items():
+        name = url.partition("://")[2].replace(":", "_").replace("/", "_")
+        metrics |= {f"server/{name}/{phase}_s": seconds for phase, seconds in phases.items()}
+    for phase in ("pause", "wire", "apply", "acknowledge") if phases_of else ():
+        metrics[f"sync/{phase}_s"] = max(phases[phase] for phases in phases_of.values())
     return metrics

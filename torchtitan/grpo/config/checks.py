@@ -129,6 +129,11 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
             f"[rollout] min_servers = {rollout.min_servers} is over the number of servers, "
             f"{max(1, len(rollout.urls))}: lower it, or add servers to [rollout] urls"
         )
+    if config.weight_sync.disk_folder and config.weight_sync.transport != "disk":
+        yield (
+            f"[weight_sync] disk_folder = {show(config.weight_sync.disk_folder)} is read with "
+            'transport = "disk" only: set that, or leave it out'
+        )
     age = config.async_grpo.max_trajectory_age_steps
     if age > 1 and not config.async_grpo.enabled:
         yield f"[async_grpo] max_trajectory_age_steps = {age} is read with [async_grpo] enabled = true only"

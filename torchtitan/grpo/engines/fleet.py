@@ -100,6 +100,11 @@ class Fleet:
         with self._lock:
             return list(self._servers)
 
+    @property
+    def may_grow(self) -> bool:
+        """Servers may be added."""
+        return bool(self._urls_file)
+
     def admit(self, server: Server, version: int) -> None:
         """Into traffic: the server has acknowledged `version` and is resumed."""
         with self._lock:

@@ -63,6 +63,12 @@ class Bucket:
             for spec, offset in zip(self.tensors, self.offsets, strict=True)
         ]
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """(start, end) bytes of the payload that belong to no tensor: alignment. Their bytes are zero."""
+        ends = [offset + spec.bytes for spec, offset in zip(self.tensors, self.offsets, strict=True)]
+        starts = [*self.offsets[1:], self.payload_bytes]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     def trailer(self, wire: torch.Tensor) -> torch.Tensor:
         """The trailer, int64 [4], sharing memory with `wire`."""
         return wire[self.payload_bytes : self.wire_bytes].view(torch.int64)

@@ -126,7 +126,7 @@ class ServerLink:
         """
         started = time.perf_counter()
         with self._on_stream():
-            self._begin(feed.version)
+            self._begin({"version": feed.version})
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
@@ -140,9 +140,9 @@ class ServerLink:
             self._finish(feed.version)
         return self.seconds | {"total": time.perf_counter() - started}
 
-    def _begin(self, version: int) -> None:
-        """Pause the server and have it listen for `version`."""
-        self._version, self.bytes_done, self.seconds = version, 0, {}
+    def _begin(self, update_info: dict) -> None:
+        """Pause the server and have it listen (`receiver.UpdateInfo`)."""
+        self._version, self.bytes_done, self.seconds = update_info["version"], 0, {}
         self._in_flight.clear()
         started = time.perf_counter()
         with self._phase("pause"):
@@ -152,9 +152,7 @@ class ServerLink:
         self.seconds["pause"] = time.perf_counter() - started
         # One call for the whole plan: each bucket has `timeout_s`, and the waits here fire before this bound does.
         update_timeout_s = (self._buckets + 2) * self._timeout_s
-        self._update = in_thread(
-            lambda: self.control.update({"version": version}, update_timeout_s), "weight-sync-update"
-        )
+        self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
 
     def _post(self, wire: torch.Tensor, payload_bytes: int, filled: torch.cuda.Event | None) -> None:
         """Put a bucket on the wire; it must stay as it is until `_wait_in_flight` has let it go."""

@@ -198,8 +198,43 @@ class Seat:
                 push._changed.wait(_CHECK_S)
 
 
-class HostCopy:
-    """A whole version in host memory, as the buckets that go on the wire: for servers that are fed alone.
+class Copy:
+    """A whole version, for servers that are fed alone. The lead writes it while it has no readers.
+
+    Attributes:
+        version: What is in it, -1 while it is being written.
+        readers: Workers that read it.
+        expected: What a server that has it all acknowledges.
+    """
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.readers = 0
+        self.expected: list[int] = []
+
+    def begin(self) -> None:
+        """A version is going to be written."""
+        self.version = -1
+
+    def store(self, index: int, wire: torch.Tensor) -> None:
+        """Write the next bucket."""
+        raise NotImplementedError
+
+    def complete(self, version: int, expected: list[int]) -> None:
+        """All buckets are written, and the device has done its part."""
+        self.expected = expected
+        self.version = version
+
+    def feed(self) -> Feed:
+        """The version that is in it, for one worker."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what is not memory."""
+
+
+class HostCopy(Copy):
+    """A version in host memory, as the buckets that go on the wire.
 
     Args:
         wire_bytes: Size of each bucket.
@@ -207,19 +242,19 @@ class HostCopy:
     """
 
     def __init__(self, wire_bytes: list[int], device: torch.device):
+        super().__init__()
         flat = torch.empty(sum(wire_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.wires = list(flat.split(wire_bytes))
         self.device = device
-        self.version = -1
-        self.readers = 0
-        self.expected: list[int] = []
 
     def store(self, index: int, wire: torch.Tensor) -> None:
-        """Copy a bucket; on CUDA the current stream holds the copy."""
         self.wires[index].copy_(wire, non_blocking=True)
 
+    def feed(self) -> Feed:
+        return HostFeed(self)
 
-class CopyFeed:
+
+class HostFeed:
     """A `Feed` from a host copy."""
 
     def __init__(self, copy: HostCopy):

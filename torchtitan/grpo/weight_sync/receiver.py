@@ -1,6 +1,7 @@
 """The server's end of a weight update: receive buckets, verify each, hand tensors to the engine, acknowledge.
 
-Imports torch only, so that it runs in any inference server's environment (torchtitan need not be installed there).
+Imports torch and safetensors only, so that it runs in any inference server's environment (torchtitan need not be
+installed there).
 
 Shapes of the two messages, both plain JSON, sent through the server's own HTTP routes:
 
@@ -11,6 +12,9 @@ Shapes of the two messages, both plain JSON, sent through the server's own HTTP 
 
 `POST /update_weights {"update_info": {"version": 7}}`, once per version, with the fields of `UpdateInfo`. The whole
 plan moves within this one call: the pipeline is here, not in HTTP.
+
+With backend "disk" there is no group: `update_info` names the folder that holds the version, and the HTTP reply is the
+acknowledgement.
 """
 
 import time
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan.grpo.weight_sync.bucket_files import read_bucket
 from torchtitan.grpo.weight_sync.buckets import Bucket, Checksum, combine_checksums, plan_from_json
 from torchtitan.grpo.weight_sync.transport import Group, address_towards, join_store, wait
 
@@ -56,9 +61,10 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """What a server needs per update."""
+    """What a server needs per update. `folder`: of the version's files, with backend "disk"."""
 
     version: int
+    folder: str = ""
 
 
 class Receiver:
@@ -79,6 +85,9 @@ class Receiver:
         self.device = torch.device(device)
         self.buckets = plan_from_json(info.plan)
         self._checksum = Checksum(self.device, max(bucket.payload_bytes for bucket in self.buckets))
+        self._group: Group | None = None
+        if info.backend == "disk":
+            return
         store = join_store(info.master_address, info.master_port, info.timeout_seconds)
         self._group = Group(
             info.backend,
@@ -117,9 +126,12 @@ class Receiver:
 
     def receive_buckets(self, update_info: dict, load: LoadBucket, complete: Callable[[], None] | None = None) -> None:
         """As `receive`, but `load` gets each bucket whole: its part of the plan, and its bytes (uint8)."""
-        version = UpdateInfo(**update_info).version
+        info = UpdateInfo(**update_info)
+        if self._group is None:
+            self._read_buckets(info, load, complete)
+            return
         try:
-            failure = self._receive_buckets(version, load, complete)
+            failure = self._receive_buckets(info.version, load, complete)
         except (TimeoutError, RuntimeError):
             self.close()
             raise
@@ -160,6 +172,14 @@ class Receiver:
         self._acknowledge([failure is None, version, names, received_bytes, combine_checksums(checksums)])
         return failure
 
+    def _read_buckets(self, info: UpdateInfo, load: LoadBucket, complete: Callable[[], None] | None) -> None:
+        for bucket in self.buckets:
+            wire = read_bucket(info.folder, bucket).to(self.device)
+            self._verify(bucket, wire, info.version)
+            load(bucket, wire)
+        if complete is not None:
+            complete()
+
     def _post(self, bucket: Bucket) -> tuple[torch.Tensor, torch.distributed.Work]:
         wire = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device=self.device)
         return wire, self._group.broadcast(wire)
@@ -191,4 +211,5 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the group without waiting."""
-        self._group.abort()
+        if self._group is not None:
+            self._group.abort()

@@ -162,6 +162,10 @@ class Sender:
             ]
             for of_buffer in self._gathered
         ]
+        self._pads = [
+            [wire[end:start] for end, start in bucket.gaps()]
+            for bucket, wire in zip(self.buckets, self._wires, strict=True)
+        ]
         self._checksum = Checksum(self.device, max(b.payload_bytes for b in self.buckets))
         self._checksums = torch.zeros(len(self.buckets), dtype=torch.int64, device=self.device)
 
@@ -214,6 +218,8 @@ class Sender:
                     (value,) = self._adapter.to_hf({name: full[name]}).values()
                     full[name].copy_(value)
             wire = self._wires[index]
+            for pad in self._pads[index]:
+                pad.zero_()  # the slot's last bucket may have had a tensor there
             trailer = bucket.trailer(wire)
             for field, value in enumerate((snapshot.version, index, bucket.payload_bytes, 0)):
                 trailer[field].fill_(value)

@@ -260,6 +260,7 @@ class Snapshots:
                     newest.readers -= 1
                     self._awaited = version
                     self._hold_awaited()
+                    self._changed.notify_all()  # `take` may wait for this buffer
                 buffer = self._wait_for_awaited(timeout_s, check)
             if buffer.taken is not None:
                 torch.cuda.current_stream(self.device).wait_event(buffer.taken)

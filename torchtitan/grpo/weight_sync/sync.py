@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +18,12 @@ from torchtitan.grpo import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket, bucket_bytes, plan_to_json
+from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import WeightSyncError, in_thread
 from torchtitan.grpo.weight_sync.push import HostCopy, Push
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.receiver import PROTOCOL
+from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.sender import Sender
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer
 from torchtitan.grpo.weight_sync.worker import Board, Closing, Mode, ServerWorker
@@ -37,32 +38,9 @@ _BEAT_S = 2.0
 _CLOSE_S = 10.0
 _LAST_WORD_S = 3.0
 _STANDSTILL_SHARE = 0.05
-_REPORTS_MAX = 1000
 
 # Rank 0's words to the other ranks' sync threads.
 _CLOSE, _BEAT, _SEND = 0, 1, 2
-
-
-@dataclass
-class SyncReport:
-    """One common push, as rank 0 saw it.
-
-    Attributes:
-        bytes: Payload of one version, to each server.
-        seconds: `snapshot`: copying the shards (device). `gather`: waiting for the other ranks' shards. `pack`:
-            assembling and checksumming buckets (device). `total`: from its start until the last server was resumed.
-        servers: By address, the seconds of each server that acknowledged; see `ServerLink.update`.
-        missed: Servers that took part and did not acknowledge.
-        waited: The trainer's main thread waited for it; else it ran beside the training.
-    """
-
-    version: int
-    bytes: int
-    buckets: int
-    seconds: dict[str, float]
-    servers: dict[str, dict[str, float]]
-    missed: int
-    waited: bool
 
 
 def device_memory_bytes(device: torch.device) -> int:
@@ -117,7 +95,6 @@ class WeightSync:
         self._followed = -1
         self._push: Push | None = None
         self._push_started = 0.0
-        self._reports: list[SyncReport] = []
 
     # -------------------------------------------------------------------------------------------- the trainer's
 
@@ -186,7 +163,10 @@ class WeightSync:
 
     def finished(self) -> list[SyncReport]:
         """Pushes that ended since the last call; none on ranks other than 0."""
-        reports, self._reports = self._reports, []
+        if self._board is None:
+            return []
+        with self._board.changed:
+            reports, self._board.reports = self._board.reports, []
         return reports
 
     def check(self) -> None:
@@ -212,11 +192,15 @@ class WeightSync:
         if self._board is not None:
             for worker in self._board.workers:
                 worker.link.close()
+            if self._board.copy is not None:
+                self._board.copy.close()
 
     def _settled(self, version: int) -> bool:
         board = self._board
         if self._push is not None or board.sent < version:
             return False
+        if board.copies_only:
+            return all(worker.server.version >= version or worker.server.lost for worker in board.workers)
         return all(worker.push is None for worker in board.workers)
 
     def _wait_until(self, ready: Any, what: str) -> None:
@@ -265,12 +249,16 @@ class WeightSync:
             "plan": plan_to_json(buckets),
         }
         board.workers = [self._worker(server, board) for server in self._fleet.servers]
+        if self._backend == "disk":
+            board.copy, board.copies_only = DiskCopy(config.disk_folder, buckets), True
+        elif len(board.workers) > 1 or self._fleet.may_grow:
+            board.copy = HostCopy([bucket.wire_bytes for bucket in buckets], self._device)
         self._board = board
         joining = [in_thread(worker.connect, "weight-sync-connect") for worker in board.workers]
         for future in joining:
             future.result()
         for worker in board.workers:
-            worker.mode = Mode.COMMON
+            worker.mode = Mode.ALONE if board.copies_only else Mode.COMMON
             worker.start()
 
     def _worker(self, server: Server, board: Board) -> ServerWorker:
@@ -352,10 +340,12 @@ class WeightSync:
             if self._closing:
                 return self._close_ranks
             newest = self._sender.snapshots.newest
-            if newest >= 0 and board.in_common() and (board.push_wanted or self._due(newest)):
+            due = newest >= 0 and self._due(newest)
+            if newest >= 0 and board.in_common() and (board.push_wanted or due):
                 return self._push_in_common
-            if newest >= 0 and board.copy_wanted and (board.copy is None or board.copy.readers == 0):
-                return self._copy_to_host
+            wanted = board.copy_wanted or (board.copies_only and due)
+            if newest >= 0 and wanted and board.copy is not None and board.copy.readers == 0:
+                return self._copy
             board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
         return None
 
@@ -400,37 +390,43 @@ class WeightSync:
         push.on_settled(lambda: self._report(push, len(workers)))
 
     def _report(self, push: Push, servers: int) -> None:
-        board = self._board
-        total_s = time.perf_counter() - push.started
-        report = SyncReport(
-            push.version,
-            self._sender.bytes,
-            len(board.buckets),
-            push.seconds | {"total": total_s},
-            push.servers,
-            servers - len(push.servers),
-            push.version <= self._waited_for,
-        )
-        logger.debug("version %d reached %d of %d servers in %.3f s", push.version, len(push.servers), servers, total_s)
+        board, total_s = self._board, time.perf_counter() - push.started
         with board.changed:
             board.push_s = total_s
-            self._reports = [*self._reports[-_REPORTS_MAX:], report]
+            board.report(
+                SyncReport(
+                    push.version,
+                    self._sender.bytes,
+                    len(board.buckets),
+                    push.seconds | {"total": total_s},
+                    push.servers,
+                    missed=servers - len(push.servers),
+                    waited=push.version <= self._waited_for,
+                )
+            )
             if self._push is push:
                 self._push = None
             board.changed.notify_all()
 
-    def _copy_to_host(self, snapshot: SnapshotBuffer) -> None:
-        board, sender = self._board, self._sender
-        copy = board.copy or HostCopy([bucket.wire_bytes for bucket in board.buckets], self._device)
-        copy.version = -1
+    def _copy(self, snapshot: SnapshotBuffer) -> None:
+        """Write the version down for servers that are fed alone."""
+        board, sender, copy = self._board, self._sender, self._board.copy
+        started, gather_s = time.perf_counter(), 0.0
+        self._push_started = time.monotonic()
+        copy.begin()
         for bucket in board.buckets:
-            self._gather(bucket, snapshot)
+            gather_s += self._gather(bucket, snapshot)
             copy.store(bucket.index, sender.pack(bucket, snapshot))
-        copy.expected = sender.expected_acknowledgement(snapshot.version)  # waits for the device: the copies are done
-        sender.stopwatch.reset()
+        expected = sender.expected_acknowledgement(snapshot.version)  # waits for the device: the copies are done
+        copy.complete(snapshot.version, expected)
+        seconds = {"gather": gather_s, "snapshot": snapshot.seconds()} | sender.stopwatch.take()
+        seconds["total"] = time.perf_counter() - started
         with board.changed:
-            copy.version = snapshot.version
-            board.copy, board.copy_wanted = copy, False
+            board.copy_wanted = False
+            if board.copies_only:
+                board.sent = snapshot.version
+                waited = snapshot.version <= self._waited_for
+                board.report(SyncReport(snapshot.version, sender.bytes, len(board.buckets), seconds, {}, waited=waited))
             board.changed.notify_all()
 
     def _gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> float:

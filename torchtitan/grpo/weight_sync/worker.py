@@ -12,8 +12,10 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_sync.disk import DiskLink
 from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
-from torchtitan.grpo.weight_sync.push import CopyFeed, Dropped, HostCopy, Push
+from torchtitan.grpo.weight_sync.push import Copy, Dropped, Push
+from torchtitan.grpo.weight_sync.report import SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ was restarted between two pushes is not taken for the one with our weights."""
 
 _HEALTH_FAILURES_MAX = 3
 _SUSPECT_LOOK_S = 0.5
+_REPORTS_MAX = 1000
 _BACKOFF_S = 0.5
 _BACKOFF_MAX_S = 10.0
 
@@ -47,10 +50,12 @@ class Board:
 
     Attributes:
         sent: The version of the newest common push; a server must have it, or a newer one, to be admitted.
-        copy: A version in host memory for servers in mode ALONE; None until one is wanted.
+        copy: A version for servers in mode ALONE. None where there can be none.
+        copies_only: There are no common pushes: every server is fed from the copy (transport "disk").
         copy_wanted: A worker waits for a newer copy than there is.
         push_wanted: A server has joined that has no newest version yet, and no other server has either.
-        push_s: Seconds of the last common push, over all its servers.
+        push_s: Seconds of the last common push, over all its servers; with `copies_only`, of the last server.
+        reports: Pushes that ended and were not asked for yet.
     """
 
     def __init__(self, fleet: Fleet, buckets: list[Bucket], num_buffers: int, timeout_s: float, straggler_s: float):
@@ -66,8 +71,10 @@ class Board:
         self.sent = -1
         self.push_s = 0.0
         self.push_wanted = False
-        self.copy: HostCopy | None = None
+        self.copy: Copy | None = None
+        self.copies_only = False
         self.copy_wanted = False
+        self.reports: list[SyncReport] = []
         fleet.add_listener(self.notify)
 
     def notify(self) -> None:
@@ -78,6 +85,10 @@ class Board:
         """Raises Closing at the end."""
         if self.closing:
             raise Closing
+
+    def report(self, report: SyncReport) -> None:
+        """Under the lock."""
+        self.reports = [*self.reports[-_REPORTS_MAX:], report]
 
     def in_common(self) -> list["ServerWorker"]:
         return [worker for worker in self.workers if worker.mode is Mode.COMMON]
@@ -90,7 +101,8 @@ class ServerWorker(threading.Thread):
         super().__init__(name=f"weight-sync {server.url}", daemon=True)
         self.server = server
         self.url = server.url
-        self.link = ServerLink(server.control, backend, device, board.timeout_s, board.check)
+        link = DiskLink if backend == "disk" else ServerLink
+        self.link = link(server.control, backend, device, board.timeout_s, board.check)
         self.mode = Mode.LOST
         self.push: Push | None = None
         """The push to take part in, set by the lead."""
@@ -159,7 +171,7 @@ class ServerWorker(threading.Thread):
     def _catch_up(self) -> None:
         board = self._board
         with board.changed:
-            if not board.in_common():
+            if not (board.copies_only or board.in_common()):
                 self.mode, board.push_wanted = Mode.COMMON, True
                 board.changed.notify_all()
                 return
@@ -168,8 +180,9 @@ class ServerWorker(threading.Thread):
             self._look_after_health()
             return
         copy = board.copy
+        version = copy.version
         try:
-            seconds = self.link.update(CopyFeed(copy), board.buckets, 1)
+            seconds = self.link.update(copy.feed(), board.buckets, 1)
         except (WeightSyncError, UserError) as error:
             self._lose(error)
             return
@@ -177,14 +190,20 @@ class ServerWorker(threading.Thread):
             with board.changed:
                 copy.readers -= 1
                 board.changed.notify_all()
-        logger.info("%s has caught up with version %d in %.2f s", self.url, copy.version, seconds["total"])
         with board.changed:
-            newest = copy.version >= board.sent
-            # One that is as quick as the others by itself keeps them waiting no more.
-            if newest and seconds["total"] <= board.push_s + board.straggler_s:
-                self.mode = Mode.COMMON
+            newest = version >= board.sent
+            if board.copies_only:
+                board.push_s = seconds["total"]
+            elif newest and seconds["total"] <= board.push_s + board.straggler_s:
+                self.mode = Mode.COMMON  # as quick as the others by itself: it keeps them waiting no more
+            size = sum(bucket.payload_bytes for bucket in board.buckets)
+            total = {"total": seconds["total"]}
+            board.report(SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True))
+        if not board.copies_only:
+            logger.info("%s has caught up with version %d in %.2f s", self.url, version, seconds["total"])
         if newest:
-            board.fleet.admit(self.server, copy.version)
+            board.fleet.admit(self.server, version)
+        board.notify()
 
     def _newer_copy(self, have: int) -> bool:
         """Take hold of a copy that is newer than `have` and not older than what the others were sent."""
@@ -209,7 +228,7 @@ class ServerWorker(threading.Thread):
             self._lose(error)
             return
         with board.changed:
-            self.mode = Mode.ALONE if board.in_common() else Mode.COMMON
+            self.mode = Mode.ALONE if board.copies_only or board.in_common() else Mode.COMMON
             if self.mode is Mode.COMMON:
                 board.push_wanted = True
             board.changed.notify_all()

@@ -1,0 +1,98 @@
+"""Weights through a folder, for servers that can read the trainer's files but not join a process group with it.
+
+A version is a folder of safetensors files, one a bucket; it is written beside its final name and renamed when it is
+whole, so that nobody reads half of one. Servers check it by the same plan, trailers and checksums as a broadcast.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchtitan.grpo.weight_sync.bucket_files import write_bucket
+from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_sync.link import ServerLink
+from torchtitan.grpo.weight_sync.push import Copy
+
+_MEMORY = Path("/dev/shm")
+"""Files there are never written to a disk."""
+
+
+class DiskCopy(Copy):
+    """A whole version in files.
+
+    Args:
+        folder: Where versions are kept; "" makes one in memory (/dev/shm), or among the temporary files.
+        buckets: The plan.
+    """
+
+    def __init__(self, folder: str, buckets: Sequence[Bucket]):
+        super().__init__()
+        self._own = not folder
+        memory = _MEMORY if _MEMORY.is_dir() else None
+        self._folder = Path(folder or tempfile.mkdtemp(prefix="torchtitan-grpo-", dir=memory)).absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._buckets = buckets
+        self._part = self._whole = self._folder / "version.part"
+
+    def begin(self) -> None:
+        super().begin()
+        shutil.rmtree(self._part, ignore_errors=True)
+        self._part.mkdir()
+
+    def store(self, index: int, wire: torch.Tensor) -> None:
+        write_bucket(self._part, self._buckets[index], wire.cpu())
+
+    def complete(self, version: int, expected: list[int]) -> None:
+        old = list(self._folder.glob("version-*"))
+        self._whole = self._folder / f"version-{version:08d}"
+        shutil.rmtree(self._whole, ignore_errors=True)  # an earlier run's
+        self._part.rename(self._whole)
+        for folder in old:
+            if folder != self._whole:
+                shutil.rmtree(folder, ignore_errors=True)
+        super().complete(version, expected)
+
+    def feed(self) -> "DiskFeed":
+        return DiskFeed(self.version, self._whole)
+
+    def close(self) -> None:
+        for folder in [self._part, *self._folder.glob("version-*")]:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._own:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class DiskFeed:
+    """A version in a folder: the server itself reads it."""
+
+    version: int
+    folder: Path
+
+
+class DiskLink(ServerLink):
+    """A server that reads versions from a `DiskCopy`. There is no group: its HTTP reply acknowledges a version."""
+
+    def connect(self, plan_info: dict) -> None:
+        self._buckets = len(plan_info["plan"])
+        with self._phase("connect"):
+            info = plan_info | {"backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 1}
+            info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self._timeout_s}
+            self.control.init_transfer(info)
+
+    def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+        """Have the server read the feed's version. `wire` is 0: reading is part of `apply`."""
+        started = time.perf_counter()
+        self._begin({"version": feed.version, "folder": str(feed.folder)})
+        read_started = time.perf_counter()
+        with self._phase("apply"):
+            self._servers_error(time.monotonic() + self._timeout_s)
+        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
+        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
+        self._finish(feed.version)
+        return self.seconds | {"total": time.perf_counter() - started}

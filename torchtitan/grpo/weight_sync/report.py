@@ -1,0 +1,27 @@
+"""What a push was like, for the ledger."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class SyncReport:
+    """One push, as rank 0 saw it.
+
+    Attributes:
+        bytes: Payload of one version, to each server.
+        seconds: `snapshot`: copying the shards (device). `gather`: waiting for the other ranks' shards. `pack`:
+            assembling and checksumming buckets (device). `total`: from its start until the last server was resumed.
+        servers: By address, the seconds of each server that acknowledged; see `ServerLink.update`.
+        missed: Servers that took part and did not acknowledge.
+        waited: The trainer's main thread waited for it; else it ran beside the training.
+        alone: It was one server's own, from a copy.
+    """
+
+    version: int
+    bytes: int
+    buckets: int
+    seconds: dict[str, float]
+    servers: dict[str, dict[str, float]]
+    missed: int = 0
+    waited: bool = False
+    alone: bool = False
