@@ -1,11 +1,15 @@
 """Say what a finished run proves, line by line; exit 1 if any line fails.
 
 `python scripts/check_run.py outputs/quickstart --steps 150 --min-final-reward 0.9`
+
+`--background` is for a run with `[weight_sync] async_weight_update`; `--blocking RUN` compares its speed with that of
+the same run without it.
 """
 
 import argparse
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -26,6 +30,9 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="[job] dump_folder")
     parser.add_argument("--steps", type=int, required=True, help="steps that the run should have")
     parser.add_argument("--max-mismatch", type=float, default=1e-4, help="mean |sampler - trainer| log-probability")
+    parser.add_argument("--max-age", type=int, default=0, help="oldest weights that may have sampled a token, in steps")
+    parser.add_argument("--background", action="store_true", help="with async_weight_update: versions may be skipped")
+    parser.add_argument("--blocking", type=Path, metavar="RUN", help="compare speed with this run, from step 5 on")
     parser.add_argument("--max-first-reward", type=float, help="held-out greedy reward at step 0, at most")
     parser.add_argument("--min-final-reward", type=float, help="held-out greedy reward at the end, at least")
     parser.add_argument("--min-gain", type=float, help="mean reward of the last fifth of steps less the first fifth's")
@@ -33,7 +40,7 @@ def main() -> int:
     args = parser.parse_args()
 
     report = Report()
-    lines = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
+    lines = _lines(args.run)
     steps = [line for line in lines if line.get("step", 0) > 0]
     held_out = [line["validation/greedy_reward"] for line in lines if "validation/greedy_reward" in line]
     report.check([line["step"] for line in steps] == list(range(1, args.steps + 1)), f"{len(steps)} steps logged")
@@ -42,10 +49,11 @@ def main() -> int:
     report.check(all("train/loss" in line and "train/grad_norm" in line for line in steps), "every loss is finite")
     trained = [line for line in steps if line.get("train/answer_tokens", 0) > 0 and line.get("train/grad_norm", 0) > 0]
     report.check(len(trained) == len(steps), f"{len(trained)} of {len(steps)} steps changed the weights")
-    acknowledged = [line["sync/version"] for line in lines if "sync/version" in line]
+    report.check(*_versions(lines, [line["step"] for line in steps], args.background))
+    oldest = max(line.get("rollout/age_max", math.inf) for line in steps)
     report.check(
-        acknowledged[-len(steps) :] == [line["step"] for line in steps],
-        f"every server acknowledged each of versions {acknowledged[0]:.0f} to {acknowledged[-1]:.0f}, checksums equal",
+        oldest <= args.max_age,
+        f"every token was sampled by weights at most {oldest:g} steps older than those trained, limit {args.max_age}",
     )
     worst = max(line.get("policy/mismatch_abs", math.inf) for line in steps)
     report.check(
@@ -65,9 +73,58 @@ def main() -> int:
         part = max(1, len(rewards) // 5)
         first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
         report.check(last - first >= args.min_gain, f"reward from {first:.3f} to {last:.3f}, wanted +{args.min_gain}")
+    if args.blocking is not None:
+        _compare(report, steps, [line for line in _lines(args.blocking) if line.get("step", 0) > 0])
     if args.export:
         report.check(*_exported(args.run / "checkpoint" / f"step-{args.steps}" / "hf"))
     return int(report.failed)
+
+
+def _lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _versions(lines: list[dict[str, float]], steps: list[int], background: bool) -> tuple[bool, str]:
+    """`sync/version` is the oldest version that a server in traffic had acknowledged when the step was logged."""
+    acknowledged = [line["sync/version"] for line in lines if "sync/version" in line]
+    if not acknowledged:
+        return False, "no version was acknowledged"
+    first_to_last = f"{acknowledged[0]:.0f} to {acknowledged[-1]:.0f}"
+    if not background:
+        holds = acknowledged[-len(steps) :] == steps
+        return holds, f"every server acknowledged each of versions {first_to_last}, checksums equal"
+    missed = sum(line.get("sync/missed", math.inf) for line in lines if "sync/version" in line)
+    holds = acknowledged == sorted(acknowledged) and acknowledged[-1] == steps[-1] and missed == 0
+    return holds, (
+        f"versions {first_to_last} were acknowledged in order, {len(set(acknowledged))} of them by the end of a step; "
+        f"{missed:g} missed by a server, checksums equal"
+    )
+
+
+def _compare(report: Report, background: list[dict[str, float]], blocking: list[dict[str, float]]) -> None:
+    """Throughput, and for how long a publish held the trainer up: on its stream, and (CUDA) its host thread."""
+    background, blocking = background[4:], blocking[4:]
+    if not background or not blocking:
+        report.check(False, "both runs have 5 steps or more")
+        return
+    for name, what in (("time/sync_s", "the step"), ("time/sync_host_s", "the host thread")):
+        if all(name in line for line in background + blocking):
+            ours_ms, theirs_ms = ([1e3 * line[name] for line in run] for run in (background, blocking))
+            report.check(
+                statistics.median(ours_ms) < statistics.median(theirs_ms),
+                f"a publish holds {what} up for {statistics.median(ours_ms):.2f} ms (at most {max(ours_ms):.2f}), "
+                f"with blocking sync for {statistics.median(theirs_ms):.2f} ms (at most {max(theirs_ms):.2f})",
+            )
+    step_ms, blocking_step_ms = (
+        1e3 * statistics.median(line["time/step_s"] for line in run) for run in (background, blocking)
+    )
+    ours, theirs = (
+        statistics.median(line["throughput/answer_tokens_per_s"] for line in run) for run in (background, blocking)
+    )
+    print(
+        f"      throughput {ours:,.0f} answer tokens/s, with blocking sync {theirs:,.0f}: {ours / theirs:.2f} times; "
+        f"a step takes {step_ms:.0f} ms, with blocking sync {blocking_step_ms:.0f} ms (medians from step 5 on)"
+    )
 
 
 def _exported(folder: Path) -> tuple[bool, str]:

@@ -30,12 +30,21 @@ def test_shell_scripts_parse(script):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("name", ["install_vllm_cpu.sh", "serve_vllm.sh", "test.sh"])
+@pytest.mark.parametrize(
+    "name", ["install_vllm_cpu.sh", "serve_vllm.sh", "test.sh", "verify_grpo_cpu.sh", "verify_grpo_2gpu.sh"]
+)
 def test_shell_scripts_have_help(name):
     result = run("bash", SCRIPTS / name, "--help")
     assert result.returncode == 0, result.stderr
     assert f"bash scripts/{name}" in result.stdout
     assert "set -euo" not in result.stdout
+
+
+@pytest.mark.parametrize("name", ["verify_grpo_cpu.sh", "verify_grpo_2gpu.sh"])
+def test_verify_scripts_name_what_they_can_verify(name):
+    result = run("bash", SCRIPTS / name, "asynch")
+    assert result.returncode == 2
+    assert "asynch" in result.stderr and "async" in result.stderr.replace("asynch", "")
 
 
 def test_install_leaves_a_folder_with_other_things_alone(tmp_path):
@@ -202,11 +211,31 @@ def run_lines(**changes: float) -> list[dict]:
         "train/grad_norm": 1.0,
         "train/answer_tokens": 9.0,
         "policy/mismatch_abs": 1e-6,
+        "rollout/age_max": 0,
         "reward/mean": 0.5,
+        "sync/missed": 0,
     } | changes
-    first = {"step": 0, "sync/version": 0, "validation/greedy_reward": 0.2}
+    first = {"step": 0, "sync/version": 0, "sync/missed": 0, "validation/greedy_reward": 0.2}
     last = step | {"step": 2, "sync/version": 2, "validation/greedy_reward": 0.95}
     return [first, step | {"step": 1, "sync/version": 1}, last]
+
+
+def with_versions(*versions: int) -> list[dict]:
+    return [line | {"sync/version": version} for line, version in zip(run_lines(), versions, strict=True)]
+
+
+def without(name: str) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != name} for line in run_lines()]
+
+
+def check_run(lines: list[dict], flags: list, folder: Path) -> tuple[int, list[str], str]:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run(sys.executable, SCRIPTS / "check_run.py", folder, "--steps", str(len(lines) - 1), *flags)
+    assert done.returncode in (0, 1) and not done.stderr, done.stdout + done.stderr
+    return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("FAIL")], done.stdout
+
+
+BACKGROUND = ["--background"]
 
 
 @pytest.mark.parametrize(
@@ -217,16 +246,67 @@ def run_lines(**changes: float) -> list[dict]:
         (run_lines(), ["--max-first-reward", "0.1"], "before the first step"),
         (run_lines(), ["--min-gain", "0.1"], "reward from"),
         (run_lines(**{"policy/mismatch_abs": 0.01}), [], "log-probabilities differ"),
-        (run_lines()[:2], [], "steps logged"),
         (run_lines(**{"train/answer_tokens": 0.0}), [], "changed the weights"),
         (run_lines(**{"train/grad_norm": 0.0}), [], "changed the weights"),
-        ([{k: v for k, v in line.items() if k != "train/loss"} for line in run_lines()], [], "every loss is finite"),
-        ([line | {"sync/version": 1} for line in run_lines()], [], "acknowledged"),
+        (without("train/loss"), [], "every loss is finite"),
+        (with_versions(0, 1, 1), [], "acknowledged"),
+        (with_versions(0, 0, 2), [], "acknowledged"),
+        (without("sync/version"), [], "acknowledged"),
+        (with_versions(0, 0, 2), BACKGROUND, ""),
+        (with_versions(0, 1, 1), BACKGROUND, "acknowledged"),
+        (with_versions(0, -1, 2), BACKGROUND, "acknowledged"),
+        (run_lines(**{"sync/missed": 1}), BACKGROUND, "missed"),
+        (run_lines(**{"rollout/age_max": 1}), [], "older"),
+        (run_lines(**{"rollout/age_max": 1}), ["--max-age", "1"], ""),
+        (run_lines(**{"rollout/age_max": 2}), ["--max-age", "1"], "older"),
+        (without("rollout/age_max"), ["--max-age", "1"], "older"),
     ],
 )
 def test_check_run_fails_what_does_not_hold(lines, flags, failing, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = run(sys.executable, SCRIPTS / "check_run.py", tmp_path, "--steps", "2", *flags)
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert done.returncode == bool(failing), done.stdout + done.stderr
+    status, failed, said = check_run(lines, flags, tmp_path)
+    assert status == bool(failing), said
     assert len(failed) == bool(failing) and failing in "".join(failed)
+
+
+def test_check_run_counts_the_steps(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run_lines()))
+    done = run(sys.executable, SCRIPTS / "check_run.py", tmp_path, "--steps", "3")
+    assert done.returncode == 1 and "FAIL  2 steps logged" in done.stdout
+
+
+def timed_run(folder: Path, sync_s: float, host_s: float, tokens_per_s: float, steps: int = 8) -> list[dict]:
+    """A run of equal steps but for the first four, which do not count."""
+    first, step, _ = run_lines()
+    lines = [first]
+    for i in range(1, steps + 1):
+        slow = 100 if i < 5 else 1
+        times = {"time/sync_s": slow * sync_s, "time/sync_host_s": slow * host_s, "time/step_s": 0.1}
+        lines.append(step | times | {"step": i, "sync/version": i, "throughput/answer_tokens_per_s": tokens_per_s})
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("sync_s", "host_s", "failing"),
+    [(0.001, 0.0005, ""), (0.05, 0.0005, "holds the step up"), (0.001, 0.06, "holds the host thread up")],
+)
+def test_check_run_compares_with_blocking_sync(sync_s, host_s, failing, tmp_path):
+    timed_run(tmp_path / "blocking", 0.04, 0.05, 1000.0)
+    lines = timed_run(tmp_path / "background", sync_s, host_s, 1300.0)
+    flags = [*BACKGROUND, "--blocking", tmp_path / "blocking"]
+    status, failed, said = check_run(lines, flags, tmp_path / "background")
+    assert status == bool(failing), said
+    assert len(failed) == bool(failing) and failing in "".join(failed)
+    assert "throughput 1,300 answer tokens/s, with blocking sync 1,000: 1.30 times" in said
+    assert (
+        f"holds the step up for {1e3 * sync_s:.2f} ms (at most {1e3 * sync_s:.2f}), with blocking sync for 40.00"
+        in said
+    )
+
+
+def test_check_run_compares_no_runs_that_are_too_short(tmp_path):
+    timed_run(tmp_path / "blocking", 0.04, 0.05, 1000.0, steps=4)
+    lines = timed_run(tmp_path / "background", 0.01, 0.01, 1000.0)
+    _, failed, _ = check_run(lines, [*BACKGROUND, "--blocking", tmp_path / "blocking"], tmp_path / "background")
+    assert failed == ["FAIL  both runs have 5 steps or more"]

@@ -1,0 +1,63 @@
+# Shared by verify_grpo_cpu.sh and verify_grpo_2gpu.sh; sourced after env.sh, never run.
+
+# begin: set `work`, a folder for everything (KEEP names one that stays), `python`, and `server`, the process group of
+# a server that the end of the script stops.
+begin() {
+    python=$(find_python)
+    work=${KEEP:-$(mktemp -d)}
+    mkdir -p "$work"
+    server=''
+    trap end EXIT
+}
+
+end() {
+    if [ -n "$server" ]; then
+        kill -TERM -- "-$server" 2>/dev/null || true
+        for _ in $(seq 100); do kill -0 -- "-$server" 2>/dev/null || break; sleep 0.1; done
+        kill -KILL -- "-$server" 2>/dev/null || true
+    fi
+    [ -n "${KEEP:-}" ] || rm -rf "$work"
+}
+
+# serve_vllm MODEL [flags ...]: start a vLLM server in the background; `url` is its address. The trainer waits for it.
+serve_vllm() {
+    local port
+    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    url=http://127.0.0.1:$port
+    setsid bash scripts/serve_vllm.sh "$@" --port "$port" --load-format dummy > "$work/vllm_server.log" 2>&1 &
+    server=$!
+}
+
+# train NAME RANKS [flags ...]: a run of the quickstart task with these flags, in $work/NAME.
+train() {
+    local name=$1 ranks=$2
+    shift 2
+    echo "== $name: $ranks trainer rank(s)"
+    if ! timeout 1500 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" grpo_train.py \
+        --job.config_file train_configs/quickstart.toml --job.dump_folder "$work/$name" "$@" > "$work/$name.log" 2>&1
+    then
+        tail -60 "$work/$name.log"
+        if [ -f "$work/vllm_server.log" ]; then echo "== vLLM"; tail -30 "$work/vllm_server.log"; fi
+        echo "FAIL  $name: the run ended with an error"
+        exit 1
+    fi
+}
+
+# check NAME [flags ...]: what that run proves; see check_run.py.
+check() {
+    local name=$1
+    shift
+    "$python" scripts/check_run.py "$work/$name" "$@"
+}
+
+# sync_twins RANKS STEPS MAX_MISMATCH [flags ...]: the same run twice, with [async_grpo]: once it waits for each weight
+# sync, once weights are sent in the background. Each is checked, and their speed compared.
+sync_twins() {
+    local ranks=$1 checks=(--steps "$2" --max-mismatch "$3" --max-age 1)
+    shift 3
+    local flags=(--async_grpo.enabled --async_grpo.max_trajectory_age_steps 1 --checkpoint.no-enable "$@")
+    train blocking "$ranks" "${flags[@]}"
+    check blocking "${checks[@]}"
+    train background "$ranks" "${flags[@]}" --weight_sync.async_weight_update
+    check background "${checks[@]}" --background --blocking "$work/blocking"
+}
