@@ -3,68 +3,69 @@
 import http.server
 import json
 import os
+import re
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.trainer_runs import ROOT, attempt, command, environment, processes_of, servers_of, steps, train
+from tests.integration.trainer_runs import BACKGROUND, ROOT, attempt, endless, processes_of, servers_of, train
+
+MODES = {"sync": {}, "background": BACKGROUND}
 
 
-def start_endless(folder: Path) -> subprocess.Popen:
-    """A run that is in its loop."""
-    log = (folder.parent / "log.txt").open("w")
-    line = command(folder, {"--training.steps": "100000", "--sft.steps": "1"})
-    process = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not steps(folder):
-        assert process.poll() is None and time.monotonic() < deadline, (folder.parent / "log.txt").read_text()[-3000:]
-        time.sleep(0.2)
-    return process
-
-
-def wait_until_gone(folder: Path, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while processes_of(folder):
-        assert time.monotonic() < deadline, f"still running: {processes_of(folder)}"
-        time.sleep(0.1)
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    return MODES[request.param]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_leaves_nothing_behind(number, tmp_path):
-    process = start_endless(tmp_path / "run")
-    assert servers_of(tmp_path / "run")
-    if number == signal.SIGINT:  # Ctrl-C reaches the whole foreground group
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    assert process.wait(60) != 0
-    wait_until_gone(tmp_path / "run", 15)
+def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
+    with endless(tmp_path / "run", mode) as run:
+        (server,) = servers_of(run.folder)
+        if mode:
+            os.kill(server, signal.SIGSTOP)
+            time.sleep(1.5)  # a push is under way then, and does not get on
+        if number == signal.SIGINT:  # Ctrl-C reaches the whole foreground group
+            os.killpg(run.process.pid, number)
+        else:
+            run.process.send_signal(number)
+        assert run.process.wait(60) != 0
+        run.wait_until_gone(15)
 
 
 @pytest.mark.parametrize("part", ["launcher", "trainer"])
-def test_what_is_killed_leaves_nothing_behind(part, tmp_path):
-    process = start_endless(tmp_path / "run")
-    if part == "launcher":
-        process.kill()
-    else:
-        (server,) = servers_of(tmp_path / "run")
-        (trainer,) = (pid for pid in processes_of(tmp_path / "run") if pid not in (process.pid, server))
-        os.kill(trainer, signal.SIGKILL)
-    process.wait(30)
-    wait_until_gone(tmp_path / "run", 30)
+def test_what_is_killed_leaves_nothing_behind(mode, part, tmp_path):
+    with endless(tmp_path / "run", mode) as run:
+        if part == "launcher":
+            run.process.kill()
+        else:
+            (server,) = servers_of(run.folder)
+            (trainer,) = (pid for pid in processes_of(run.folder) if pid not in (run.process.pid, server))
+            os.kill(trainer, signal.SIGKILL)
+        run.process.wait(30)
+        run.wait_until_gone(30)
 
 
-def test_a_killed_server_ends_the_run_with_its_address(tmp_path):
-    process = start_endless(tmp_path / "run")
-    (server,) = servers_of(tmp_path / "run")
-    os.kill(server, signal.SIGKILL)
-    assert process.wait(60) != 0
-    assert "http://127.0.0.1:" in (tmp_path / "log.txt").read_text()
-    wait_until_gone(tmp_path / "run", 15)
+ENDS = {
+    # Known at once; or found out by whoever waits for it first: a request, a weight sync, a look at its health.
+    signal.SIGKILL: r"0 of 1 servers left, \[rollout\] min_servers = 1: http://127\.0\.0\.1:\d+: lost",
+    signal.SIGSTOP: r"http://127\.0\.0\.1:.* within 6 s|0 of 1 servers left, \[rollout\] min_servers = 1",
+}
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_path):
+    limits = {"--weight_sync.timeout_seconds": "6", "--rollout.request_timeout_seconds": "6"}
+    with endless(tmp_path / "run", mode | limits) as run:
+        (server,) = servers_of(run.folder)
+        os.kill(server, number)
+        assert run.process.wait(60) != 0
+        reason = [line for line in run.log.splitlines() if re.match(r"\[rank0\]: \S*Error: ", line)][-1]
+        assert re.search(ENDS[number], reason), reason
+        run.wait_until_gone(15)
 
 
 def test_a_reward_that_hangs_or_raises_is_counted_and_the_run_goes_on(tmp_path, monkeypatch):

@@ -2,8 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +21,9 @@ SMALL = {
     "--validation.freq": "100",
     "--metrics.no-enable_tensorboard": None,
 }
+ENDLESS = {"--training.steps": "100000", "--sft.steps": "1"}
+BACKGROUND = {"--async_grpo.enabled": None, "--weight_sync.async_weight_update": None}
+"""Flags of a run that neither waits for answers nor for servers."""
 
 
 def command(folder: Path, flags: dict[str, str | None], ranks: int = 1) -> list[str]:
@@ -42,6 +49,56 @@ def attempt(
     return subprocess.run(
         command(folder, flags, ranks), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s
     )
+
+
+class EndlessRun:
+    """A run that goes on until it is stopped: its launcher's process, its folder and its log."""
+
+    def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int) -> None:
+        self.folder = folder
+        self.log_path = folder.parent / "log.txt"
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                command(folder, ENDLESS | flags, ranks),
+                cwd=ROOT,
+                env=environment(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_for(self, what: str, ready: Callable[[], object], timeout_s: float = 120.0) -> None:
+        """Wait while the run goes on."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            assert self.process.poll() is None, f"the run ended before: {what}\n{self.log[-4000:]}"
+            assert time.monotonic() < deadline, f"timed out waiting: {what}\n{self.log[-4000:]}"
+            time.sleep(0.1)
+
+    def wait_until_gone(self, timeout_s: float) -> None:
+        """Nothing that names the run's folder is left."""
+        deadline = time.monotonic() + timeout_s
+        while processes_of(self.folder):
+            assert time.monotonic() < deadline, f"still running: {processes_of(self.folder)}"
+            time.sleep(0.1)
+
+
+@contextmanager
+def endless(folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1) -> Iterator[EndlessRun]:
+    """A run that is in its loop."""
+    run = EndlessRun(folder, flags or {}, ranks)
+    try:
+        run.wait_for("the first step", lambda: steps(folder))
+        yield run
+    finally:
+        for pid in processes_of(folder):  # none, unless the test has failed or is done with the run
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait(30)
 
 
 def steps(folder: Path) -> list[dict]:
