@@ -141,6 +141,9 @@ class Snapshots:
         names: Parameters to take, by canonical name, in the order in which they are to be sent.
         dtype: What to cast to.
         count: Buffers.
+
+    Attributes:
+        newest: The newest version taken, -1 before the first.
     """
 
     def __init__(self, model: nn.Module, names: list[str], dtype: torch.dtype, count: int = 2):
@@ -158,12 +161,15 @@ class Snapshots:
                 self.held[name] = slices
         self.device = next(iter(self._parameters.values())).device
         self.buffers: list[SnapshotBuffer] = []
+        self.newest = -1
         self._count = count
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         # Its own stream, shared with nothing: a snapshot must not queue behind a transfer.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._changed = threading.Condition()
         self._last: SnapshotBuffer | None = None
+        self._taking = False
+        self._agreeing: SnapshotBuffer | None = None
         self._awaited: int | None = None
         self._arrived: SnapshotBuffer | None = None
 
@@ -181,11 +187,6 @@ class Snapshots:
                 )
             )
 
-    @property
-    def newest(self) -> int:
-        """The newest version taken, -1 before the first."""
-        return max((buffer.version for buffer in self.buffers), default=-1)
-
     @torch.no_grad()
     def take(self, version: int, timeout_s: float = 0.0) -> None:
         """Copy the weights as they are now, without waiting for the device.
@@ -195,7 +196,8 @@ class Snapshots:
 
         Args:
             version: Greater than any before.
-            timeout_s: Longest wait for a buffer that is not being sent; with two there always is one.
+            timeout_s: Longest wait for a buffer that is not being sent. With two there is one, except for the second
+                version that is taken while the ranks exchange one message (`hold`).
 
         Raises:
             TimeoutError: There was none.
@@ -203,10 +205,10 @@ class Snapshots:
         with self._changed:
             if version <= self.newest:
                 raise ValueError(f"version {version} of the weights after version {self.newest}")
-            if not self._changed.wait_for(lambda: any(not b.readers for b in self.buffers), timeout_s):
+            if not self._changed.wait_for(self._free, timeout_s):
                 raise TimeoutError(f"no buffer for version {version}: all of {len(self.buffers)} are being sent")
-            buffer = min((b for b in self.buffers if not b.readers), key=lambda b: b.version)
-            buffer.version = -1
+            buffer = min(self._free(), key=lambda b: b.version)
+            buffer.version, self._taking = -1, True
         if self._stream is None:
             started = time.perf_counter()
             self._copy(buffer)
@@ -221,7 +223,8 @@ class Snapshots:
                 self._copy(buffer)
                 buffer.taken.record()
         with self._changed:
-            buffer.version = version
+            buffer.version = self.newest = version
+            self._taking = False
             self._last = buffer
             self._hold_awaited()
             self._changed.notify_all()
@@ -247,32 +250,51 @@ class Snapshots:
         Raises:
             TimeoutError: This rank did not come to that version in time.
         """
-        with self._changed:
-            # Held already now: this rank may take two more versions before the others have answered.
-            newest = max(self.buffers, key=lambda b: b.version)
-            newest.readers += 1
-        buffer = newest
+        # Held already now, since this rank may take more versions before the others have answered. Not while one is
+        # being taken: it overwrites the one before, which another rank may be at.
+        self._wait(self._hold_newest, timeout_s, check, "first snapshot")
+        buffer = self._agreeing
         try:
-            version = agree(newest.version)
-            if newest.version != version:
-                buffer = None
-                with self._changed:
-                    newest.readers -= 1
+            version = agree(buffer.version)
+            with self._changed:
+                self._agreeing = None
+                if buffer.version != version:
+                    buffer.readers -= 1
+                    buffer = None
                     self._awaited = version
                     self._hold_awaited()
-                    self._changed.notify_all()  # `take` may wait for this buffer
-                buffer = self._wait_for_awaited(timeout_s, check)
+                self._changed.notify_all()
+            if buffer is None:
+                self._wait(lambda: self._arrived is not None, timeout_s, check, f"snapshot of version {version}")
+                buffer, self._arrived = self._arrived, None
             if buffer.taken is not None:
                 torch.cuda.current_stream(self.device).wait_event(buffer.taken)
             yield buffer
         finally:
-            if buffer is not None:
-                if self._stream is not None:
-                    buffer.released = torch.cuda.Event()
-                    buffer.released.record()
-                with self._changed:
-                    buffer.readers -= 1
-                    self._changed.notify_all()
+            if buffer is not None and self._stream is not None:
+                buffer.released = torch.cuda.Event()
+                buffer.released.record()
+            with self._changed:
+                # A version that arrived after the wait for it was given up has a reader, too.
+                for held in {buffer, self._arrived} - {None}:
+                    held.readers -= 1
+                self._agreeing = self._awaited = self._arrived = None
+                self._changed.notify_all()
+
+    def _free(self) -> list[SnapshotBuffer]:
+        """Buffers that may be overwritten. While the ranks agree, the version that comes after the one in `_agreeing`
+        may turn out to be theirs, too. Under the lock."""
+        agreeing = self._agreeing.version if self._agreeing is not None else math.inf
+        return [buffer for buffer in self.buffers if not buffer.readers and buffer.version < agreeing]
+
+    def _hold_newest(self) -> bool:
+        """If there is one, and no newer one is being taken. Under the lock."""
+        newest = max(self.buffers, key=lambda b: b.version)
+        if newest.version < 0 or self._taking:
+            return False
+        newest.readers += 1
+        self._agreeing = newest
+        return True
 
     def _hold_awaited(self) -> None:
         """As soon as the awaited version is there, before anything can overwrite it. Under the lock."""
@@ -281,19 +303,14 @@ class Snapshots:
                 buffer.readers += 1
                 self._awaited, self._arrived = None, buffer
 
-    def _wait_for_awaited(self, timeout_s: float, check: Callable[[], None]) -> SnapshotBuffer:
+    def _wait(self, ready: Callable[[], bool], timeout_s: float, check: Callable[[], None], what: str) -> None:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._arrived is None:
+            while not ready():
                 check()
                 if time.monotonic() > deadline:
-                    version, self._awaited = self._awaited, None
-                    raise TimeoutError(
-                        f"timed out waiting for this rank's snapshot of version {version}; its newest is {self.newest}"
-                    )
+                    raise TimeoutError(f"timed out waiting for this rank's {what}; its newest is {self.newest}")
                 self._changed.wait(_CHECK_S)
-            buffer, self._arrived = self._arrived, None
-            return buffer
 
     def _copy(self, buffer: SnapshotBuffer) -> None:
         targets, parameters = self._copies[buffer.index]
