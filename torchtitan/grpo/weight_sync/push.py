@@ -69,6 +69,7 @@ class Push:
         self._changed = threading.Condition()
         self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._let_go = dict.fromkeys(servers, 0)
+        self._dropped: dict[str, str] = {}
         self._unfinished = set(servers)
         self._expected: list[int] | None = None
         self._failure: BaseException | None = None
@@ -108,22 +109,25 @@ class Push:
                 late = [server for server, done in self._let_go.items() if done < count]
                 if not late:
                     return
-                timeout_s = _CHECK_S
-                if len(late) < len(self._let_go):
-                    others_wait_since = others_wait_since or time.monotonic()
-                    timeout_s = others_wait_since + self._straggler_s - time.monotonic()
+                if len(late) == len(self._let_go):
+                    others_wait_since = None  # who was ready has left
+                    self._changed.wait(_CHECK_S)
+                    continue
+                others_wait_since = others_wait_since or time.monotonic()
+                timeout_s = others_wait_since + self._straggler_s - time.monotonic()
                 if timeout_s > 0:
                     self._changed.wait(timeout_s)
                     continue
+                why = (
+                    f"kept the other servers waiting for over {self._straggler_s:g} s with bucket {count} of "
+                    f"{self._buckets} of version {self.version}"
+                )
                 for server in late:
                     del self._let_go[server]
                     self._unfinished.discard(server)
+                    self._dropped[server] = why
             for server in late:
-                self._on_drop(
-                    server,
-                    f"kept the other servers waiting for over {self._straggler_s:g} s with bucket {count} of "
-                    f"{self._buckets} of version {self.version}",
-                )
+                self._on_drop(server, why)
 
     # --------------------------------------------------------------------------------------------- the workers'
 
@@ -170,8 +174,7 @@ class Seat:
     def let_go(self, count: int) -> None:
         push = self._push
         with push._changed:
-            if self._server not in push._let_go:
-                raise Dropped
+            self._raise_if_out()
             push._let_go[self._server] = count
             push._changed.notify_all()
 
@@ -183,16 +186,19 @@ class Seat:
     def raise_if_dropped(self) -> None:
         """For waits on the server: nothing that it still does matters to a push that has gone on."""
         self._check()
+        self._raise_if_out()
+
+    def _raise_if_out(self) -> None:
         if self._server not in self._push._let_go:
-            raise Dropped
+            raise Dropped(self._push._dropped.get(self._server, f"the push of version {self.version} failed"))
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         push, deadline = self._push, time.monotonic() + self._timeout_s
         with push._changed:
-            while not ready():
-                self._check()
-                if push._failure is not None or self._server not in push._let_go:
-                    raise Dropped
+            while True:
+                self.raise_if_dropped()
+                if ready():
+                    return
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"timed out waiting for the trainer to pack {what} of version {self.version}")
                 push._changed.wait(_CHECK_S)

@@ -107,6 +107,7 @@ class ServerWorker(threading.Thread):
         self.push: Push | None = None
         """The push to take part in, set by the lead."""
         self._board = board
+        self._given = -1  # on this connection
         self._removed = False
         self._retry_at = 0.0
         self._backoff_s = _BACKOFF_S
@@ -115,6 +116,7 @@ class ServerWorker(threading.Thread):
 
     def connect(self) -> None:
         """Form the process group. By the main thread before the worker starts, by the worker afterwards."""
+        self._given = -1
         self.link.connect(self._board.plan_info)
         self._backoff_s = _BACKOFF_S
         self._health_failures = 0
@@ -150,16 +152,20 @@ class ServerWorker(threading.Thread):
         seat = push.seat(self.url, board.timeout_s, board.check)
         self.link.check = seat.raise_if_dropped
         try:
+            seat.raise_if_dropped()
             seconds = self.link.update(seat, board.buckets, board.num_buffers)
-        except Dropped:
-            # The lead has said why and taken it out of traffic. Its weights are a mix: connect anew, at once.
+        except Dropped as why:
+            # Its weights are a mix: connect anew, at once. The lead has taken it out of traffic, but it may have been
+            # admitted since with the version before, which it was still busy with.
             self._leave_push(push)
+            board.fleet.withdraw(self.server, str(why), lost=False)
             self.link.close()
             self.mode, self._retry_at = Mode.LOST, 0.0
         except (WeightSyncError, UserError) as error:
             self._leave_push(push)
             self._lose(error)
         else:
+            self._given = push.version
             board.fleet.admit(self.server, push.version)
             with board.changed:
                 if self.push is push:  # else the next one has come already
@@ -190,6 +196,7 @@ class ServerWorker(threading.Thread):
             with board.changed:
                 copy.readers -= 1
                 board.changed.notify_all()
+        self._given = version
         with board.changed:
             newest = version >= board.sent
             if board.copies_only:
@@ -246,10 +253,10 @@ class ServerWorker(threading.Thread):
                 self._lose(error)
             return
         self._health_failures = 0
-        if reported not in (None, str(server.version)) and server.version >= 0:
-            self._lose(f"reports weight version {reported!r} in place of {server.version}: it was restarted")
-        elif server.suspected and server.version >= self._board.sent:
-            self._board.fleet.admit(server, server.version)
+        if reported not in (None, str(self._given)) and self._given >= 0:
+            self._lose(f"reports weight version {reported!r} in place of {self._given}: it was restarted")
+        elif server.suspected and self._given >= self._board.sent:
+            self._board.fleet.admit(server, self._given)
 
     # ------------------------------------------------------------------------------------------------ its parts
 
