@@ -22,7 +22,12 @@ _LOOK_S = 0.25
 _ABANDONED = "abandoned"
 _NCCL_TIMEOUT_FACTOR = 10.0
 _GLOO_TIMEOUT_MARGIN_S = 5.0
+_ABORT_POLL_S = 0.05
+_EXIT_S = 5.0
 _constructing = threading.Lock()
+_ending = threading.Lock()
+_destroying: set[threading.Thread] = set()
+_exiting = False
 
 
 def address_towards(host: str, port: int) -> str:
@@ -66,6 +71,18 @@ def _no_nccl_teardown():
             os.environ[name] = before
 
 
+@atexit.register
+def _destroy_no_more() -> None:
+    # A thread that comes out of a C++ destructor while Python shuts down brings the process down with it.
+    global _exiting
+    with _ending:
+        _exiting = True
+        threads = list(_destroying)
+    deadline = time.monotonic() + _EXIT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
 class Group:
     """Rank 0 is the trainer's sender; ranks 1.. are one server's workers.
 
@@ -95,6 +112,7 @@ class Group:
         self._timeout_s = timeout_s
         self._store = store = dist.PrefixStore("torchtitan_grpo", store)
         self._next_look = 0.0
+        self._works: list[dist.Work] = []  # gloo's that may be under way
         if backend == "nccl":
             torch.cuda.set_device(device)
             options = dist.ProcessGroupNCCL.Options()
@@ -120,11 +138,16 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        return self._pg.broadcast([tensor], options)
+        return self._started(self._pg.broadcast([tensor], options))
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Start a sum over all ranks, in place."""
-        return self._pg.allreduce([tensor])
+        return self._started(self._pg.allreduce([tensor]))
+
+    def _started(self, work: dist.Work) -> dist.Work:
+        if self.backend == "gloo":
+            self._works = [w for w in self._works if not w.is_completed()] + [work]
+        return work
 
     def raise_if_abandoned(self) -> None:
         """For waits of ranks 1..: rank 0 has given the group up. With NCCL nothing else would tell.
@@ -141,28 +164,34 @@ class Group:
     def abort(self) -> None:
         """Give the group up without waiting for its peers: what is under way fails or is left to its own timeout.
 
-        Runs in a thread, since gloo's destructor waits for operations that have not timed out yet and NCCL's abort for
-        its kernels to stop. Only the end of the process waits for it, for as long as the group's own timeout.
+        A thread does it, since NCCL's abort waits for its kernels to stop, and nothing but the group's timeout ends an
+        operation of gloo's, for which its destructor waits. The end of the process waits for neither.
         """
         pg, self._pg = self._pg, None
         if pg is None:
             return
-        holder = [pg]
+        holder, works, self._works = [pg], self._works, []
         del pg
 
         def give_up() -> None:
             if self.rank == 0:
                 with suppress(RuntimeError):
                     self._store.set(_ABANDONED, "1")
+            while not all(work.is_completed() for work in works):
+                time.sleep(_ABORT_POLL_S)
+            with _ending:
+                if not _exiting:
+                    _destroying.add(threading.current_thread())
+            if threading.current_thread() not in _destroying:
+                threading.Event().wait()  # for ever: what this frame holds is never destroyed
             if self.backend == "nccl":
                 torch.cuda.set_device(self.device)
                 holder[0].abort()
+            works.clear()
             holder.clear()
+            _destroying.discard(threading.current_thread())
 
-        thread = threading.Thread(target=give_up, name="weight-sync-abort", daemon=True)
-        thread.start()
-        # A thread that comes out of a C++ destructor while Python shuts down brings the process down with it.
-        atexit.register(thread.join, self._timeout_s + _GLOO_TIMEOUT_MARGIN_S + 1)
+        threading.Thread(target=give_up, name="weight-sync-abort", daemon=True).start()
 
 
 def wait(work: dist.Work, deadline: float, what: str, check: Callable[[], None] | None = None) -> None:
