@@ -368,7 +368,7 @@ class WeightSync:
                 board.num_buffers,
                 list(workers),
                 board.straggler_s,
-                lambda url, why: board.fleet.withdraw(workers[url].server, why, lost=False),
+                lambda url, why: workers[url].drop(why),
             )
             self._push, self._push_started = push, time.monotonic()
             board.sent, board.push_wanted = snapshot.version, False

@@ -91,7 +91,7 @@ class Board:
         self.reports = [*self.reports[-_REPORTS_MAX:], report]
 
     def in_common(self) -> list["ServerWorker"]:
-        return [worker for worker in self.workers if worker.mode is Mode.COMMON]
+        return [worker for worker in self.workers if worker.mode is Mode.COMMON and not worker.dropped]
 
 
 class ServerWorker(threading.Thread):
@@ -106,6 +106,8 @@ class ServerWorker(threading.Thread):
         self.mode = Mode.LOST
         self.push: Push | None = None
         """The push to take part in, set by the lead."""
+        self.dropped = ""
+        """Why the lead goes on without this server, until it has connected anew."""
         self._board = board
         self._given = -1  # on this connection
         self._removed = False
@@ -120,6 +122,11 @@ class ServerWorker(threading.Thread):
         self.link.connect(self._board.plan_info)
         self._backoff_s = _BACKOFF_S
         self._health_failures = 0
+
+    def drop(self, why: str) -> None:
+        """The lead goes on without this server, which may still be busy with the push before."""
+        self.dropped = why
+        self._board.fleet.withdraw(self.server, why, lost=False)
 
     def remove(self) -> None:
         """The server is no longer listed: leave it."""
@@ -150,13 +157,20 @@ class ServerWorker(threading.Thread):
             return
         push = self.push
         seat = push.seat(self.url, board.timeout_s, board.check)
-        self.link.check = seat.raise_if_dropped
-        try:
+
+        def check() -> None:
             seat.raise_if_dropped()
+            if self.dropped:
+                raise Dropped(self.dropped)
+
+        self.link.check = check
+        try:
+            check()
             seconds = self.link.update(seat, board.buckets, board.num_buffers)
         except Dropped as why:
             # Its weights are a mix: connect anew, at once. The lead has taken it out of traffic, but it may have been
             # admitted since with the version before, which it was still busy with.
+            self.dropped = ""
             self._leave_push(push)
             board.fleet.withdraw(self.server, str(why), lost=False)
             self.link.close()
@@ -275,6 +289,7 @@ class ServerWorker(threading.Thread):
 
     def _lose(self, reason: object) -> None:
         self.link.close()
+        self.dropped = ""
         self.mode = Mode.LOST
         self._retry_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_MAX_S)
