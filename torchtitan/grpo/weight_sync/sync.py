@@ -7,6 +7,7 @@ for a server, a transfer or another rank.
 
 import logging
 import os
+import sys
 import threading
 import time
 from typing import Any
@@ -35,6 +36,7 @@ _PHASES = 8
 pause, start, a bucket on the wire, acknowledgement, finish, version, resume."""
 
 _BEAT_S = 2.0
+_SWITCH_S = 0.0005
 _CLOSE_S = 10.0
 _LAST_WORD_S = 3.0
 _STANDSTILL_SHARE = 0.05
@@ -122,6 +124,9 @@ class WeightSync:
         )
         self._check_model()
         self._on_rank0_then_share("connect", self._connect_servers)
+        # Threads that compute in Python keep the interpreter for this long. With Python's 5 ms the main thread would
+        # wait for ours that long, and more than once, in a publish.
+        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         run = self._lead if self._ranks.rank == 0 else self._follow
         self._thread = threading.Thread(target=self._run, args=(run,), name="weight-sync", daemon=True)
         self._thread.start()

@@ -153,6 +153,8 @@ class ServerWorker(threading.Thread):
     def _take_part(self) -> None:
         board = self._board
         if not self._wait(lambda: self.push is not None):
+            if -1 < self._given < board.sent:
+                self.mode = Mode.ALONE  # it missed a version, and the next one is long in coming
             self._look_after_health()
             return
         push = self.push
@@ -215,8 +217,10 @@ class ServerWorker(threading.Thread):
             newest = version >= board.sent
             if board.copies_only:
                 board.push_s = seconds["total"]
-            elif newest and seconds["total"] <= board.push_s + board.straggler_s:
-                self.mode = Mode.COMMON  # as quick as the others by itself: it keeps them waiting no more
+            elif seconds["total"] <= board.push_s + board.straggler_s:
+                # As quick as the others by itself: it keeps them waiting no more. If they were sent a newer version
+                # meanwhile, it gets the next one with them, and is admitted then.
+                self.mode = Mode.COMMON
             size = sum(bucket.payload_bytes for bucket in board.buckets)
             total = {"total": seconds["total"]}
             board.report(SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True))
