@@ -1,0 +1,37 @@
+"""The embedded server, with the same flags, that also writes down what it is asked and which weights it has.
+
+Lines of the file that the environment variable RECORD names: {"time", "did", "version"}, with `did` one of `started`,
+`asked` (a request came while it had `version`) and `took` (it has `version` from now on).
+"""
+
+import json
+import os
+import time
+
+from aiohttp import web
+
+from torchtitan.grpo.engines.embedded import __main__ as embedded
+from torchtitan.grpo.engines.embedded.server import EmbeddedApp
+
+
+def write_down(did: str, version: str) -> None:
+    line = json.dumps({"time": time.time(), "did": did, "version": version}) + "\n"
+    with open(os.environ["RECORD"], "a") as record:
+        record.write(line)
+
+
+class RecordingApp(EmbeddedApp):
+    async def generate(self, http: web.Request) -> web.Response:
+        write_down("asked", self.generator.version)
+        return await super().generate(http)
+
+    async def finish_weight_update(self, http: web.Request) -> web.Response:
+        reply = await super().finish_weight_update(http)
+        write_down("took", self.generator.version)
+        return reply
+
+
+if __name__ == "__main__":
+    write_down("started", "")
+    embedded.EmbeddedApp = RecordingApp
+    embedded.main()
