@@ -109,8 +109,8 @@ class Push:
                 late = [server for server, done in self._let_go.items() if done < count]
                 if not late:
                     return
-                if len(late) == len(self._let_go):
-                    others_wait_since = None  # who was ready has left
+                if len(late) == len(self._let_go) and not self.servers:
+                    others_wait_since = None  # nobody waits: who was ready has left, and nobody has it all already
                     self._changed.wait(_CHECK_S)
                     continue
                 others_wait_since = others_wait_since or time.monotonic()
