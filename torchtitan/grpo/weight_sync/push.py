@@ -45,7 +45,8 @@ class Push:
         buckets: How many buckets it has.
         num_buffers: Wire buffers: bucket k is offered in the buffer that bucket k - num_buffers had.
         servers: Who takes part.
-        straggler_s: How long one may be behind while another is ready to go on.
+        straggler_s: How long one may be behind while another is ready to go on, or has it all and is ready for the
+            next version.
         on_drop: Called with a server and the reason when it is dropped, on the lead's thread.
     """
 
