@@ -452,7 +452,7 @@ def test_memory_of_the_tiny_model():
     assert table["parameters, all ranks"] == 4 * parameters
     assert table["weights"] == table["gradients"] == table["reference model"] == 4 * parameters // 2
     assert table["AdamW state"] == 4 * parameters
-    assert table["snapshot"] == 2 * parameters // 2
+    assert table["snapshots"] == 2 * parameters // 2
     assert table["buckets, at most"] == 2 * parameters
     assert table["gathered for computing"] == 2 * (64 * 128 + 128 + 2 * block)
     assert table["largest logits chunk"] == 1024 * 64 * (4 + 2)

@@ -99,13 +99,12 @@ def memory_bytes(config: JobConfig, world_size: int) -> dict[str, int]:
     with torch.device("meta"):
         model = source.build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    cuda = torch.cuda.is_available()
 
     ranks, tensor = data_ranks(config, world_size), config.parallelism.tensor_parallel_degree
     local = math.ceil(parameters / (ranks // config.parallelism.data_parallel_replicate_degree * tensor))
     held = TORCH_DTYPE_MAP[config.training.dtype].itemsize
     computed = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
-    sent = {"float32": 4, "bfloat16": 2, "auto": 2 if cuda else 4}[config.weight_sync.dtype]
+    sent = _sent_bytes(config)
     block = sum(parameter.numel() for parameter in next(iter(model.layers.values())).parameters())
     outside = parameters - block * len(model.layers)
     gathered = parameters if config.parallelism.fsdp_reshard_after_forward == "never" else outside + 2 * block
@@ -117,7 +116,7 @@ def memory_bytes(config: JobConfig, world_size: int) -> dict[str, int]:
         "AdamW state": 2 * local * held,
         "reference model": local * held if config.grpo.kl_coef else 0,
         "gathered for computing": math.ceil(gathered / tensor) * computed if uses_fsdp else 0,
-        "snapshot": local * sent,
+        "snapshots": local * sent * (2 if config.weight_sync.async_weight_update else 1),
         "buckets, at most": min(_bucket_share(config), parameters * sent),
         "largest logits chunk": _chunk_tokens() * math.ceil(source.model_args.vocab_size / tensor) * (4 + computed),
     }
@@ -132,7 +131,16 @@ def memory_lines(config: JobConfig, world_size: int) -> list[str]:
     lines += [f"  {name:<24}{_mib(size):>14}" for name, size in table.items() if size]
     lines.append(f"  {'sum':<24}{_mib(sum(table.values())):>14}")
     lines.append("  not counted: activations, the allocator's reserve, a server spawned on the same device")
+    rollout = config.rollout
+    if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file):
+        copy = _mib(parameters * _sent_bytes(config))
+        lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
     return lines
+
+
+def _sent_bytes(config: JobConfig) -> int:
+    """Bytes of one parameter on its way to a server."""
+    return {"float32": 4, "bfloat16": 2, "auto": 2 if torch.cuda.is_available() else 4}[config.weight_sync.dtype]
 
 
 def _bucket_share(config: JobConfig) -> int:
