@@ -78,7 +78,8 @@ after each step. Runs, in one process: no weight sync; blocking; background; no 
 server sleeps --sleep-s in the midst of an update; with --kill, background while a server ends by SIGKILL in the midst
 of a broadcast. The last two act on the first of --receivers, after two steps, and last until it has caught up.
 
-  step         median of the steps' wall clock; `step / no sync` compares with the mean of the two runs without
+  step         median of the steps' wall clock; `step / no sync` and `extra` compare with the mean of the two runs
+               without: in the background what is left is the compute and bandwidth that the push itself takes
   exposed      host time of publish() and order_writes_after() in a step, of the slowest rank: median and maximum
   push         median of the whole push, which in the background is hidden
   skipped      versions that a newer one overtook: a push took longer than a step

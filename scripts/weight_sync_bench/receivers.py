@@ -7,6 +7,7 @@ and any of them can be made slow or killed: `POST /fault` says which update shal
 import functools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -159,8 +160,15 @@ class Listener(ThreadingHTTPServer):
         self.fake = FakeServer(device)
 
 
+def raise_open_files_limit() -> None:
+    """As many files as this user may open: each server's group takes about ten on either side."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def serve(args) -> None:
     """`receiver`: serve until the process is ended, or until `--parent-pid` is gone."""
+    raise_open_files_limit()
     device = torch.device(args.device)
     if args.parent_pid:
         threading.Thread(target=_exit_without, args=(args.parent_pid,), daemon=True).start()

@@ -1,7 +1,6 @@
 """`scale`: what publish costs the trainer, and what a push costs, as the number of servers grows."""
 
 import os
-import resource
 import statistics
 import threading
 import time
@@ -13,7 +12,7 @@ from torchtitan.grpo import job_config
 from torchtitan.grpo.errors import UserError
 
 from .output import Output, Row, growth_exponent, line_through
-from .receivers import Receivers
+from .receivers import Receivers, raise_open_files_limit
 from .trainer import Ranks, build, change, connected, shape_source
 
 COLUMNS = {
@@ -28,12 +27,6 @@ COLUMNS = {
 }
 _TASKS = Path("/proc/self/task")
 _SAMPLE_S = 0.005
-
-
-def raise_open_files_limit() -> None:
-    """As many files as this user may open: each server's group takes about ten on either side."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class ThreadCount:

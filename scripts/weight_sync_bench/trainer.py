@@ -85,17 +85,17 @@ class Ranks:
         """All ranks and their devices have come here."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # over gloo
 
     def agree(self, value: float) -> float:
         """Rank 0's number on every rank."""
-        shared = torch.tensor([value], dtype=torch.float64, device=self.device)
+        shared = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(shared, 0)
         return shared.item()
 
     def largest(self, values: list[float]) -> list[float]:
         """Element by element, the largest over the ranks."""
-        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
+        shared = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return shared.tolist()
 
