@@ -206,7 +206,7 @@ class WeightSync:
             return False
         if board.copies_only:
             return all(worker.server.version >= version or worker.server.lost for worker in board.workers)
-        return all(worker.push is None for worker in board.workers)
+        return True
 
     def _wait_until(self, ready: Any, what: str) -> None:
         changed = self._board.changed if self._board is not None else threading.Condition()
