@@ -1,16 +1,20 @@
 """A server that only takes weights: the real receiver behind the real routes, without a model.
 
-    python receiver_process.py READY_FILE [FAULT VERSION SECONDS]
+    python receiver_process.py READY_FILE [--port PORT] [--fault KIND VERSION SECONDS] [--bucket-s S] [--jitter-s S]
 
-Writes its address into READY_FILE. FAULT, while the second bucket of VERSION is being loaded: `sleep` for SECONDS, or
-`die` by SIGKILL. `GET /tensors` answers {name: [dtype, shape, sha256 of the bytes]} of what arrived last.
+Writes its address into READY_FILE. KIND, while the second bucket of VERSION is being loaded: `sleep` for SECONDS, `die`
+by SIGKILL, or `stop` by SIGSTOP. Loading a bucket takes `--bucket-s` seconds, and up to `--jitter-s` more at random.
+
+`GET /tensors` answers {name: [dtype, shape, sha256 of the bytes]} of what arrived last. Each version that is taken into
+service becomes a line of READY_FILE.taken: the version, and the sha256 of that answer.
 """
 
+import argparse
 import hashlib
 import json
 import os
+import random
 import signal
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +25,14 @@ import torch
 
 from torchtitan.grpo.weight_sync.receiver import Receiver
 
-fault, fault_version, fault_s = (sys.argv[2], int(sys.argv[3]), float(sys.argv[4])) if len(sys.argv) > 2 else ("", 0, 0)
+parser = argparse.ArgumentParser()
+parser.add_argument("ready", type=Path)
+parser.add_argument("--port", type=int, default=0)
+parser.add_argument("--fault", nargs=3, default=["", "0", "0"])
+parser.add_argument("--bucket-s", type=float, default=0.0)
+parser.add_argument("--jitter-s", type=float, default=0.0)
+args = parser.parse_args()
+fault, fault_version, fault_s = args.fault[0], int(args.fault[1]), float(args.fault[2])
 
 
 class Server:
@@ -51,9 +62,10 @@ class Server:
             nonlocal buckets_loaded
             buckets_loaded += 1
             if buckets_loaded == 2 and body["update_info"]["version"] == fault_version:
-                if fault == "die":
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault in ("die", "stop"):
+                    os.kill(os.getpid(), signal.SIGKILL if fault == "die" else signal.SIGSTOP)
                 time.sleep(fault_s)
+            time.sleep(args.bucket_s + random.uniform(0, args.jitter_s))
             for name, tensor in tensors:
                 data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
                 self.tensors[name] = [str(tensor.dtype), list(tensor.shape), hashlib.sha256(data).hexdigest()]
@@ -70,6 +82,9 @@ class Server:
     def finish_weight_update(self, body: dict) -> dict:
         if not self.active:
             raise RuntimeError("finish_weight_update after a failed update")
+        digest = hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
+        with open(f"{args.ready}.taken", "a") as taken:
+            taken.write(f"{body['weight_version']} {digest}\n")
         self.active, self.version = False, body["weight_version"]
         return {}
 
@@ -83,6 +98,7 @@ class Server:
 
     def get(self, path: str) -> dict:
         return {
+            "/health": {},
             "/get_world_size": {"world_size": 1},
             "/weight_info": {"weight_version": self.version},
             "/is_paused": {"is_paused": self.paused},
@@ -123,8 +139,7 @@ def exit_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    ready = Path(sys.argv[1])
-    ready.with_suffix(".part").write_text(f"http://127.0.0.1:{http.server_port}")
-    ready.with_suffix(".part").rename(ready)
+    http = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    args.ready.with_suffix(".part").write_text(f"http://127.0.0.1:{http.server_port}")
+    args.ready.with_suffix(".part").rename(args.ready)
     http.serve_forever()
