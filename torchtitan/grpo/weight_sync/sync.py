@@ -319,7 +319,7 @@ class WeightSync:
             if job is None:
                 self._ranks.command(_BEAT)
                 continue
-            if job is self._close_ranks:
+            if job == self._close_ranks:  # a method is a new object at each look
                 job()
                 return
             self._ranks.command(_SEND)
