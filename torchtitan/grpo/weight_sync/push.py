@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 _CHECK_S = 0.05
+_LOOK_S = 0.25
 
 
 class Dropped(Exception):
@@ -67,9 +68,14 @@ class Push:
         self._num_buffers = num_buffers
         self._straggler_s = straggler_s
         self._on_drop = on_drop
-        self._changed = threading.Condition()
+        # Two conditions on one lock: with many servers, what one does must not wake all the others.
+        self._lock = threading.Lock()
+        self._for_lead = threading.Condition(self._lock)
+        self._for_servers = threading.Condition(self._lock)
         self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._let_go = dict.fromkeys(servers, 0)
+        self._awaited = 0
+        self._late: set[str] = set()
         self._dropped: dict[str, str] = {}
         self._unfinished = set(servers)
         self._expected: list[int] | None = None
@@ -84,51 +90,61 @@ class Push:
 
     def offer(self, wire: torch.Tensor, filled: torch.cuda.Event | None) -> None:
         """Give the next bucket to all that take part."""
-        with self._changed:
+        with self._lock:
             self._offered.append((wire, filled))
-            self._changed.notify_all()
+            self._for_servers.notify_all()
 
     def complete(self, expected: list[int], seconds: dict[str, float]) -> None:
         """All buckets were offered: say what a server must acknowledge, wait until all have let go of all of them."""
-        with self._changed:
+        with self._lock:
             self._expected = expected
-            self._changed.notify_all()
+            self._for_servers.notify_all()
         self._wait_until_let_go(self._buckets)
         self.seconds = seconds
 
     def fail(self, error: BaseException) -> None:
         """No more buckets will come."""
-        with self._changed:
+        with self._lock:
             self._failure = error
             self._let_go.clear()
-            self._changed.notify_all()
+            self._for_servers.notify_all()
 
     def _wait_until_let_go(self, count: int) -> None:
+        with self._lock:
+            self._awaited = count
+            self._late = {server for server, done in self._let_go.items() if done < count}
         others_wait_since = None
         while True:
-            with self._changed:
-                late = [server for server, done in self._let_go.items() if done < count]
-                if not late:
+            with self._lock:
+                if not self._late:
                     return
-                if len(late) == len(self._let_go) and not self.servers:
+                if len(self._late) == len(self._let_go) and not self.servers:
                     others_wait_since = None  # nobody waits: who was ready has left, and nobody has it all already
-                    self._changed.wait(_CHECK_S)
+                    self._for_lead.wait(_CHECK_S)
                     continue
                 others_wait_since = others_wait_since or time.monotonic()
                 timeout_s = others_wait_since + self._straggler_s - time.monotonic()
                 if timeout_s > 0:
-                    self._changed.wait(timeout_s)
+                    self._for_lead.wait(timeout_s)
                     continue
+                late = sorted(self._late)
                 why = (
                     f"kept the other servers waiting for over {self._straggler_s:g} s with bucket {count} of "
                     f"{self._buckets} of version {self.version}"
                 )
+                self._late.clear()
                 for server in late:
                     del self._let_go[server]
                     self._unfinished.discard(server)
                     self._dropped[server] = why
             for server in late:
                 self._on_drop(server, why)
+
+    def _not_late(self, server: str) -> None:
+        """Under the lock."""
+        self._late.discard(server)
+        if not self._late:
+            self._for_lead.notify()
 
     # --------------------------------------------------------------------------------------------- the workers'
 
@@ -138,12 +154,12 @@ class Push:
 
     def ended(self, server: str, seconds: dict[str, float] | None) -> None:
         """A server has acknowledged, in so many seconds by phase, or (None) will not."""
-        with self._changed:
+        with self._lock:
             self._let_go.pop(server, None)
             self._unfinished.discard(server)
             if seconds is not None:
                 self.servers[server] = seconds
-            self._changed.notify_all()
+            self._not_late(server)
         self._settle()
 
     def on_settled(self, call: Callable[[], None]) -> None:
@@ -152,7 +168,7 @@ class Push:
         self._settle()
 
     def _settle(self) -> None:
-        with self._changed:
+        with self._lock:
             call = self._call
             if call is None or self._unfinished:
                 return
@@ -174,10 +190,11 @@ class Seat:
 
     def let_go(self, count: int) -> None:
         push = self._push
-        with push._changed:
+        with push._lock:
             self._raise_if_out()
             push._let_go[self._server] = count
-            push._changed.notify_all()
+            if count >= push._awaited:
+                push._not_late(self._server)
 
     def expected(self) -> list[int]:
         push = self._push
@@ -195,14 +212,14 @@ class Seat:
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         push, deadline = self._push, time.monotonic() + self._timeout_s
-        with push._changed:
+        with push._lock:
             while True:
                 self.raise_if_dropped()
                 if ready():
                     return
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"timed out waiting for the trainer to pack {what} of version {self.version}")
-                push._changed.wait(_CHECK_S)
+                push._for_servers.wait(_LOOK_S)
 
 
 class Copy:

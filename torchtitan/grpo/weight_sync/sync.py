@@ -191,6 +191,7 @@ class WeightSync:
         if self._board is not None:
             self._board.closing = True
             self._board.notify()
+            self._board.wake_workers()
             threads += [worker for worker in self._board.workers if worker.ident]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -379,7 +380,7 @@ class WeightSync:
             board.sent, board.push_wanted = snapshot.version, False
             for worker in workers.values():
                 worker.push = push
-            board.changed.notify_all()
+                worker.wake.notify()
         try:
             gather_s = 0.0
             for bucket in board.buckets:
@@ -433,6 +434,7 @@ class WeightSync:
                 waited = snapshot.version <= self._waited_for
                 board.report(SyncReport(snapshot.version, sender.bytes, len(board.buckets), seconds, {}, waited=waited))
             board.changed.notify_all()
+            board.wake_workers(Mode.ALONE)
 
     def _gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> float:
         started = time.perf_counter()

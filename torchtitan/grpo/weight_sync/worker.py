@@ -46,7 +46,10 @@ class Mode(Enum):
 
 
 class Board:
-    """What the lead (the sync thread of rank 0) and the workers share. `changed` guards all of it.
+    """What the lead (the sync thread of rank 0) and the workers share, under one lock.
+
+    The lead and the main thread wait for `changed`, each worker for a condition of its own on the same lock: with many
+    servers, what one does must not wake all the others.
 
     Attributes:
         sent: The version of the newest common push; a server must have it, or a newer one, to be admitted.
@@ -65,7 +68,8 @@ class Board:
         self.timeout_s = timeout_s
         self.straggler_s = straggler_s
         self.plan_info: dict = {}
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.workers: list[ServerWorker] = []
         self.closing = False
         self.sent = -1
@@ -75,11 +79,25 @@ class Board:
         self.copies_only = False
         self.copy_wanted = False
         self.reports: list[SyncReport] = []
-        fleet.add_listener(self.notify)
+        fleet.add_listener(self._on_fleet_change)
 
     def notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
+
+    def wake_workers(self, mode: Mode | None = None) -> None:
+        """Those in a mode, or all."""
+        with self.changed:
+            for worker in self.workers:
+                if mode is None or worker.mode is mode:
+                    worker.wake.notify_all()
+
+    def _on_fleet_change(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+            for worker in self.workers:
+                if worker.server.suspected:
+                    worker.wake.notify_all()
 
     def check(self) -> None:
         """Raises Closing at the end."""
@@ -108,6 +126,7 @@ class ServerWorker(threading.Thread):
         """The push to take part in, set by the lead."""
         self.dropped = ""
         """Why the lead goes on without this server, until it has connected anew."""
+        self.wake = threading.Condition(board.lock)
         self._board = board
         self._given = -1  # on this connection
         self._removed = False
@@ -130,8 +149,9 @@ class ServerWorker(threading.Thread):
 
     def remove(self) -> None:
         """The server is no longer listed: leave it."""
-        self._removed = True
-        self._board.notify()
+        with self._board.lock:
+            self._removed = True
+            self.wake.notify_all()
 
     def run(self) -> None:
         board = self._board
@@ -288,7 +308,7 @@ class ServerWorker(threading.Thread):
                 look = self.server.suspected and self.mode is not Mode.LOST
                 if now >= deadline or self._removed or (look and now >= self._next_look):
                     return False
-                board.changed.wait(min(deadline, self._next_look if look else deadline) - now)
+                self.wake.wait(min(deadline, self._next_look if look else deadline) - now)
             return True
 
     def _lose(self, reason: object) -> None:
@@ -298,7 +318,7 @@ class ServerWorker(threading.Thread):
         self._retry_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_MAX_S)
         self._board.fleet.withdraw(self.server, str(reason))
-        self._board.notify()
+        self._board.wake_workers(Mode.ALONE)  # there may be nobody left whom they would keep waiting
 
     def _leave_push(self, push: Push | None = None) -> None:
         """Leave this push, and the one that may have come since."""
