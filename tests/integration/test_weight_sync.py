@@ -123,10 +123,9 @@ def assert_only_whole_versions(receivers: Receivers, urls: list[str], loop: dict
     [
         (1, 1, "qwen3", True, 1, 1, "float32", True),
         (2, 1, "llama3", False, 2, 2, "bfloat16", False),
-        (2, 2, "qwen3", False, 1, 2, "float32", True),
-        (4, 2, "qwen3", True, 1, 3, "float32", False),
+        (4, 2, "qwen3", False, 1, 3, "float32", True),
     ],
-    ids=["one-rank-async", "fsdp2-two-servers", "tp2-async", "fsdp2-x-tp2"],
+    ids=["one-rank-async", "fsdp2-two-servers", "fsdp2-x-tp2-async"],
 )
 def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
     tmp_path, receivers, ranks, tp, family, tied, servers, num_buffers, dtype, background
@@ -177,13 +176,12 @@ def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
         assert record["threads"] == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("fault", ["sleep", "die"])
+@pytest.mark.parametrize(("fault", "ranks"), [("sleep", 2), ("die", 1)])
 def test_too_few_servers_left_is_an_error_within_the_bound(tmp_path, receivers, fault, ranks):
     folder = save_model(tmp_path / "model", "qwen3", False)
     url = receivers.start("--fault", fault, "2", "60")
     sync = SYNC | {"timeout_seconds": 4.0}
-    acts = [["publish", 1], ["fails", 2]]
+    acts = [["publish", 1], ["fails", 2], ["fails", 3]]
     seen = Trainer(tmp_path, ranks, folder=str(folder), urls=[url], sync=sync, acts=acts).records()
     assert seen[0]["acts"][0]["equal"] == [True]
     first, *others = [record["acts"][1] for record in seen]
@@ -197,19 +195,11 @@ def test_too_few_servers_left_is_an_error_within_the_bound(tmp_path, receivers, 
     for act in others:
         assert act["error"] == ""
         assert act["publish_s"] < 1, "publish waits on rank 0 alone"
-    for record in seen:
-        assert record["close_s"] < 4
-
-
-def test_a_server_that_is_not_there_is_named(tmp_path, receivers):
-    folder = save_model(tmp_path / "model", "qwen3", False)
-    url = receivers.start("--fault", "die", "1", "0")
-    sync = SYNC | {"timeout_seconds": 4.0}
-    acts = [["fails", 1], ["fails", 2]]
-    (record,) = Trainer(tmp_path, 1, folder=str(folder), urls=[url], sync=sync, acts=acts).records()
-    again = record["acts"][1]
+    again = seen[0]["acts"][2]
     assert url in again["error"]
     assert again["publish_s"] < 1, "what is known already is said at once"
+    for record in seen:
+        assert record["close_s"] < 8, "another rank may wait for rank 0, which waits for the server"
 
 
 def test_no_version_is_torn_while_a_slow_transfer_and_the_training_go_on(tmp_path, receivers):
@@ -217,7 +207,7 @@ def test_no_version_is_torn_while_a_slow_transfer_and_the_training_go_on(tmp_pat
     folder = save_model(tmp_path / "model", "qwen3", False)
     url = receivers.start("--bucket-s", "0.5")
     sync = SYNC | {"async_weight_update": True}
-    acts = [["loop", 1, 14.0, 0.05, 0.0]]
+    acts = [["loop", 1, 7.0, 0.05, 0.0]]
     (record,) = Trainer(tmp_path, 1, folder=str(folder), urls=[url], sync=sync, acts=acts).records()
     (loop,) = record["acts"]
     taken = [version for version, _ in receivers.taken(url)]
@@ -237,7 +227,7 @@ def test_a_straggler_is_dropped_fed_alone_and_comes_back(tmp_path, receivers):
     slow, quick = receivers.start("--fault", "sleep", "4", "5"), receivers.start()
     sync = SYNC | {"async_weight_update": True, "straggler_seconds": 0.5}
     # The slow one must be in the push of version 4: it is the first of the loop.
-    acts = [["publish", 3], ["loop", 4, 8.0, 0.1, 0.0]]
+    acts = [["publish", 3], ["loop", 4, 7.0, 0.1, 0.0]]
     seen = Trainer(tmp_path, 2, folder=str(folder), urls=[slow, quick], sync=sync, acts=acts).records()
     events, loop = seen[0]["events"], seen[0]["acts"][1]
     assert_only_whole_versions(
@@ -266,19 +256,19 @@ def test_a_straggler_is_dropped_fed_alone_and_comes_back(tmp_path, receivers):
 
 @pytest.mark.parametrize("seed", [0])
 def test_random_delays_kills_restarts_and_flips(tmp_path, receivers, seed):
-    """Three servers, two FSDP2 ranks, 25 s: whatever happens, only whole versions are served, and nothing hangs."""
+    """Three servers, two FSDP2 ranks, 14 s: whatever happens, only whole versions are served, and nothing hangs."""
     rng = random.Random(seed)
     folder = save_model(tmp_path / "model", "llama3", False)
     urls = [receivers.start("--jitter-s", jitter) for jitter in ("0", "0.02", "0.15")]
     sync = SYNC | {"async_weight_update": True, "straggler_seconds": 0.5, "timeout_seconds": 6.0}
-    acts = [["loop", 1, 25.0, 0.02, 0.03]]
+    acts = [["loop", 1, 14.0, 0.02, 0.03]]
     trainer = Trainer(tmp_path, 2, folder=str(folder), urls=urls, sync=sync, acts=acts, min_servers=0, seed=seed)
     deadline = time.monotonic() + 60
     while not all(Path(f"{tmp_path}/receiver{number}.taken").exists() for number in range(3)):
         assert time.monotonic() < deadline, trainer.log()[-6000:]
         assert trainer.process.poll() is None, trainer.log()[-6000:]
         time.sleep(0.1)
-    kills, end = 0, time.monotonic() + 17
+    kills, end = 0, time.monotonic() + 8
     while time.monotonic() < end:
         time.sleep(rng.uniform(0.5, 2.5))
         url = rng.choice(urls)
@@ -301,11 +291,10 @@ def test_random_delays_kills_restarts_and_flips(tmp_path, receivers, seed):
         assert record["threads"] == []
 
 
-@pytest.mark.parametrize("fault", ["sleep", "stop"])
-def test_the_end_in_the_middle_of_a_push(tmp_path, receivers, fault):
-    """The server does not answer for a minute, and may be waited for for as long: nothing of that delays the end."""
+def test_the_end_in_the_middle_of_a_push(tmp_path, receivers):
+    """The server is frozen, and may be waited for for a minute: nothing of that delays the end."""
     folder = save_model(tmp_path / "model", "qwen3", False)
-    url = receivers.start("--fault", fault, "2", "60")
+    url = receivers.start("--fault", "stop", "2", "0")
     sync = SYNC | {"async_weight_update": True, "timeout_seconds": 60.0}
     acts = [["publish", 1], ["cut", 2, 1.0]]
     trainer = Trainer(tmp_path, 2, folder=str(folder), urls=[url], sync=sync, acts=acts)
