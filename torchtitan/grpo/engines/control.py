@@ -14,6 +14,9 @@ from torchtitan.grpo.engines.protocol import EngineError, error_text
 from torchtitan.grpo.errors import UserError
 
 BACKEND = "torchtitan_grpo"
+KEEPALIVE_S = 2.0
+"""Idle connections are dropped before uvicorn drops them (5 s): a request sent on a connection that the server is
+just closing is lost, and a POST is not repeated."""
 _HEALTH_POLL_S = 0.25
 _HEALTH_REQUEST_S = 5.0
 _TOP_LOGPROBS = 5
@@ -26,13 +29,15 @@ class ServerError(EngineError):
 class ServerControl:
     """Control of the server at `url` (its base address). Every call is bounded by `timeout_s`.
 
-    Each call opens its own connection, so that one object may be used from several threads.
+    One object may be used from several threads. Connections are kept for the calls of one update, and no longer.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session = requests.Session()
+        self._session.headers.update({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._used_at = time.monotonic()
 
     def wait_healthy(self, timeout_s: float, process: subprocess.Popen | None = None) -> None:
         """Wait until `GET /health` says 200; `process`, if given, is the server's, and its exit ends the wait.
@@ -47,9 +52,7 @@ class ServerControl:
             if process is not None and process.poll() is not None:
                 raise ServerError(f"{self.url}: the server's process ended with exit status {process.returncode}")
             try:
-                reply = requests.get(
-                    f"{self.url}/health", headers=self._headers, timeout=min(_HEALTH_REQUEST_S, timeout_s)
-                )
+                reply = self._session.get(f"{self.url}/health", timeout=min(_HEALTH_REQUEST_S, timeout_s))
             except requests.RequestException as error:
                 seen = type(error).__name__
             else:
@@ -187,10 +190,11 @@ class ServerControl:
         timeout_s: float | None = None,
     ) -> requests.Response:
         timeout_s = timeout_s or self.timeout_s
+        if time.monotonic() - self._used_at > KEEPALIVE_S:
+            self._session.close()
+        self._used_at = time.monotonic()
         try:
-            return requests.request(
-                method, self.url + path, json=body, params=params, headers=self._headers, timeout=timeout_s
-            )
+            return self._session.request(method, self.url + path, json=body, params=params, timeout=timeout_s)
         except requests.Timeout as error:
             raise ServerError(f"{self.url}: phase {phase}: no reply to {path} within {timeout_s:g} s") from error
         except requests.RequestException as error:

@@ -8,14 +8,12 @@ from typing import Any
 
 import aiohttp
 
+from torchtitan.grpo.engines.control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams, error_text
 from torchtitan.grpo.errors import UserError
 
 GENERATE_ROUTE = "/inference/v1/generate"
 COHORT_HEADER = "X-Rollout-Cohort"
-KEEPALIVE_S = 2.0
-"""Idle connections are dropped before uvicorn drops them (5 s): a request sent on a connection that the server is
-just closing is lost, and a POST is not repeated."""
 _FINAL_ONLY = 2
 
 
