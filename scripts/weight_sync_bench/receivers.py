@@ -30,6 +30,17 @@ _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
 
 
+def one_at_a_time(route):
+    """As in a real engine, a new connection waits until the update under way has ended."""
+
+    @functools.wraps(route)
+    def locked(self, body: dict) -> dict:
+        with self._busy:
+            return route(self, body)
+
+    return locked
+
+
 class FakeServer:
     """State of one server. A route's method takes the JSON body and returns the JSON reply, or raises (HTTP 500)."""
 
@@ -38,6 +49,7 @@ class FakeServer:
         self._receiver: Receiver | None = None
         self._fault: dict = {}
         self._paused = self._updating = False
+        self._busy = threading.Lock()
         self._version = "default"
 
     def fault(self, body: dict) -> dict:
@@ -49,6 +61,7 @@ class FakeServer:
         self._fault = {"sleep_s": 0.0, "kill": False, "version": None, "updates": 1} | body
         return {}
 
+    @one_at_a_time
     def init_weight_transfer_engine(self, body: dict) -> dict:
         if self._receiver is not None:
             self._receiver.close()
@@ -64,6 +77,7 @@ class FakeServer:
         self._updating = True
         return {}
 
+    @one_at_a_time
     def update_weights(self, body: dict) -> dict:
         if not (self._paused and self._updating):
             raise RuntimeError("update_weights before pause and start_weight_update")

@@ -10,6 +10,7 @@ service becomes a line of READY_FILE.taken: the version, and the sha256 of that 
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -35,6 +36,20 @@ args = parser.parse_args()
 fault, fault_version, fault_s = args.fault[0], int(args.fault[1]), float(args.fault[2])
 
 
+busy = threading.Lock()
+
+
+def one_at_a_time(route):
+    """As in a real engine, a new connection waits until the update under way has ended."""
+
+    @functools.wraps(route)
+    def locked(self, body: dict) -> dict:
+        with busy:
+            return route(self, body)
+
+    return locked
+
+
 class Server:
     """State and routes; a route takes the JSON body and returns the JSON reply, or raises (HTTP 500)."""
 
@@ -46,12 +61,14 @@ class Server:
     def __init__(self):
         self.tensors: dict[str, list] = {}
 
+    @one_at_a_time
     def init_weight_transfer_engine(self, body: dict) -> dict:
         if self.receiver is not None:
             self.receiver.close()
         self.receiver = Receiver(body["init_info"], torch.device("cpu"))
         return {}
 
+    @one_at_a_time
     def update_weights(self, body: dict) -> dict:
         if not (self.paused and self.active):
             raise RuntimeError("update_weights before pause and start")

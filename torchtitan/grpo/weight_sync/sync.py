@@ -157,7 +157,7 @@ class WeightSync:
         self._sender.snapshots.order_writes_after()
 
     def drain(self) -> None:
-        """Wait until the newest version is where it belongs and nothing is under way. Bounded."""
+        """Wait until the newest version has reached all servers in common pushes. Bounded; call it on every rank."""
         if self._board is None:
             self._wait_until(lambda: self._followed >= self._newest or not self._thread.is_alive(), "the last push")
             return

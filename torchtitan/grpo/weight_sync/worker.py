@@ -190,8 +190,7 @@ class ServerWorker(threading.Thread):
             check()
             seconds = self.link.update(seat, board.buckets, board.num_buffers)
         except Dropped as why:
-            # Its weights are a mix: connect anew, at once. The lead has taken it out of traffic, but it may have been
-            # admitted since with the version before, which it was still busy with.
+            # Its weights are a mix: connect anew, at once.
             self.dropped = ""
             self._leave_push(push)
             board.fleet.withdraw(self.server, str(why), lost=False)
@@ -202,7 +201,8 @@ class ServerWorker(threading.Thread):
             self._lose(error)
         else:
             self._given = push.version
-            board.fleet.admit(self.server, push.version)
+            if not self.dropped:
+                board.fleet.admit(self.server, push.version)
             with board.changed:
                 if self.push is push:  # else the next one has come already
                     self.push = None
@@ -267,7 +267,9 @@ class ServerWorker(threading.Thread):
         if time.monotonic() < self._retry_at or self._removed:
             return
         try:
-            self.server.control.is_healthy()
+            if not self.server.control.is_healthy():
+                self._lose("it is not healthy")
+                return
             self.connect()
         except (WeightSyncError, UserError, EngineError) as error:
             self._lose(error)
@@ -284,7 +286,10 @@ class ServerWorker(threading.Thread):
         server = self.server
         self._next_look = time.monotonic() + _SUSPECT_LOOK_S
         try:
-            reported = server.control.weight_version() if server.control.is_healthy() else "none: it is not healthy"
+            if not server.control.is_healthy():
+                self._lose("it is not healthy")
+                return
+            reported = server.control.weight_version()
         except (EngineError, UserError) as error:
             self._health_failures += 1
             if "no reply" not in str(error) or self._health_failures >= _HEALTH_FAILURES_MAX:
