@@ -1,5 +1,6 @@
 """A running vLLM takes weights A, B, A from a trainer; after each it must answer as transformers does with them."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.integration.served_logprobs import worst_logprob_difference
 from torchtitan.grpo import job_config
 from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.models import load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.link import WeightSyncError
@@ -46,17 +48,23 @@ def changed(folder: Path, seed: int, out: Path) -> Path:
     return out
 
 
-def test_weights_a_b_a(server, tmp_path):
+def fleet_of(control: ServerControl) -> Fleet:
+    return Fleet([control.url], lambda url: Server(url, control))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_weights_a_b_a(server, transport, tmp_path):
     folders = {"A": server.model_dir, "B": changed(server.model_dir, 7, tmp_path / "B")}
     references = {name: Qwen3ForCausalLM.from_pretrained(folder).eval() for name, folder in folders.items()}
     control = ServerControl(server.url, None, 60.0)
     source, model = trainer_of(folders["A"])
-    sync = WeightSync(model, source.adapter, SYNC, [control], CPU, source.tied)
+    settings = dataclasses.replace(SYNC, transport=transport)
+    sync = WeightSync(model, source.adapter, settings, fleet_of(control), CPU, source.tied)
     sync.connect()
     for version, name in ((1, "A"), (2, "B"), (3, "A"), (4, "B"), (5, "A")):
         load_hf_weights(model, source, folders[name])
-        report = sync.publish(version)
-        assert report.bytes >= sum(p.numel() * 4 for p in model.parameters())
+        sync.publish(version)
+        assert sync.finished()[0].bytes >= sum(p.numel() * 4 for p in model.parameters())
         assert control.weight_version() == str(version)
         assert not control.is_paused()
         assert worst_logprob_difference(server.url, references[name]) <= 1e-4
@@ -76,13 +84,13 @@ def test_a_missing_weight_is_an_error_and_the_server_recovers(server):
         return SimpleNamespace(to_hf=to_hf)
 
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
-        sync = WeightSync(model, without(name), SYNC, [control], CPU, source.tied)
+        sync = WeightSync(model, without(name), SYNC, fleet_of(control), CPU, source.tied)
         with pytest.raises(WeightSyncError, match=rf"phase connect.*lacks 1 weights.*{name}"):
             sync.connect()
         sync.close()
     assert not control.is_paused()
 
-    sync = WeightSync(model, source.adapter, SYNC, [control], CPU, source.tied)
+    sync = WeightSync(model, source.adapter, SYNC, fleet_of(control), CPU, source.tied)
     sync.connect()
     sync.publish(6)
     assert worst_logprob_difference(server.url, Qwen3ForCausalLM.from_pretrained(server.model_dir).eval()) <= 1e-4
@@ -97,15 +105,15 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(se
     adapter = SimpleNamespace(
         to_hf=lambda state: {"model.spare": state["spare"]} if "spare" in state else source.adapter.to_hf(state)
     )
-    sync = WeightSync(model, adapter, SYNC, [control], CPU, source.tied)
+    sync = WeightSync(model, adapter, SYNC, fleet_of(control), CPU, source.tied)
     sync.connect()
-    with pytest.raises(WeightSyncError, match=r"version 7.*spare"):
+    with pytest.raises(FleetError, match=r"version 7.*spare"):
         sync.publish(7)
     assert control.is_paused()
     sync.close()
 
     del model.spare
-    sync = WeightSync(model, source.adapter, SYNC, [control], CPU, source.tied)
+    sync = WeightSync(model, source.adapter, SYNC, fleet_of(control), CPU, source.tied)
     sync.connect()
     sync.publish(8)
     assert not control.is_paused()
