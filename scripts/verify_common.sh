@@ -51,11 +51,12 @@ check() {
 }
 
 # sync_twins RANKS STEPS MAX_MISMATCH [flags ...]: the same run twice, with [async_grpo]: once it waits for each weight
-# sync, once weights are sent in the background. Each is checked, and their speed compared.
+# sync, once weights are sent in the background. Each is checked, and their speed compared. Age 2, since with 1 the next
+# step's prompts would wait for the push that has just begun.
 sync_twins() {
-    local ranks=$1 checks=(--steps "$2" --max-mismatch "$3" --max-age 1)
+    local ranks=$1 checks=(--steps "$2" --max-mismatch "$3" --max-age 2)
     shift 3
-    local flags=(--async_grpo.enabled --async_grpo.max_trajectory_age_steps 1 --checkpoint.no-enable "$@")
+    local flags=(--async_grpo.enabled --async_grpo.max_trajectory_age_steps 2 --checkpoint.no-enable "$@")
     train blocking "$ranks" "${flags[@]}"
     check blocking "${checks[@]}"
     train background "$ranks" "${flags[@]}" --weight_sync.async_weight_update

@@ -109,7 +109,7 @@ def steps(folder: Path) -> list[dict]:
 
 def without_times(lines: list[dict]) -> list[dict]:
     """What must repeat exactly when a run is repeated."""
-    timed = ("time/", "sync/", "throughput/")
+    timed = ("time/", "sync/", "server/", "throughput/")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 

@@ -35,6 +35,7 @@ class ServerThread:
     def __init__(self) -> None:
         model = load_model(MODEL_DIR, torch.device("cpu"), torch.float32)
         self.generator = Generator(model, max_sequences=64, max_model_len=128)
+        self.generator.version = str(VERSION)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.call(self._start())

@@ -1,7 +1,9 @@
 import pytest
 
+from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.rollouts.samples import Prompt, Sample
-from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics
+from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, sync_metrics, validation_metrics
+from torchtitan.grpo.weight_sync.report import SyncReport
 
 PROMPT = Prompt(index=0, token_ids=[1, 2], text="1+1=", answer="2")
 
@@ -18,18 +20,20 @@ def test_rollout_metrics_of_two_groups():
         [sample(1.0, 2), sample(0.0, 4, "length")],
         [sample(1.0, 3), sample(1.0, 7, "abort", ("exact_match",))],
     ]
-    metrics = rollout_metrics(groups)
+    groups[0][0].versions = [2, 3]
+    metrics = rollout_metrics(groups, 3)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/std"] == pytest.approx(0.1875**0.5)
     assert metrics["reward/exact_match"] == 0.75
     assert metrics["reward/zero_variance_fraction"] == 0.5
     assert metrics["reward/failures"] == 1
     assert (metrics["rollout/answer_tokens"], metrics["rollout/answer_tokens_max"]) == (16, 7)
+    assert (metrics["rollout/age_mean"], metrics["rollout/age_max"]) == ((1 + 0 + 14 * 3) / 16, 3)
     assert metrics["rollout/truncated_fraction"] == metrics["rollout/aborted_fraction"] == 0.25
 
 
 def test_no_groups_give_no_metrics():
-    assert rollout_metrics([]) == {}
+    assert rollout_metrics([], 0) == {}
 
 
 def test_pass_at_k_counts_prompts_with_any_full_reward():
@@ -51,3 +55,31 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
     assert metrics["policy/mismatch_abs"] == 0.2
     assert "policy/kl" not in metrics
     assert policy_metrics(sums | dict.fromkeys(sums, 0.0))["policy/clip_fraction"] == 0.0
+
+
+def phases(seconds: float) -> dict[str, float]:
+    return dict.fromkeys(("pause", "wire", "apply", "acknowledge", "total"), seconds)
+
+
+def test_pushes_are_reported_by_server_and_by_the_slowest():
+    fleet = Fleet(["http://a:1", "http://b:2"], lambda url: Server(url, None))
+    for server in fleet.servers:
+        fleet.admit(server, 4)
+    fleet.admit(fleet.servers[0], 5)
+    servers = {"http://a:1": phases(1.0), "http://b:2": phases(2.0)}
+    whole = SyncReport(4, 2**30, 3, {"gather": 0.5, "total": 2.5}, servers)
+    newer = SyncReport(5, 2**30, 3, {"gather": 0.25, "total": 1.5}, {"http://a:1": phases(1.5)}, missed=1)
+    alone = SyncReport(4, 2**30, 3, {"total": 9.0}, {"http://b:2": phases(9.0)}, alone=True)
+    metrics = sync_metrics([whole, newer, alone], fleet)
+    assert (metrics["sync/pushes"], metrics["sync/catch_ups"], metrics["sync/missed"]) == (2, 1, 1)
+    assert (metrics["sync/version"], metrics["sync/servers_in_traffic"], metrics["sync/gib"]) == (4, 2, 1.0)
+    assert (metrics["sync/gather_s"], metrics["sync/total_s"], metrics["sync/wire_s"]) == (0.25, 1.5, 9.0)
+    assert (metrics["server/a_1/total_s"], metrics["server/b_2/total_s"]) == (1.5, 9.0)
+
+
+def test_a_step_without_a_push_still_says_who_is_there():
+    fleet = Fleet(["http://a:1"], lambda url: Server(url, None))
+    fleet.withdraw(fleet.servers[0], "gone")
+    metrics = sync_metrics([], fleet)
+    assert (metrics["sync/pushes"], metrics["sync/servers_lost"], metrics["sync/version"]) == (0, 1, -1)
+    assert not any(name.startswith("server/") for name in metrics)

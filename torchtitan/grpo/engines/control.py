@@ -203,6 +203,7 @@ class ServerControl:
     def _check(self, reply: requests.Response, phase: str, path: str) -> None:
         if reply.ok:
             return
+        self._session.close()  # a server that failed may close the connection behind its answer
         if reply.status_code == 401:
             raise UserError(
                 f"{self.url}: HTTP 401 on {path}: name the environment variable that holds the server's API key in "

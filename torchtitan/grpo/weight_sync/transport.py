@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 _POLL_S = 0.0002
-_POLL_MAX_S = 0.01
+_POLL_MAX_S = 0.05
 _LOOK_S = 0.25
 _ABANDONED = "abandoned"
 _NCCL_TIMEOUT_FACTOR = 10.0
