@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from torchtitan.grpo.weight_sync.buckets import TRAILER_BYTES, TensorSpec, plan_buckets
-from torchtitan.grpo.weight_sync.direct_load import DirectLoading, NotDirectError, record
+from torchtitan.grpo.weight_sync.direct_load import DirectLoading
+from torchtitan.grpo.weight_sync.load_recording import NotDirectError, record
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

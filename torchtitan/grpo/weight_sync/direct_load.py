@@ -18,183 +18,28 @@ except by the checksums.
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torchtitan.grpo.weight_sync.buckets import Bucket, Checksum
+from torchtitan.grpo.weight_sync.load_recording import (
+    COPY,
+    FILLS,
+    Copy,
+    LoadWeights,
+    NotDirectError,
+    Recording,
+    only_views,
+    record,
+    storage_of,
+    tensors_in,
+    writes,
+)
 
-LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
-
-_aten = torch.ops.aten
-_COPY = _aten.copy_.default
-_FILLS = (_aten.fill_.Scalar, _aten.zero_.default)
-_MAX_RUNS = 1 << 22
 _LET_GO_S = 0.5
-
-
-class NotDirectError(RuntimeError):
-    """Why a model's weights cannot be loaded by copies alone."""
-
-
-@dataclass(frozen=True, eq=False)
-class Copy:
-    """`size` elements, `stride` apart, from element `offset` of a received bucket, go to `destination`."""
-
-    bucket: int
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    destination: torch.Tensor
-
-    def source(self, elements: torch.Tensor) -> torch.Tensor:
-        """The view to copy; `elements` is the received bucket as a flat tensor of the destination's dtype."""
-        return elements.as_strided(self.size, self.stride, elements.storage_offset() + self.offset)
-
-
-@dataclass(frozen=True, eq=False)
-class Fill:
-    """Padding: the engine writes a constant there whatever it receives."""
-
-    destination: torch.Tensor
-    value: float
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """A parameter where it was registered, and where its elements lay."""
-
-    registry: dict[str, torch.nn.Parameter | None]
-    key: str
-    parameter: torch.nn.Parameter
-    data: torch.Tensor
-
-    def holds(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # engines subclass Parameter, which makes calls slow
-            return self.registry.get(self.key) is self.parameter and _same_place(self.parameter, self.data)
-
-    def restore(self) -> None:
-        self.registry[self.key] = self.parameter
-        self.parameter.data = self.data
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """What `load_weights` does with a plan's buckets."""
-
-    copies: list[Copy]
-    fills: list[Fill]
-    places: list[Place]
-    parameters: int
-
-
-def record(
-    model: torch.nn.Module,
-    buckets: Sequence[Bucket],
-    load_weights: LoadWeights,
-    device: torch.device,
-    excluded: Iterable[str] = (),
-) -> Recording:
-    """Learn where every received tensor ends up, leaving all weights as they are.
-
-    Args:
-        model: Its parameters are where weights go.
-        buckets: The plan.
-        load_weights: The engine's own, called once per bucket with (name, tensor) pairs whose values mean nothing.
-        device: Where buckets arrive. One bucket's bytes are allocated at a time.
-        excluded: Parameters that no update fills (a tied output layer with storage of its own).
-
-    Raises:
-        NotDirectError: Loading is more than copying, or does not fill every parameter exactly once.
-    """
-    places = [
-        Place(module._parameters, key, parameter, parameter.data.as_subclass(torch.Tensor))
-        for module in model.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-    recorder = _Recorder({_storage(place.data) for place in places if place.data.numel()})
-    for bucket in buckets:
-        recorder.bucket = bucket.index
-        stand_in = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device=device)
-        recorder.stand_in = _storage(stand_in)
-        tensors = bucket.views(stand_in)
-        try:
-            with torch.no_grad(), recorder:
-                load_weights(tensors)
-        except Exception as error:  # whatever it is, the engine's own loading is what raises it to the user
-            # What the recorder said counts, even if a loader made something else of it.
-            recorder.reason = recorder.reason or f"load_weights raised {type(error).__name__}: {error}"
-        moved = [place for place in places if not place.holds()]
-        for place in moved:
-            place.restore()
-        if moved:
-            recorder.reason = recorder.reason or "load_weights replaces parameters"
-        if recorder.reason:
-            raise NotDirectError(recorder.reason)
-        del tensors
-    excluded = set(excluded)
-    required = {name: parameter for name, parameter in model.named_parameters() if name not in excluded}
-    _check_coverage(required, [each.destination for each in (*recorder.copies, *recorder.fills)])
-    return Recording(recorder.copies, recorder.fills, places, len(required))
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes copies from a stand-in and constants without carrying them out; refuses all else."""
-
-    def __init__(self, targets: set[int]):
-        super().__init__()
-        self.copies: list[Copy] = []
-        self.fills: list[Fill] = []
-        self.bucket = self.stand_in = 0
-        self.reason = ""
-        self._targets = targets
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        given = any(_storage(tensor) == self.stand_in for tensor in _tensors((args, kwargs)))
-        if func is _COPY and _storage(args[1]) == self.stand_in:
-            self._note_copy(*args[:2])
-            return args[0]
-        if func in _FILLS and not given:
-            if args[0].numel():
-                self._check_target(func, args[0])
-                self.fills.append(Fill(_plain(args[0]), args[1] if len(args) > 1 else kwargs.get("value", 0)))
-            return args[0]
-        if _writes(func):
-            self._refuse(f"load_weights uses {func}")
-        result = func(*args, **kwargs)
-        if given and not _only_views(result, {self.stand_in}):
-            self._refuse(f"load_weights uses {func} on a received tensor")
-        return result
-
-    def _note_copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if destination.numel() == 0:
-            return
-        self._check_target(_COPY, destination)
-        if (destination.dtype, destination.shape) != (source.dtype, source.shape):
-            self._refuse(
-                f"{source.dtype} {list(source.shape)} is received for {destination.dtype} {list(destination.shape)}"
-            )
-        destination, offset = _plain(destination), source.storage_offset()
-        if destination.is_contiguous() and source.is_contiguous():
-            # Flat on both sides, so that strides of dimensions of size 1 do not keep it off the fast path.
-            copy = Copy(self.bucket, offset, (source.numel(),), (1,), destination.view(-1))
-        else:
-            copy = Copy(self.bucket, offset, tuple(source.shape), source.stride(), destination)
-        self.copies.append(copy)
-
-    def _check_target(self, func: torch._ops.OpOverload, tensor: torch.Tensor) -> None:
-        if _storage(tensor) not in self._targets:
-            self._refuse(f"load_weights uses {func} on something that is not a parameter")
-
-    def _refuse(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        raise NotDirectError(reason)
 
 
 class _Trace(TorchDispatchMode):
@@ -216,18 +61,18 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        held = {_storage(tensor) for tensor in _tensors((args, kwargs)) if self._is_held(tensor)}
+        held = {storage_of(tensor) for tensor in tensors_in((args, kwargs)) if self._is_held(tensor)}
         result = func(*args, **kwargs)
-        if not held or func in _FILLS:
+        if not held or func in FILLS:
             return result
-        if func is _COPY and self._is_held(args[1]):
+        if func is COPY and self._is_held(args[1]):
             destination, source = args[:2]
             if destination.is_meta:  # vLLM counts elements so
                 return result
             if (destination.dtype, destination.shape) == (source.dtype, source.shape):
                 self._hold(destination)
                 return result
-        elif func is _COPY or (not _writes(func) and _only_views(result, held)):
+        elif func is COPY or (not writes(func) and only_views(result, held)):
             return result
         self.reason = self.reason or f"the engine uses {func} on a weight"
         return result
@@ -410,91 +255,3 @@ def _group(copies: list[Copy]) -> dict[int, list[list[Copy]]]:
     for (bucket, *_), group in groups.items():
         by_bucket.setdefault(bucket, []).append(group)
     return by_bucket
-
-
-def _check_coverage(required: dict[str, torch.Tensor], destinations: list[torch.Tensor]) -> None:
-    """NotDirectError unless `destinations` hold every byte of the required parameters exactly once, and no other."""
-    for name, parameter in required.items():
-        if parameter.is_meta:
-            raise NotDirectError(f"{name} is on meta")
-    for found in (written := _by_storage(destinations)).values():
-        starts, ends = found
-        if (starts[1:] < ends[:-1]).any():
-            raise NotDirectError("load_weights writes some elements twice")
-    merged = {storage: _merge(*found) for storage, found in written.items()}
-    wanted = {storage: _merge(*found) for storage, found in _by_storage(required.values()).items()}
-    for name, parameter in required.items():
-        if parameter.numel() and merged.get(_storage(parameter)) != wanted[_storage(parameter)]:
-            raise NotDirectError(f"load_weights does not fill {name} exactly")
-    if merged.keys() != wanted.keys():
-        raise NotDirectError("load_weights fills a parameter that is none of the model's own weights")
-
-
-def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Per storage, sorted starts and ends (bytes, int64) of the contiguous runs that `tensors` are made of."""
-    runs: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            runs.setdefault(_storage(tensor), []).append(_runs(tensor))
-    sorted_runs = {}
-    for storage, parts in runs.items():
-        starts, ends = torch.cat(parts, dim=1)
-        starts, order = starts.sort()
-        sorted_runs[storage] = starts, ends[order]
-    return sorted_runs
-
-
-def _runs(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts and ends in its storage (bytes, int64 [2, runs]) of the contiguous pieces of a tensor."""
-    length = 1
-    starts = torch.tensor([tensor.storage_offset()])
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
-        if size == 1:
-            continue
-        if stride == length and starts.numel() == 1:
-            length *= size
-            continue
-        if stride < length or starts.numel() * size > _MAX_RUNS:
-            raise NotDirectError(f"a parameter is written as {list(tensor.shape)} with strides {tensor.stride()}")
-        starts = (starts[:, None] + torch.arange(size) * stride).flatten()
-    return torch.stack([starts, starts + length]) * tensor.element_size()
-
-
-def _merge(starts: torch.Tensor, ends: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Sorted runs, adjoining and overlapping ones put together."""
-    reach = ends.cummax(0).values
-    gap = starts[1:] > reach[:-1]
-    first = torch.cat([torch.tensor([True]), gap])
-    last = torch.cat([gap, torch.tensor([True])])
-    return starts[first].tolist(), reach[last].tolist()
-
-
-def _storage(tensor: Any) -> int:
-    """Where the storage of a tensor begins; 0 for what has none."""
-    return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
-
-
-def _same_place(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return not tensor.is_meta and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without autograd and without an engine's subclass."""
-    return tensor.detach().as_subclass(torch.Tensor)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def _writes(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator writes to any of its arguments."""
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
-
-
-def _only_views(result: Any, storages: set[int]) -> bool:
-    """Whether a result is nothing but views of given storages (or shapes without values, on meta)."""
-    leaves = tree_leaves(result)
-    return bool(leaves) and all(
-        isinstance(leaf, torch.Tensor) and (leaf.is_meta or _storage(leaf) in storages) for leaf in leaves
-    )
