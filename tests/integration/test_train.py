@@ -34,6 +34,14 @@ def test_the_export_is_the_trained_model_and_mismatch_stays_under_1e_4(tmp_path)
     assert model(torch.tensor([[1, 5, 6]])).logits.isfinite().all()
 
 
+def test_weights_by_files_make_the_same_run_as_weights_by_a_group(tmp_path):
+    by_group = train(tmp_path / "group")
+    folder = tmp_path / "weights"
+    by_files = train(tmp_path / "files", {"--weight_sync.transport": "disk", "--weight_sync.disk_folder": str(folder)})
+    assert without_times(by_files) == without_times(by_group)
+    assert list(folder.iterdir()) == [], "the last version is removed with the run"
+
+
 @pytest.mark.parametrize(
     "flags",
     [
