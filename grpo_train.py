@@ -455,6 +455,7 @@ class Trainer:
         def make(url: str) -> Server:
             server = Server(url, ServerControl(url, api_key, config.weight_sync.timeout_seconds))
             server.client = VllmClient(url, api_key, rollout.request_timeout_seconds, lambda: server.version)
+            server.check = lambda: server.control.check(config.training.seq_len, self.end_token_ids[0])
             return server
 
         if self.is_rank0:
@@ -462,8 +463,7 @@ class Trainer:
             self.urls = [server.url for server in self.fleet.servers]
             for server in self.fleet.servers:
                 server.control.wait_healthy(rollout.start_timeout_seconds)
-                server.control.check(config.training.seq_len)
-                server.control.check_sampling([self.end_token_ids[0]])
+                server.check()
             self.collector = Collector(
                 self.fleet,
                 self.rewards,

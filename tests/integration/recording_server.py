@@ -1,7 +1,7 @@
 """The embedded server, with the same flags, that also writes down what it is asked and which weights it has.
 
 Lines of the file that the environment variable RECORD names: {"time", "did", "version"}, with `did` one of `started`,
-`asked` (a request came while it had `version`) and `took` (it has `version` from now on).
+`checked` or `asked` (a request came while it had `version`) and `took` (it has `version` from now on).
 """
 
 import json
@@ -22,7 +22,8 @@ def write_down(did: str, version: str) -> None:
 
 class RecordingApp(EmbeddedApp):
     async def generate(self, http: web.Request) -> web.Response:
-        write_down("asked", self.generator.version)
+        # The check before a server is taken up asks without a request id; what a run asks has one.
+        write_down("asked" if "request_id" in await http.json() else "checked", self.generator.version)
         return await super().generate(http)
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:

@@ -84,8 +84,12 @@ class ServerControl:
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]
 
-    def check(self, longest_tokens: int) -> None:
-        """Check once, before the first rollout, that the server is set up as the trainer needs it.
+    def check(self, longest_tokens: int, prompt_id: int = 1) -> None:
+        """Check, before the first rollout, that the server is set up as the trainer needs it.
+
+        Args:
+            longest_tokens: Of a prompt with its answer.
+            prompt_id: Any token that the model knows.
 
         Raises:
             UserError: Its routes, its model's length or its log-probabilities do not fit; the message says what to
@@ -98,7 +102,7 @@ class ServerControl:
                 f"{self.url}: serves at most {served} tokens (--max-model-len), the trainer asks for up to "
                 f"{longest_tokens} ([training] seq_len)"
             )
-        self.check_sampling([1])
+        self.check_sampling([prompt_id])
 
     def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
         """Stop at a step boundary. `keep` freezes running requests; `clear_cache` has them recomputed on resume."""

@@ -31,6 +31,7 @@ class Server:
         url: Base address, without a slash at its end.
         control: Its control routes, for weight sync.
         client: Its generation route, for the collector, which closes it.
+        check: Asks it whether it is set up as the trainer needs it; raises UserError if not.
         version: The newest weight version that it has acknowledged, -1 for none.
         in_traffic: Requests may go there.
         lost: It failed. It counts against `[rollout] min_servers` until it is admitted again.
@@ -42,6 +43,7 @@ class Server:
     url: str
     control: ServerControl
     client: EngineClient | None = None
+    check: Callable[[], None] = lambda: None
     version: int = -1
     in_traffic: bool = False
     lost: bool = False

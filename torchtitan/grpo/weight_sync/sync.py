@@ -10,6 +10,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -209,7 +211,7 @@ class WeightSync:
             return all(worker.server.version >= version or worker.server.lost for worker in board.workers)
         return True
 
-    def _wait_until(self, ready: Any, what: str) -> None:
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         changed = self._board.changed if self._board is not None else threading.Condition()
         deadline = time.monotonic() + _PHASES * self._config.timeout_seconds
         with changed:
@@ -270,7 +272,7 @@ class WeightSync:
     def _worker(self, server: Server, board: Board) -> ServerWorker:
         return ServerWorker(server, board, self._backend, self._device)
 
-    def _on_rank0_then_share(self, what: str, call: Any) -> None:
+    def _on_rank0_then_share(self, what: str, call: Callable[[], None]) -> None:
         """Call it on rank 0; its error is raised on every rank."""
         if self._ranks.rank != 0:
             shared = self._ranks.share(None, what)
@@ -288,7 +290,7 @@ class WeightSync:
 
     # -------------------------------------------------------------------------------------------- sync threads
 
-    def _run(self, loop: Any) -> None:
+    def _run(self, loop: Callable[[], None]) -> None:
         try:
             with self._sender.on_stream():
                 loop()
@@ -314,21 +316,21 @@ class WeightSync:
         while True:
             with board.changed:
                 job = self._next_job()
+            if self._closing:
+                self._ranks.command(_CLOSE)
+                return
             if time.monotonic() > looked + _BEAT_S:
                 self._reread_servers()
                 looked = time.monotonic()
             if job is None:
                 self._ranks.command(_BEAT)
                 continue
-            if job == self._close_ranks:  # a method is a new object at each look
-                job()
-                return
             self._ranks.command(_SEND)
             with self._hold() as snapshot:
                 job(snapshot)
             board.notify()
 
-    def _hold(self) -> Any:
+    def _hold(self) -> AbstractContextManager[SnapshotBuffer]:
         timeout_s = _PHASES * self._config.timeout_seconds
         what = "agreeing on a version to publish"
         return self._sender.snapshots.hold(
@@ -339,12 +341,10 @@ class WeightSync:
         if self._closing:
             raise Closing
 
-    def _next_job(self) -> Any:
-        """What to do now, under the board's lock; None if there was nothing for a while."""
+    def _next_job(self) -> Callable[[SnapshotBuffer], None] | None:
+        """What to do now, under the board's lock; None if there was nothing for a while, or at the end."""
         board, deadline = self._board, time.monotonic() + _BEAT_S
-        while time.monotonic() < deadline:
-            if self._closing:
-                return self._close_ranks
+        while time.monotonic() < deadline and not self._closing:
             newest = self._sender.snapshots.newest
             due = newest >= 0 and self._due(newest)
             if newest >= 0 and board.in_common() and (board.push_wanted or due):
@@ -447,9 +447,6 @@ class WeightSync:
         event = torch.cuda.Event()
         event.record()
         return event
-
-    def _close_ranks(self) -> None:
-        self._ranks.command(_CLOSE)
 
     def _reread_servers(self) -> None:
         added, removed = self._fleet.reread()
