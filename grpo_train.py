@@ -227,7 +227,7 @@ class Trainer:
             for report in reports:
                 if not (report.waited or report.alone):
                     self.ledger.add("sync", report.seconds["total"], hidden=True)
-            metrics |= sync_metrics(reports, self.fleet)
+            metrics |= sync_metrics(reports, self.fleet) | {"rollout/retried": self.collector.retried}
         times = self.ledger.close_step()
         if groups and times.get("time/step_s"):
             metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
