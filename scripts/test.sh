@@ -47,5 +47,6 @@ echo "== docs/configuration.md"
 "$python" scripts/make_config_docs.py --check
 echo "== pytest"
 # One thread per process: the tests start several processes, and floating-point sums then repeat exactly.
-# Two files at a time: most of the time is imports and servers starting.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 2 --dist loadfile "$@"
+# Two files at a time: most of the time is imports and servers starting. In their order, so that the long ones, the
+# integration tests, do not come last.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
