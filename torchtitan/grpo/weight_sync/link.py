@@ -85,13 +85,10 @@ class ServerLink:
         self.bytes_done = 0
         self.seconds: dict[str, float] = {}
 
-    @property
-    def connected(self) -> bool:
-        return self._group is not None
-
     def connect(self, plan_info: dict) -> None:
         """Form the group with the server; `plan_info` is `InitInfo` without what is known only here."""
         self._buckets = len(plan_info["plan"])
+        self._update = None  # how the last one ended says nothing of what fails from here on
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
             world_size = 1 + self.control.world_size()

@@ -83,14 +83,13 @@ class Ranks:
         self._all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), what)
         return [_decode(row[: int(length)]) for row, length in zip(padded, lengths, strict=True)]
 
-    def command(self, kind: int, check: Callable[[], None] | None = None, timeout_s: float | None = None) -> int:
-        """Rank 0's `kind` on every rank; the others wait for it, idle, for at most `timeout_s`."""
+    def command(self, kind: int, check: Callable[[], None] | None = None) -> int:
+        """Rank 0's `kind` on every rank; the others wait for it, idle and bounded."""
         if self.size == 1:
             return kind
         tensor = torch.tensor([kind])
         work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
-        deadline = time.monotonic() + (timeout_s or self._timeout_s)
-        wait(work, deadline, "a word from trainer rank 0 in weight sync", check)
+        wait(work, time.monotonic() + self._timeout_s, "a word from trainer rank 0 in weight sync", check)
         return int(tensor)
 
     def greatest(self, value: int, what: str) -> int:

@@ -109,7 +109,6 @@ class Group:
         self.rank = rank
         self.size = size
         self.device = device
-        self._timeout_s = timeout_s
         self._store = store = dist.PrefixStore("torchtitan_grpo", store)
         self._next_look = 0.0
         self._works: list[dist.Work] = []  # gloo's that may be under way
