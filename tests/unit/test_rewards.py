@@ -270,7 +270,7 @@ def test_no_samples_and_close_while_scoring(functions):
         ({"functions": ["exact_match", "exact_match"]}, ["only once"]),
         ({"functions": ["no_such_module:f"]}, ["no_such_module", "[reward] functions"]),
         ({"functions": ["my_rewards:lenght"]}, ['"length"', "my_rewards.py"]),
-        ({"functions": ["my_rewards:one_argument"]}, ["two arguments"]),
+        ({"functions": ["my_rewards:one_argument"]}, ["2 arguments"]),
         ({"functions": ["__main__:f"]}, ["module"]),
         ({"weights": [1.0, 2.0]}, ["[reward] weights"]),
         ({"weights": [float("nan")]}, ["[reward] weights"]),

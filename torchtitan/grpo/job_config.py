@@ -110,8 +110,15 @@ class Grpo:
     """Baseline subtracted from a reward: the group's mean (GRPO) or the mean of the others (RLOO)."""
     advantage_std: bool = True
     """Divide by the group's standard deviation (GRPO); false is Dr. GRPO's choice."""
-    zero_variance_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal carry no signal: `keep` counts their tokens in the normaliser, `drop` not."""
+    zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
+    """Groups whose rewards are all equal carry no signal: `keep` counts their tokens in the normaliser, `drop` does
+    not, `replace` asks other prompts in their place (DAPO's dynamic sampling)."""
+    replace_limit: float = 4.0
+    """With `zero_variance_groups = "replace"`, the groups asked for one step are at most this many times
+    `prompts_per_step`; then the step also takes groups without a signal, which train nothing."""
+    oversampling: float = 0.0
+    """Share of groups asked beyond `prompts_per_step`. A step takes those that are complete first; the others serve the
+    next step if they are young enough, and are cancelled if not."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Token ratio with clipping (PPO, GRPO, DAPO), sequence ratio (GSPO) or clipped weights without clipped gradients
     (CISPO)."""
@@ -130,6 +137,9 @@ class Grpo:
     """Schulman's estimators of KL(policy || reference)."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Where the KL enters: added to each token's loss, or its sum over the answer taken off the reward."""
+    proximal_logprobs: Literal["recompute", "sampler"] = "recompute"
+    """What the ratio is clipped against: `recompute` takes the trainer's policy at the start of the step, and
+    importance weights correct from the sampler to it (decoupled PPO); `sampler` takes the sampler's probabilities."""
     importance_correction: Literal["none", "truncate", "mask"] = "truncate"
     """Correction for sampler and trainer disagreeing: truncated importance weights, or masking outside the bounds."""
     importance_level: Literal["token", "sequence"] = "token"
@@ -151,10 +161,22 @@ class Grpo:
 @dataclass
 class AsyncGrpo:
     enabled: bool = False
-    """Ask the next step's prompts while this step trains: rollouts and training run side by side, and what is trained
-    on was sampled by older weights (`[grpo] importance_correction` makes up for it)."""
+    """Servers go on answering while the trainer trains. What is trained on was then sampled by older weights, which
+    `[grpo] importance_correction` makes up for."""
     max_trajectory_age_steps: int = 1
     """The trainer at version t trains on no token that was sampled by weights older than version t less this."""
+    in_flight_weight_updates: bool = True
+    """Servers take new weights in the middle of answers, whose later tokens then come from newer weights. False has
+    each server finish its running answers first, and idle until the longest one is done."""
+    recompute_kv_cache_after_weight_updates: bool = True
+    """Compute the keys and values of running answers anew under new weights. False keeps those of the old weights,
+    which is faster; the sampler's log-probabilities then are those of no single version."""
+    late_groups: Literal["wait", "drop"] = "wait"
+    """At a step, groups that are not complete and would be too old for the next one: `wait` for them, or `drop` them,
+    which favours short answers."""
+    order_window: int = 0
+    """A step takes complete groups out of this many oldest ones, so that short answers do not crowd out long ones; 0
+    is twice `[grpo] prompts_per_step`, and `prompts_per_step` the order of the data."""
 
 
 @dataclass
@@ -176,10 +198,16 @@ class Rollout:
     """Longest answer."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end an answer besides the model's own end tokens."""
+    environment: str = ""
+    """Rollouts of several turns: `module:function` of an `async def rollout(client, prompt)` that returns samples.
+    Empty: each prompt is answered once."""
     max_concurrent_requests: int = 256
-    """Requests in flight over all servers; each asks for one prompt's whole group."""
+    """Requests in flight at one server; each asks for one prompt's whole group, or for what an environment asks."""
     request_timeout_seconds: float = 600.0
     """Longest wait for one request."""
+    group_timeout_seconds: float = 1200.0
+    """Longest time for one group, from its first request to its rewards. Then it is given up, counted, and another
+    prompt is asked in its place."""
     start_timeout_seconds: float = 300.0
     """Longest wait for a server to be healthy at the start."""
     max_logprob_mismatch: float = 0.2
@@ -259,6 +287,9 @@ class Data:
     """What to do with a longer one; the number dropped is reported."""
     tasks: list[str] = field(default_factory=list)
     """reasoning-gym task names."""
+    curriculum: str = ""
+    """`module:function` that picks prompts by how well they go: called with a prompt and its mean reward when it was
+    last asked (None: not yet), it says whether to ask it now."""
     size: int = 10000
     """Number of generated prompts (`arithmetic`, and per `reasoning_gym` task)."""
     arithmetic_max: int = 99

@@ -7,15 +7,14 @@ answer that `[reward] answer_pattern` cuts out of the text; a function of one's 
 import ast
 import contextlib
 import functools
-import importlib
 import importlib.util
-import inspect
 import re
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.import_path import load_function
 from torchtitan.grpo.rollouts.samples import Prompt
 
 RewardFunction = Callable[[str, Prompt], float]
@@ -74,32 +73,14 @@ def resolve(name: str) -> RewardFunction:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise UserError(f'[reward] functions: "{name}" needs its package: pip install {PACKAGES[name]}')
         return BUILT_IN[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise UserError(
             f'[reward] functions: there is no built-in "{name}"{did_you_mean(name, BUILT_IN)}. Choose from '
             f'{list(BUILT_IN)} or name a function of your own as "module:function"'
         )
-    if module_name == "__main__":
+    if name.startswith("__main__:"):
         raise UserError(f'[reward] functions: "{name}": move the function to a module that worker processes can import')
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(f'[reward] functions: "{name}": cannot import {module_name!r}: {error}') from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [n for n, value in vars(module).items() if callable(value)]
-        raise UserError(
-            f'[reward] functions: {module.__file__} has no function "{function_name}"'
-            f"{did_you_mean(function_name, known)}"
-        )
-    try:
-        inspect.signature(function).bind("answer", None)
-    except TypeError as error:
-        raise UserError(
-            f'[reward] functions: "{name}" must take two arguments, the answer\'s text and its Prompt: {error}'
-        ) from error
-    return function
+    return load_function("[reward] functions", name, "answer", "prompt")
 
 
 def checked(value: Any) -> float:

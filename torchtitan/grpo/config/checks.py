@@ -24,6 +24,7 @@ def check_contradictions(config: JobConfig) -> list[str]:
         _check_losses,
         _check_torchtitan,
         _check_servers,
+        _check_async,
         _check_data,
         _check_reward,
     )
@@ -89,6 +90,14 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
             f"[grpo] importance_min = {grpo.importance_min} and [grpo] importance_max = {grpo.importance_max} must "
             "have 1 between them: it is the weight of a token on which sampler and trainer agree"
         )
+    if grpo.proximal_logprobs == "sampler" and grpo.importance_correction != "none":
+        yield (
+            '[grpo] proximal_logprobs = "sampler" with importance_correction = '
+            f"{show(grpo.importance_correction)} would correct twice: the ratio holds the sampler already, so set "
+            'importance_correction = "none"'
+        )
+    if grpo.replace_limit != 4.0 and grpo.zero_variance_groups != "replace":
+        yield f'[grpo] replace_limit = {grpo.replace_limit:g} is read with zero_variance_groups = "replace" only'
     if grpo.importance_min > grpo.importance_max:
         yield f"[grpo] importance_min = {grpo.importance_min} is over [grpo] importance_max = {grpo.importance_max}"
 
@@ -134,9 +143,12 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
             f"[weight_sync] disk_folder = {show(config.weight_sync.disk_folder)} is read with "
             'transport = "disk" only: set that, or leave it out'
         )
-    age = config.async_grpo.max_trajectory_age_steps
-    if age > 1 and not config.async_grpo.enabled:
-        yield f"[async_grpo] max_trajectory_age_steps = {age} is read with [async_grpo] enabled = true only"
+    if rollout.group_timeout_seconds < rollout.request_timeout_seconds:
+        yield (
+            f"[rollout] group_timeout_seconds = {rollout.group_timeout_seconds:g} is under [rollout] "
+            f"request_timeout_seconds = {rollout.request_timeout_seconds:g}: a group holds one request or more, so "
+            "raise it, or lower that"
+        )
     if config.weight_sync.cadence == "auto" and not config.weight_sync.async_weight_update:
         yield '[weight_sync] cadence = "auto" needs async_weight_update = true: sync mode sends every version'
     for url, times in Counter(url.rstrip("/") for url in rollout.urls).items():
@@ -146,6 +158,31 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
     for token, times in Counter(rollout.stop_token_ids).items():
         if token < 0 or times > 1:
             yield f"[rollout] stop_token_ids has {token}{f' {times} times' if times > 1 else ': ids are 0 or more'}"
+
+
+def _check_async(config: JobConfig) -> Iterator[str]:
+    ahead, prompts = config.async_grpo, config.grpo.prompts_per_step
+    if not ahead.enabled:
+        for name, default in (("max_trajectory_age_steps", 1), ("late_groups", "wait"), ("order_window", 0)):
+            value = getattr(ahead, name)
+            if value != default:
+                yield f"[async_grpo] {name} = {show(value)} is read with [async_grpo] enabled = true only"
+    if ahead.max_trajectory_age_steps > 1 and not ahead.in_flight_weight_updates:
+        yield (
+            f"[async_grpo] max_trajectory_age_steps = {ahead.max_trajectory_age_steps} needs in_flight_weight_updates "
+            "= true: without it every update waits until the servers have finished their answers, so older ones only "
+            "pile up; set in_flight_weight_updates = true, or max_trajectory_age_steps = 1"
+        )
+    if not (ahead.recompute_kv_cache_after_weight_updates or ahead.in_flight_weight_updates):
+        yield (
+            "[async_grpo] recompute_kv_cache_after_weight_updates = false needs in_flight_weight_updates = true: "
+            "without it no answer is under way when weights change"
+        )
+    if 0 < ahead.order_window < prompts:
+        yield (
+            f"[async_grpo] order_window = {ahead.order_window} is under [grpo] prompts_per_step = {prompts}: a step "
+            "takes that many groups out of it, so raise it, or 0 for twice as many"
+        )
 
 
 def _check_url(url: str) -> Iterator[str]:
@@ -321,10 +358,10 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
             f"[grpo] prompts_per_step x group_size / minibatches = {samples} answers for {ranks} data-parallel ranks: "
             "some would have nothing to train on, so raise prompts_per_step"
         )
-    longest = max(config.rollout.request_timeout_seconds, config.rollout.start_timeout_seconds)
+    longest = max(config.rollout.group_timeout_seconds, config.rollout.start_timeout_seconds)
     if world_size > 1 and config.comm.init_timeout_seconds <= longest:
         yield (
             f"[comm] init_timeout_seconds = {config.comm.init_timeout_seconds} must be over [rollout] "
-            f"request_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "
+            f"group_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "
             "while rank 0 waits for servers"
         )

@@ -31,11 +31,13 @@ class Sample:
 
     Attributes:
         token_ids: Answer tokens; the stop token is included when the engine stopped on one.
-        logprobs: The sampler's log-probability of each token, at the sampling temperature.
-        versions: The weight version that sampled each token.
+        logprobs: The sampler's log-probability of each token, at the sampling temperature; 0 where not `loss_mask`.
+        versions: The weight version that sampled each token; where not `loss_mask`, that of the token before.
         finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (cut off by the engine).
         text: The decoded answer, special tokens left out.
         rewards: Each reward function's score; `reward` is their weighted sum.
+        loss_mask: Which tokens the model sampled, and are trained on; the others came from an environment (a tool's
+            result). None: all.
         reward_failures: Reward functions that raised or ran out of time on this sample (scored 0).
     """
 
@@ -44,6 +46,7 @@ class Sample:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    loss_mask: list[bool] | None = None
     text: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
