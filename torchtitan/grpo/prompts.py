@@ -10,6 +10,7 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.import_path import load_function
 from torchtitan.grpo.job_config import Data
 from torchtitan.grpo.rollouts.samples import Prompt
 from torchtitan.grpo.tasks import Row, answer_regex, load_rows
@@ -54,6 +55,10 @@ class PromptSource:
     Every row is read and rendered once at construction, so that bad data stops a run at its start; what is kept is
     the rows' positions, and prompts are rendered again when they are taken.
 
+    `[data] curriculum` is a hook `function(prompt, pass_rate) -> bool` that says whether to ask a training prompt now;
+    `pass_rate` is the last mean reward that `record` noted for the prompt, or None. What it refuses is skipped, and is
+    offered again in the next epoch. `torchtitan.grpo.curricula` has a ready-made one.
+
     Args:
         seed: Orders the rows (`debug.seed`), anew each epoch; it does not choose which rows there are.
         held_out: Serve the held-out rows instead of those to train on.
@@ -77,6 +82,10 @@ class PromptSource:
         self._tokenizer = tokenizer
         self._seed = seed
         self._answer_regex = answer_regex(data.answer_pattern, "[data] answer_pattern")
+        self._curriculum = None
+        if data.curriculum and not held_out:
+            self._curriculum = load_function("[data] curriculum", data.curriculum, "prompt", "pass_rate")
+        self._pass_rates: dict[int, float] = {}
         _check_rendering(data, tokenizer)
         self._rows = load_rows(data, held_out, validation_prompts)
         self._positions, self._fingerprint = self._check_rows()
@@ -90,24 +99,46 @@ class PromptSource:
         return len(self._positions)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; past the end of the data a new epoch begins."""
-        positions = []
-        while len(positions) < n:
-            if self._taken == len(self._order):
-                self._epoch, self._taken = self._epoch + 1, 0
-                self._order = self._epoch_order()
-            block = self._order[self._taken : self._taken + n - len(positions)]
-            positions += block
-            self._taken += len(block)
-        return self._prompts(positions)
+        """The next `n` prompts that the curriculum lets through; past the end of the data a new epoch begins.
+
+        Raises:
+            UserError: The curriculum refuses every prompt of the data, or fails.
+        """
+        prompts: list[Prompt] = []
+        refused: set[int] = set()  # since the last prompt that was let through
+        while len(prompts) < n:
+            for prompt in self._prompts(self._take(n - len(prompts))):
+                if self._asks(prompt):
+                    prompts.append(prompt)
+                    refused.clear()
+                else:
+                    refused.add(prompt.index)
+            if len(refused) == len(self):
+                raise UserError(
+                    f'[data] curriculum = "{self._data.curriculum}" refuses every one of the {len(self)} prompts of '
+                    f"{self._rows.name}: there is nothing left to ask. Let it accept some, or bring other data"
+                )
+        return prompts
+
+    def at(self, indices: list[int]) -> list[Prompt]:
+        """The prompts with these `Prompt.index`, in this order; the position in the data stays where it is."""
+        return self._prompts(indices)
+
+    def record(self, index: int, mean_reward: float) -> None:
+        """Note the mean reward of a prompt's group, which the curriculum sees when it next decides on the prompt."""
+        if self._curriculum is not None:
+            self._pass_rates[index] = mean_reward
 
     def first(self, n: int) -> list[Prompt]:
         """The first `n` prompts in the data's order, or all if there are fewer: the same ones every time."""
         return self._prompts(self._positions[:n])
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able position in the data."""
-        return {"seed": self._seed, "epoch": self._epoch, "taken": self._taken, "fingerprint": self._fingerprint}
+        """JSON-able position in the data, and what the curriculum goes by."""
+        state = {"seed": self._seed, "epoch": self._epoch, "taken": self._taken, "fingerprint": self._fingerprint}
+        if self._curriculum is not None:
+            state["pass_rates"] = {str(index): rate for index, rate in self._pass_rates.items()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken, in the order of the seed it was taken with.
@@ -122,6 +153,30 @@ class PromptSource:
             )
         self._seed, self._epoch, self._taken = state["seed"], state["epoch"], state["taken"]
         self._order = self._epoch_order()
+        if self._curriculum is not None:  # which may be new to this run, and then has nothing to go by
+            self._pass_rates = {int(index): rate for index, rate in state.get("pass_rates", {}).items()}
+
+    def _take(self, n: int) -> list[int]:
+        """The next 1 to `n` positions of this epoch, or of a new one."""
+        if self._taken == len(self._order):
+            self._epoch, self._taken = self._epoch + 1, 0
+            self._order = self._epoch_order()
+        block = self._order[self._taken : self._taken + n]
+        self._taken += len(block)
+        return block
+
+    def _asks(self, prompt: Prompt) -> bool:
+        """What the curriculum says of a prompt."""
+        if self._curriculum is None:
+            return True
+        key = f'[data] curriculum = "{self._data.curriculum}"'
+        try:
+            answer = self._curriculum(prompt, self._pass_rates.get(prompt.index))
+        except Exception as error:  # the user's code: whatever it raises, say where
+            raise UserError(f"{key} failed on prompt {prompt.index}: {type(error).__name__}: {error}") from error
+        if answer not in (True, False):
+            raise UserError(f"{key} returned {answer!r} for prompt {prompt.index}: return True or False")
+        return bool(answer)
 
     def _epoch_order(self) -> list[int]:
         order = list(self._positions)
