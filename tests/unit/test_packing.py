@@ -17,6 +17,7 @@ def sample(prompt_tokens: int, answer_tokens: int, seed: int = 0) -> PackedSampl
         advantage=rng.uniform(-1, 1),
         weight=rng.uniform(0.1, 1),
         sampler_logprobs=[-rng.random() for _ in range(answer_tokens)],
+        ages=[rng.randrange(4) for _ in range(answer_tokens)],
     )
 
 
@@ -47,6 +48,7 @@ def unpack(microbatches: list[list[Microbatch]]) -> dict[int, PackedSample]:
                 advantage,
                 weight,
                 row.sampler_logprobs[document][mask].tolist(),
+                row.ages[document][mask].tolist(),
             )
     return found
 
@@ -65,7 +67,7 @@ def check_rows(microbatches: list[list[Microbatch]], budget_tokens: int, pad_mul
         assert all(n <= longest for n in lengths[len(row.sample_index) :])  # padding stays within positions
         assert (row.sample_ids == -1).sum() == sum(lengths[len(row.sample_index) :])
         off = ~row.loss_mask
-        for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs):
+        for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs, row.ages):
             assert (values[off] == 0).all()
         assert not row.loss_mask[row.sample_ids == -1].any()
 
@@ -84,10 +86,11 @@ def test_every_sample_comes_back_once(num_ranks, pad_multiple, count):
         assert found[i].advantage == pytest.approx(expected.advantage)
         assert found[i].weight == pytest.approx(expected.weight)
         assert found[i].sampler_logprobs == pytest.approx(expected.sampler_logprobs)
+        assert found[i].ages == expected.ages
 
 
 def test_exact_row():
-    (rows,) = pack([PackedSample([1, 2], [3, 4], 0.5, 0.25, [-1.0, -2.0])], 8, 1, pad_multiple=4)
+    (rows,) = pack([PackedSample([1, 2], [3, 4], 0.5, 0.25, [-1.0, -2.0], [2, 1])], 8, 1, pad_multiple=4)
     (row,) = rows
     assert row.tokens.tolist() == [1, 2, 3, 0]
     assert row.targets.tolist() == [0, 3, 4, 0]
@@ -98,6 +101,86 @@ def test_exact_row():
     assert row.advantages.tolist() == [0, 0.5, 0.5, 0]
     assert row.weights.tolist() == [0, 0.25, 0.25, 0]
     assert row.sampler_logprobs.tolist() == [0, -1, -2, 0]
+    assert row.ages.tolist() == [0, 2, 1, 0]
+
+
+def test_tokens_of_an_environment_are_context():
+    """A tool's result in the middle and at the end; log-probabilities and ages given for it are of no account."""
+    mask = [True, False, False, True, False]
+    answer = PackedSample([1, 2], [3, 4, 5, 6, 7], 0.5, 0.25, [-1.0, -9.0, -9.0, -2.0, -9.0], [2, 9, 9, 1, 9], mask)
+    ((row,),) = pack([answer], 8, 1, pad_multiple=8)
+    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]  # 7 predicts nothing, 6 is only predicted
+    assert row.targets.tolist() == [0, 3, 0, 0, 6, 0, 0, 0]
+    assert row.loss_mask.tolist() == [False, True, False, False, True, False, False, False]
+    assert row.cu_seqlens.tolist() == [0, 5, 8]
+    assert row.weights.tolist() == [0, 0.25, 0, 0, 0.25, 0, 0, 0]
+    assert row.advantages.tolist() == [0, 0.5, 0, 0, 0.5, 0, 0, 0]
+    assert row.sampler_logprobs.tolist() == [0, -1, 0, 0, -2, 0, 0, 0]
+    assert row.ages.tolist() == [0, 2, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 32])
+def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
+    """Every trained token comes back where the text before it is its whole context, and no other does."""
+    rng = random.Random(4)
+    samples = random_samples(30, longest=40, seed=2)
+    for s in samples[::2]:
+        s.loss_mask = [rng.random() < 0.3 for _ in s.answer_ids]
+    for s in samples[::5]:
+        s.ages = []
+    packed = pack(samples, 64, 2, pad_multiple)
+    check_rows(packed, 64, pad_multiple)
+    left_out = {i for i, s in enumerate(samples) if s.loss_mask is not None and not any(s.loss_mask)}
+    seen = []
+    for row in itertools.chain(*packed):
+        for k, index in enumerate(row.sample_index.tolist()):
+            s, document = samples[index], slice(*row.cu_seqlens[k : k + 2].tolist())
+            expected = []
+            for j, trained in enumerate(s.loss_mask or [True] * len(s.answer_ids)):
+                if trained:
+                    at = len(s.prompt_ids) + j - 1
+                    age = s.ages[j] if s.ages else 0
+                    expected.append((at, s.answer_ids[j], pytest.approx(s.sampler_logprobs[j]), age))
+                    context = [*s.prompt_ids, *s.answer_ids[:j]]
+                    assert row.tokens[document][: at + 1].tolist() == context
+            at = row.loss_mask[document].nonzero().flatten()
+            values = (v[document][at].tolist() for v in (row.targets, row.sampler_logprobs, row.ages))
+            assert list(zip(at.tolist(), *values, strict=True)) == expected
+            assert int(at[-1]) + 1 == document.stop - document.start  # nothing after the last trained token
+            assert row.weights[document].sum().item() == pytest.approx(s.weight * len(expected))
+            seen.append(index)
+    assert left_out and sorted(seen) == sorted(set(range(30)) - left_out)
+    for row in itertools.chain(*packed):
+        assert_equal(Microbatch.from_tensors(*row.to_tensors()[1:]), row)
+
+
+def test_one_trained_token():
+    for mask in ([True], [True, False, False], [False, False, True]):
+        n = len(mask)
+        ((row,),) = pack([PackedSample([8], list(range(1, n + 1)), 1.0, 1.0, [-1.0] * n, [3] * n, mask)], 8, 1)
+        last = mask.index(True)
+        assert row.tokens.tolist() == [8, *range(1, last + 1)]
+        assert row.loss_mask.tolist() == [False] * last + [True]
+        assert row.targets.tolist() == [0] * last + [last + 1] and row.ages.tolist() == [0] * last + [3]
+
+
+def test_an_answer_without_a_trained_token_is_left_out():
+    masked = PackedSample([1] * 50, [2] * 50, 1.0, 1.0, [0.0] * 50, [1] * 50, [False] * 50)
+    empty = PackedSample([1], [], 1.0, 1.0, [], [], [])
+    ((row,),) = pack([masked, sample(3, 2), empty], 8, 1)  # too long for a row, but needs none
+    assert row.sample_index.tolist() == [1] and row.loss_mask.sum() == 2
+    ((row,),) = pack([masked, empty], 8, 1, pad_multiple=8)
+    assert len(row.tokens) == 8 and not row.loss_mask.any() and (row.sample_ids == -1).all()
+
+
+def test_tokens_after_the_last_trained_one_take_no_budget():
+    s = sample(5, 8)
+    s.loss_mask = [True] * 4 + [False] * 4
+    ((row,),) = pack([s], 8, 1)
+    assert len(row.tokens) == 8 and row.loss_mask.sum() == 4
+    s.loss_mask[-1] = True
+    with pytest.raises(UserError, match=r"sample 0 takes 12 tokens \(prompt 5, answer 8, less the last\)"):
+        pack([s], 8, 1)
 
 
 def test_sample_at_the_budget_fits_and_one_over_does_not():
@@ -131,6 +214,12 @@ def test_bad_samples_are_errors():
         pack([PackedSample([], [1], 0.0, 1.0, [0.0])], 8, 1)
     with pytest.raises(ValueError, match="2 sampler log-probabilities for 1"):
         pack([PackedSample([1], [1], 0.0, 1.0, [0.0, 0.0])], 8, 1)
+    with pytest.raises(ValueError, match="1 ages for 2"):
+        pack([PackedSample([1], [1, 2], 0.0, 1.0, [0.0, 0.0], [0])], 8, 1)
+    with pytest.raises(ValueError, match="3 loss mask values for 2"):
+        pack([PackedSample([1], [1, 2], 0.0, 1.0, [0.0, 0.0], loss_mask=[True] * 3)], 8, 1)
+    with pytest.raises(ValueError, match="0 loss mask values for 1"):
+        pack([PackedSample([1], [1], 0.0, 1.0, [0.0], loss_mask=[])], 8, 1)
 
 
 def test_ranks_are_balanced_and_turns_are_even():

@@ -1,18 +1,22 @@
 """Samples of different lengths -> packed rows under a token budget, the same number of rows on every rank.
 
 A row ("microbatch") is documents laid end to end with no gaps: attention is kept inside each document by `cu_seqlens`
-and positions restart at 0. A document is prompt + answer less its last token, which predicts nothing that is trained.
+and positions restart at 0. A document is prompt + answer up to the last token that is trained, less that token, which
+predicts nothing that is trained.
 """
 
 import heapq
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan.grpo.errors import UserError
 
-INT_ROWS = ("tokens", "positions", "targets", "loss_mask", "sample_index")
+INT_ROWS = ("tokens", "positions", "targets", "loss_mask", "sample_index", "ages")
 FLOAT_ROWS = ("advantages", "weights", "sampler_logprobs")
 
 
@@ -22,8 +26,10 @@ class PackedSample:
 
     Attributes:
         advantage: Of the whole answer.
-        weight: Of each answer token in the step's global sum (`losses.token_weights`).
+        weight: Of each trained token in the step's global sum (`losses.token_weights`).
         sampler_logprobs: One per answer token; zeros for supervised training.
+        ages: One per answer token, the version that is trained less the one that sampled it. Empty: zeros.
+        loss_mask: One per answer token, False where an environment gave it: context, not trained. None: all are.
     """
 
     prompt_ids: list[int]
@@ -31,6 +37,21 @@ class PackedSample:
     advantage: float
     weight: float
     sampler_logprobs: list[float]
+    ages: list[int] = field(default_factory=list)
+    loss_mask: list[bool] | None = None
+
+    @property
+    def trained_end(self) -> int:
+        """Answer tokens up to the last one that is trained; 0 if none is."""
+        if self.loss_mask is None:
+            return len(self.answer_ids)
+        return len(self.loss_mask) - self.loss_mask[::-1].index(True) if True in self.loss_mask else 0
+
+    @property
+    def document_tokens(self) -> int:
+        """Positions that it takes in a row; 0 if it trains nothing."""
+        end = self.trained_end
+        return len(self.prompt_ids) + end - 1 if end else 0
 
 
 @dataclass
@@ -38,17 +59,18 @@ class Microbatch:
     """One packed row; tensors are [T] unless said. Padding, if any, is last: documents that train nothing.
 
     A value about answer token `y` sits at the position that predicts it: `targets[t] == y`, and its `advantages`,
-    `weights` and `sampler_logprobs` are at the same t. They are 0 where `loss_mask` is False.
+    `weights`, `sampler_logprobs` and `ages` are at the same t. They are 0 where `loss_mask` is False.
 
     Attributes:
         tokens: int64, input of the model.
         positions: int64, 0 at the start of each document.
-        targets: int64, the next token of the document where it is an answer token, else 0.
-        loss_mask: bool, True where the target is an answer token.
+        targets: int64, the next token of the document where it is trained, else 0.
+        loss_mask: bool, True where the target is an answer token that is trained.
         sample_ids: int64, nondecreasing 0..n-1 over the row's samples, -1 on padding.
         cu_seqlens: int32 [docs + 1], where documents start, and T; padding documents included.
         max_seqlen: Longest document in tokens, padding included.
         advantages, weights, sampler_logprobs: float32.
+        ages: int64, by how many versions the weights that sampled the target are older than those that are trained.
         sample_index: int64 [n], which of the samples given to `pack` has sample id k.
     """
 
@@ -62,6 +84,7 @@ class Microbatch:
     advantages: Tensor
     weights: Tensor
     sampler_logprobs: Tensor
+    ages: Tensor
     sample_index: Tensor
 
     def to(self, device: torch.device | str) -> "Microbatch":
@@ -78,7 +101,8 @@ class Microbatch:
             sample_index = self.sample_index[self.sample_ids.clamp(min=0)].where(self.sample_ids >= 0, -1)
         else:
             sample_index = torch.full_like(self.tokens, -1)
-        ints = torch.stack([self.tokens, self.positions, self.targets, self.loss_mask.long(), sample_index])
+        changed = {"loss_mask": self.loss_mask.long(), "sample_index": sample_index}
+        ints = torch.stack([changed.get(name, getattr(self, name)) for name in INT_ROWS])
         floats = torch.stack([getattr(self, name) for name in FLOAT_ROWS])
         header = torch.tensor([len(INT_ROWS), len(FLOAT_ROWS), len(self.tokens)], dtype=torch.int64)
         return header.to(ints.device), ints, floats
@@ -111,6 +135,7 @@ class Microbatch:
             advantages=rows["advantages"],
             weights=rows["weights"],
             sampler_logprobs=rows["sampler_logprobs"],
+            ages=rows["ages"],
             sample_index=index_at_start[index_at_start >= 0],
         )
 
@@ -124,14 +149,14 @@ def pack(
     with too little work gets rows of padding alone. The longest samples go first into the least loaded of as few rows
     as hold them that way, or as first-fit-decreasing needs if that is fewer. Rows of similar length go to the ranks in
     the same turn, because a turn takes as long as its longest row. The result is a function of the arguments alone.
-    Samples with an empty answer have nothing to train and are left out.
+    Samples without a trained token are left out.
 
     Args:
         budget_tokens: `[training] tokens_per_microbatch`, a multiple of `pad_multiple`.
         pad_multiple: Rows are padded to a multiple of this; the budget itself gives rows of one fixed length.
     Raises:
         UserError: a sample exceeds the budget, or the budget is not a multiple of `pad_multiple`.
-        ValueError: an empty prompt, or log-probabilities that do not match the answer.
+        ValueError: an empty prompt, or log-probabilities, ages or a loss mask that do not match the answer.
     """
     if budget_tokens < 1 or budget_tokens % pad_multiple:
         raise UserError(
@@ -140,8 +165,8 @@ def pack(
         )
     for i, sample in enumerate(samples):
         _check(i, sample, budget_tokens)
-    trained = [i for i, sample in enumerate(samples) if sample.answer_ids]
-    rows = _assign({i: _document_tokens(samples[i]) for i in trained}, budget_tokens, num_ranks)
+    lengths = {i: tokens for i, sample in enumerate(samples) if (tokens := sample.document_tokens)}
+    rows = _assign(lengths, budget_tokens, num_ranks)
     turns = len(rows) // num_ranks
     return [
         [_build(samples, rows[turn * num_ranks + rank], pad_multiple) for turn in range(turns)]
@@ -149,22 +174,20 @@ def pack(
     ]
 
 
-def _document_tokens(sample: PackedSample) -> int:
-    return len(sample.prompt_ids) + len(sample.answer_ids) - 1
-
-
 def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
     if not sample.prompt_ids:
         raise ValueError(f"sample {index} has an empty prompt: no position predicts its first answer token")
-    if len(sample.sampler_logprobs) != len(sample.answer_ids):
-        raise ValueError(
-            f"sample {index} has {len(sample.sampler_logprobs)} sampler log-probabilities for "
-            f"{len(sample.answer_ids)} answer tokens"
-        )
-    if _document_tokens(sample) > budget_tokens:
+    for name, values in (
+        ("sampler log-probabilities", sample.sampler_logprobs),
+        ("ages", sample.ages or sample.answer_ids),
+        ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
+    ):
+        if len(values) != len(sample.answer_ids):
+            raise ValueError(f"sample {index} has {len(values)} {name} for {len(sample.answer_ids)} answer tokens")
+    if sample.document_tokens > budget_tokens:
         raise UserError(
-            f"sample {index} takes {_document_tokens(sample)} tokens (prompt {len(sample.prompt_ids)}, answer "
-            f"{len(sample.answer_ids)}, less the last), over the budget of {budget_tokens}: raise [training] "
+            f"sample {index} takes {sample.document_tokens} tokens (prompt {len(sample.prompt_ids)}, answer "
+            f"{sample.trained_end}, less the last), over the budget of {budget_tokens}: raise [training] "
             "tokens_per_microbatch, or lower [rollout] max_answer_tokens or [data] max_prompt_tokens"
         )
 
@@ -212,30 +235,36 @@ def _first_fit(order: list[int], lengths: dict[int, int], budget_tokens: int) ->
 
 def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Microbatch:
     """Lay the samples of one row end to end and pad; an empty row is `pad_multiple` tokens of padding."""
-    ints: dict[str, list[int]] = {name: [] for name in INT_ROWS}
-    floats: dict[str, list[float]] = {name: [] for name in FLOAT_ROWS}
-
-    def lay(tokens: list[int], answer: list[int], logprobs: list[float], index: int, advantage: float, weight: float):
-        context = len(tokens) - len(answer)  # positions that predict no answer token
-        ints["tokens"] += tokens
-        ints["positions"] += range(len(tokens))
-        ints["targets"] += [0] * context + answer
-        ints["loss_mask"] += [0] * context + [1] * len(answer)
-        ints["sample_index"] += [index] * len(tokens)
-        floats["advantages"] += [0.0] * context + [advantage] * len(answer)
-        floats["weights"] += [0.0] * context + [weight] * len(answer)
-        floats["sampler_logprobs"] += [0.0] * context + logprobs
-
-    for i in row:
-        s = samples[i]
-        lay([*s.prompt_ids, *s.answer_ids[:-1]], s.answer_ids, s.sampler_logprobs, i, s.advantage, s.weight)
-    length = len(ints["tokens"])
+    laid = [samples[i] for i in row]
+    ends = [s.trained_end for s in laid]
+    prompts, answers = np.array([len(s.prompt_ids) for s in laid], np.int64), np.array(ends, np.int64)
+    documents = prompts + answers - 1
+    length = int(documents.sum())
     padding = -length % pad_multiple if length else pad_multiple
+    all_ints = np.zeros((len(INT_ROWS), length + padding), np.int64)
+    all_floats = np.zeros((len(FLOAT_ROWS), length + padding), np.float32)
+    ints, floats = dict(zip(INT_ROWS, all_ints, strict=True)), dict(zip(FLOAT_ROWS, all_floats, strict=True))
+
+    positions = np.arange(length) - np.repeat(documents.cumsum() - documents, documents)
     # No padding document is longer than the row's longest: positions stay within the model's table.
-    longest = max((_document_tokens(samples[i]) for i in row), default=1)
-    for start in range(0, padding, longest):
-        lay([0] * min(longest, padding - start), [], [], -1, 0.0, 0.0)
-    return Microbatch.from_tensors(
-        torch.tensor([ints[name] for name in INT_ROWS], dtype=torch.int64),
-        torch.tensor([floats[name] for name in FLOAT_ROWS], dtype=torch.float32),
-    )
+    ints["positions"][:] = np.append(positions, np.arange(padding) % documents.max(initial=1))
+    ints["sample_index"][:] = np.append(np.repeat(np.array(row, np.int64), documents), np.full(padding, -1))
+    tokens = (ids for s, end in zip(laid, ends, strict=True) for ids in (s.prompt_ids, s.answer_ids[: end - 1]))
+    ints["tokens"][:length] = np.fromiter(chain.from_iterable(tokens), np.int64, length)
+
+    masks = (s.loss_mask[:end] if s.loss_mask else [True] * end for s, end in zip(laid, ends, strict=True))
+    trained = np.fromiter(chain.from_iterable(masks), bool, answers.sum())  # over answer tokens, as `lay` gets them
+    where = (positions >= np.repeat(prompts - 1, documents)).nonzero()[0][trained]
+
+    def lay(values: np.ndarray, answer_values: Iterable[list]) -> None:
+        """Put one value per answer token where it is predicted, less those that are not trained."""
+        parts = (part[:end] for part, end in zip(answer_values, ends, strict=True))
+        values[where] = np.fromiter(chain.from_iterable(parts), values.dtype, len(trained))[trained]
+
+    lay(ints["targets"], (s.answer_ids for s in laid))
+    lay(ints["ages"], (s.ages or [0] * end for s, end in zip(laid, ends, strict=True)))
+    lay(floats["sampler_logprobs"], (s.sampler_logprobs for s in laid))
+    ints["loss_mask"][where] = 1
+    floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
+    floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
+    return Microbatch.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats))
