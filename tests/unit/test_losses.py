@@ -9,6 +9,8 @@ import torch
 from torchtitan.grpo.job_config import Grpo
 from torchtitan.grpo.losses import (
     POLICY_LOSSES,
+    age_sums,
+    importance_clipped,
     importance_weights,
     kl_estimate,
     mismatch_sums,
@@ -280,8 +282,9 @@ def test_missing_inputs_and_unknown_names_are_errors():
         kl_estimate(new, old, "k4")
     with pytest.raises(ValueError, match="truncate"):
         importance_weights(new, old, ids, "clip", "token", 0.0, 2.0)
-    with pytest.raises(ValueError, match="sequence"):
-        importance_weights(new, old, ids, "mask", "group", 0.0, 2.0)
+    for function in (importance_weights, importance_clipped):
+        with pytest.raises(ValueError, match="sequence"):
+            function(new, old, ids, "mask", "group", 0.0, 2.0)
     with pytest.raises(ValueError, match="constant"):
         token_weights([1], "mean", 8, [True])
 
@@ -302,8 +305,9 @@ def test_token_weights_by_hand():
 def test_importance_weights_by_loops(correction, level):
     minimum, maximum = 0.7, 1.4
     trainer, sampler, _, sample_ids = batch(seed=3)
-    weights = importance_weights(trainer, sampler, sample_ids, correction, level, minimum, maximum)
-    expected, outside = [], 0
+    arguments = (trainer, sampler, sample_ids, correction, level, minimum, maximum)
+    weights, clipped = importance_weights(*arguments), importance_clipped(*arguments)
+    expected, expected_clipped, outside = [], [], 0
     for row, other in zip(sequences(trainer), sequences(sampler), strict=True):
         ratios = [math.exp(a.item() - b.item()) for a, b in zip(row, other, strict=True)]
         if level == "sequence":
@@ -311,6 +315,7 @@ def test_importance_weights_by_loops(correction, level):
         for ratio in ratios:
             inside = minimum <= ratio <= maximum
             outside += not inside
+            expected_clipped.append(correction != "none" and not inside)
             if correction == "none":
                 expected.append(1.0)
             elif correction == "truncate":
@@ -319,6 +324,7 @@ def test_importance_weights_by_loops(correction, level):
                 expected.append(ratio if inside else 0.0)
     assert 0 < outside < len(expected)  # both sides are tested
     assert weights.tolist() == pytest.approx(expected, rel=1e-12)
+    assert clipped.tolist() == expected_clipped
     assert not weights.requires_grad
 
 
@@ -355,3 +361,118 @@ def test_mismatch_sums():
     sums = mismatch_sums(trainer, sampler, torch.tensor([0.5, 0.5, 0.0]))
     assert sums["mismatch_abs_sum"].item() == pytest.approx(0.5)
     assert sums["mismatch_kl_sum"].item() == pytest.approx(math.exp(0.5) - 1 - 0.5)
+
+
+# `[grpo] proximal_logprobs = "sampler"`: the sampler's log-probabilities are the old ones, and nothing else corrects.
+
+
+def behaviour(seed=0, vocabulary=5, versions=3):
+    """Tokens of several sequences sampled by tabular policies of several versions within one answer, and the trained
+    policy: logits [T, V] with gradient, tokens [T], the sampler's log-probabilities [T], advantages [T], sample ids."""
+    rng = torch.Generator().manual_seed(seed)
+    total = sum(LENGTHS)
+    logits = torch.randn(versions, total, vocabulary, generator=rng, dtype=torch.float64)
+    sampled_by = torch.randint(versions, (total,), generator=rng)
+    sampler = logits[sampled_by, torch.arange(total)].log_softmax(-1)
+    tokens = torch.multinomial(sampler.exp(), 1, generator=rng)[:, 0]
+    trained = (logits[-1] + 0.3 * torch.randn(total, vocabulary, generator=rng, dtype=torch.float64)).requires_grad_()
+    _, _, advantages, sample_ids = batch(seed=seed)
+    return trained, tokens, sampler.gather(1, tokens[:, None])[:, 0], advantages, sample_ids
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_proximal_sampler_is_plain_ppo_against_the_behaviour_policy(aggregation, seed):
+    """Value and gradient in the logits, by loops over probabilities: r = pi_new(y) / mu(y), d r / d logit by hand."""
+    trained, tokens, sampler, advantages, sample_ids = behaviour(seed)
+    grpo = Grpo(proximal_logprobs="sampler", importance_correction="none", ratio_clip_min=0.2, ratio_clip_max=0.28)
+    logprobs = trained.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    loss, sums = policy_loss(logprobs, sampler, advantages, weights_of(LENGTHS, aggregation), sample_ids, grpo)
+    (grad,) = torch.autograd.grad(loss, trained)
+
+    normaliser = {"token": sum(LENGTHS), "constant": len(LENGTHS) * 8}
+    expected, clipped, expected_grad = 0.0, 0, torch.zeros_like(trained)
+    for t, (y, mu) in enumerate(zip(tokens.tolist(), sampler.exp().tolist(), strict=True)):
+        exps = [math.exp(x) for x in trained[t].tolist()]
+        probabilities = [x / sum(exps) for x in exps]
+        ratio, a = probabilities[y] / mu, advantages[t].item()
+        weight = 1 / normaliser.get(aggregation, len(LENGTHS) * LENGTHS[sample_ids[t]])
+        kept = ratio * a <= min(max(ratio, 0.8), 1.28) * a  # else the bound is the smaller, and has no gradient
+        expected -= weight * (ratio if kept else min(max(ratio, 0.8), 1.28)) * a
+        clipped += not kept
+        for v, p in enumerate(probabilities):
+            expected_grad[t, v] -= weight * a * ratio * ((v == y) - p) * kept
+    assert 0 < clipped < len(tokens)  # both sides are tested
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-14)
+    assert sums["clipped_low_tokens"] + sums["clipped_high_tokens"] == clipped
+    assert sums["ratio_sum"].item() == pytest.approx((logprobs - sampler).exp().sum().item(), rel=1e-6)
+
+
+def test_proximal_policies_agree_where_no_bound_is_met():
+    """pi / mu at once, or pi / old clipped and old / mu as importance weight, are then one loss and one gradient."""
+    trained, tokens, sampler, advantages, sample_ids = behaviour()
+    logprobs = trained.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    old, weights = logprobs.detach() + 0.05 * torch.sin(torch.arange(len(tokens))), weights_of(LENGTHS)
+    wide = Grpo(ratio_clip_min=1.0, ratio_clip_max=1e6)
+    importance = importance_weights(old, sampler, sample_ids, "truncate", "token", 0.0, 1e6)
+    decoupled, _ = policy_loss(logprobs, old, advantages, weights, sample_ids, wide, importance=importance)
+    plain, _ = policy_loss(logprobs, sampler, advantages, weights, sample_ids, wide)
+    assert plain.item() == pytest.approx(decoupled.item(), rel=1e-12)
+    plain_grad, decoupled_grad = (
+        torch.autograd.grad(loss, logprobs, retain_graph=True)[0] for loss in (plain, decoupled)
+    )
+    torch.testing.assert_close(plain_grad, decoupled_grad, rtol=1e-12, atol=1e-14)
+
+
+def test_age_sums_by_loops():
+    trainer, sampler, _, sample_ids = batch(seed=4)
+    ages = torch.tensor([0, 1, 1, 2, 3, 0, -1, 7, 1, 0, 2, 3])  # -1 counts as 0, 3 and 7 as 2
+    weights = weights_of(LENGTHS, counted=[True, True, True, False])  # the last two tokens do not count
+    clipped = importance_clipped(trainer, sampler, sample_ids, "truncate", "token", 0.7, 1.3)
+    sums = age_sums(trainer, sampler, weights, ages, 2, clipped)
+    expected = {name: [0.0] * 3 for name in sums}
+    for t in range(10):
+        age = min(max(ages[t].item(), 0), 2)
+        ratio = math.exp(trainer[t].item()) / math.exp(sampler[t].item())
+        expected["age_tokens"][age] += 1
+        expected["age_ratio_sum"][age] += ratio
+        expected["age_ratio_squared_sum"][age] += ratio * ratio
+        expected["age_clipped_tokens"][age] += ratio < 0.7 or ratio > 1.3
+        expected["age_mismatch_kl_sum"][age] += ratio - 1 - math.log(ratio)
+    assert 0 < sum(expected["age_clipped_tokens"]) < 10 and expected["age_tokens"] == [4, 3, 3]
+    assert len(sums) == 5
+    for name, values in sums.items():
+        assert values.tolist() == pytest.approx(expected[name], rel=1e-12), name
+        assert values.dtype == torch.float64 and not values.requires_grad
+    mismatch = mismatch_sums(trainer, sampler, weights)
+    assert sums["age_mismatch_kl_sum"].sum().item() == pytest.approx(mismatch["mismatch_kl_sum"].item())
+
+
+def test_age_sums_of_any_split_add_up():
+    trainer, sampler, _, _ = batch(seed=5)
+    ages, weights = torch.arange(12) % 3, weights_of(LENGTHS)
+    clipped = torch.arange(12) % 5 == 0
+    whole = age_sums(trainer, sampler, weights, ages, 4, clipped)
+    assert whole["age_tokens"].tolist() == [4, 4, 4, 0, 0]
+    parts = [
+        age_sums(trainer[part], sampler[part], weights[part], ages[part], 4, clipped[part])
+        for part in (slice(0, 0), slice(0, 1), slice(1, 7), slice(7, 12))
+    ]
+    for name, values in whole.items():
+        assert sum(part[name] for part in parts).tolist() == pytest.approx(values.tolist(), rel=1e-12), name
+
+
+def test_age_sums_of_nothing_and_of_values_without_bounds():
+    empty = torch.zeros(0)
+    ages = torch.zeros(0, dtype=torch.int64)
+    for values in age_sums(empty, empty, empty, ages, 1, empty.bool()).values():
+        assert values.tolist() == [0, 0]
+    # ratios that overflow are bounded, and what does not count may be anything
+    trainer, sampler = torch.tensor([-1.0, -500.0, float("nan")]), torch.tensor([-900.0, -1.0, 0.0])
+    ages, clipped = torch.tensor([0, 1, 1]), torch.tensor([True, True, True])
+    sums = age_sums(trainer, sampler, torch.tensor([1.0, 1.0, 0.0]), ages, 1, clipped)
+    assert sums["age_tokens"].tolist() == sums["age_clipped_tokens"].tolist() == [1, 1]
+    assert sums["age_ratio_sum"].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert sums["age_ratio_squared_sum"].tolist() == pytest.approx([math.exp(40), math.exp(-40)])
+    assert sums["age_mismatch_kl_sum"].tolist() == pytest.approx([math.exp(20) - 1 - 899, math.exp(-499) - 1 + 499])

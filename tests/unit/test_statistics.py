@@ -57,6 +57,33 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
     assert policy_metrics(sums | dict.fromkeys(sums, 0.0))["policy/clip_fraction"] == 0.0
 
 
+def test_policy_metrics_by_age_leave_out_ages_without_tokens():
+    ratios = {0: [1.0, 1.0, 1.0], 2: [0.5, 2.0]}
+    sums = {"tokens": 5.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0}
+    sums |= {"mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
+    by_age = {"age_tokens": [3.0, 0.0, 2.0], "age_clipped_tokens": [0.0, 0.0, 1.0]}
+    by_age["age_ratio_sum"] = [sum(ratios.get(age, [])) for age in range(3)]
+    by_age["age_ratio_squared_sum"] = [sum(w * w for w in ratios.get(age, [])) for age in range(3)]
+    by_age["age_mismatch_kl_sum"] = [0.03, 0.0, 0.5]
+    metrics = policy_metrics(sums | by_age)
+    assert {name: value for name, value in metrics.items() if name.startswith("age/")} == pytest.approx(
+        {
+            "age/0/tokens_fraction": 0.6,
+            "age/0/ratio": 1.0,
+            "age/0/ess": 1.0,
+            "age/0/clipped_fraction": 0.0,
+            "age/0/mismatch_kl": 0.01,
+            "age/2/tokens_fraction": 0.4,
+            "age/2/ratio": 1.25,
+            "age/2/ess": 2.5**2 / (2 * 4.25),
+            "age/2/clipped_fraction": 0.5,
+            "age/2/mismatch_kl": 0.25,
+        }
+    )
+    nothing = policy_metrics(sums | {name: [0.0] * 3 for name in by_age})
+    assert nothing == policy_metrics(sums) and not any(name.startswith("age/") for name in nothing)
+
+
 def phases(seconds: float) -> dict[str, float]:
     return dict.fromkeys(("pause", "wire", "apply", "acknowledge", "total"), seconds)
 

@@ -18,18 +18,19 @@ LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
 
 
 def token_weights(
-    answer_lengths: list[int],
+    trained_tokens: list[int],
     aggregation: Literal["token", "sequence", "constant"],
     max_answer_tokens: int,
     counted: list[bool],
 ) -> list[float]:
-    """Weight of each TOKEN of sample i in the sum over all tokens of the step.
+    """Weight of each TOKEN of sample i, which has `trained_tokens[i]`, in the sum over all tokens of the step.
 
-    With N samples that count: `token` 1 / (their tokens) (DAPO, arXiv 2503.14476), `sequence` 1 / (N * own length)
-    (GRPO, arXiv 2402.03300), `constant` 1 / (N * max_answer_tokens) (Dr. GRPO, arXiv 2503.20783). A sample that is not
-    `counted`, or has no tokens, weighs 0 and is in no normaliser.
+    Tokens that an environment gave are not trained, and count nowhere here. With N samples that count: `token`
+    1 / (their tokens) (DAPO, arXiv 2503.14476), `sequence` 1 / (N * own tokens) (GRPO, arXiv 2402.03300), `constant`
+    1 / (N * max_answer_tokens) (Dr. GRPO, arXiv 2503.20783). A sample that is not `counted`, or has no tokens, weighs 0
+    and is in no normaliser.
     """
-    tokens = [n if c else 0 for n, c in zip(answer_lengths, counted, strict=True)]
+    tokens = [n if c else 0 for n, c in zip(trained_tokens, counted, strict=True)]
     num_samples = sum(n > 0 for n in tokens)
     if aggregation == "token":
         total = sum(tokens)
@@ -57,19 +58,30 @@ def importance_weights(
     bounds as it is and puts 0 for one outside (IcePop, masked importance sampling); what is masked stays in the
     normaliser, so a step with much of it masked is a smaller step. `none` gives ones.
     """
-    log_ratio = (trainer_logprobs - sampler_logprobs).detach()
     if correction == "none":
-        return torch.ones_like(log_ratio)
-    if level == "sequence":
-        log_ratio = _sequence_sum(log_ratio, sample_ids)[sample_ids]
-    elif level != "token":
-        raise ValueError(f"unknown level {level!r}: use 'token' or 'sequence'")
-    ratio = log_ratio.exp()
+        return torch.ones_like(trainer_logprobs)
+    ratio = _importance_ratio(trainer_logprobs, sampler_logprobs, sample_ids, level)
     if correction == "truncate":
         return ratio.clamp(minimum, maximum)
     if correction == "mask":
         return ratio.where((ratio >= minimum) & (ratio <= maximum), 0)
     raise ValueError(f"unknown correction {correction!r}: use 'none', 'truncate' or 'mask'")
+
+
+def importance_clipped(
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    sample_ids: Tensor,
+    correction: Literal["none", "truncate", "mask"],
+    level: Literal["token", "sequence"],
+    minimum: float,
+    maximum: float,
+) -> Tensor:
+    """Where [T] `importance_weights`, called with the same arguments, truncates or masks the ratio; bool."""
+    if correction == "none":
+        return torch.zeros_like(trainer_logprobs, dtype=torch.bool)
+    ratio = _importance_ratio(trainer_logprobs, sampler_logprobs, sample_ids, level)
+    return (ratio < minimum) | (ratio > maximum)
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
@@ -160,7 +172,10 @@ def policy_loss(
 
     Args (all float32 [T], answer tokens only):
         logprobs: Of the policy that is trained, with gradient.
-        old_logprobs: Of the policy before the step's first optimizer step; `logprobs.detach()` if this is that step.
+        old_logprobs: Of the policy that the ratio is taken against and clipped to. With `[grpo] proximal_logprobs =
+            "recompute"` the trainer's before the step's first optimizer step, `logprobs.detach()` if this is that step,
+            and `importance` corrects from the sampler to it (decoupled PPO, arXiv 2110.00641). With "sampler" the
+            sampler's: the ratio itself corrects for the sampler, as in plain PPO, and no `importance` may do so again.
         weights: From `token_weights`.
         sample_ids: int64, nondecreasing 0..n-1. All answer tokens of a sequence must be in this call.
         importance: From `importance_weights`; it scales the policy loss, not the KL or the entropy.
@@ -224,6 +239,39 @@ def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: T
     }
 
 
+def age_sums(
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    weights: Tensor,
+    ages: Tensor,
+    max_age: int,
+    clipped: Tensor,
+) -> dict[str, Tensor]:
+    """What staleness costs, by age: detached sums, float64 [max_age + 1], over the tokens with a weight of each age.
+
+    With w = exp(trainer - sampler) of a token, whatever the level of the correction: `age_tokens`, `age_ratio_sum` of
+    w, `age_ratio_squared_sum` of w^2 (of n tokens (sum w)^2 / (n sum w^2) is the effective sample size as a share),
+    `age_clipped_tokens`, and `age_mismatch_kl_sum`, the k3 estimate of KL(sampler || trainer).
+
+    Args:
+        ages: int64, from `Microbatch.ages`; under 0 counts as 0, over `max_age` as `max_age`.
+        clipped: bool, from `importance_clipped`.
+    """
+    trained = weights != 0
+    log_ratio = (trainer_logprobs - sampler_logprobs).detach().double().where(trained, 0)
+    ratio = _ratio(log_ratio)
+    values = {
+        "age_tokens": torch.ones_like(ratio),
+        "age_ratio_sum": ratio,
+        "age_ratio_squared_sum": ratio.square(),
+        "age_clipped_tokens": clipped.double(),
+        "age_mismatch_kl_sum": log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio,
+    }
+    per_token = torch.stack(list(values.values())).where(trained, 0)
+    sums = per_token.new_zeros(len(values), max_age + 1).index_add(1, ages.clamp(0, max_age), per_token)
+    return dict(zip(values, sums, strict=True))
+
+
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:
     """-min(r A, clip(r) A); with `ratio_clip_c` (dual clip, arXiv 1912.09729) at most -c A where A < 0."""
     low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max
@@ -236,6 +284,17 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLo
     clipped_low = negative & (ratio < low)
     clipped_high = (advantages > 0) & (ratio > high)
     return TokenLosses(losses, ratio.detach(), clipped_low, clipped_high, dual_clipped)
+
+
+def _importance_ratio(
+    trainer_logprobs: Tensor, sampler_logprobs: Tensor, sample_ids: Tensor, level: Literal["token", "sequence"]
+) -> Tensor:
+    log_ratio = (trainer_logprobs - sampler_logprobs).detach()
+    if level == "sequence":
+        log_ratio = _sequence_sum(log_ratio, sample_ids)[sample_ids]
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r}: use 'token' or 'sequence'")
+    return log_ratio.exp()
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

@@ -50,8 +50,11 @@ def validation_metrics(greedy: list[Group], sampled: list[Group], full_reward: f
     }
 
 
-def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Means and shares per trained answer token, from `losses.policy_loss`'s sums over all rows and ranks."""
+def policy_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
+    """Means and shares per trained answer token, from `losses.policy_loss`'s sums over all rows and ranks.
+
+    With `losses.age_sums`'s too, lists by age, the same for the tokens of each age that has any.
+    """
     tokens = max(sums["tokens"], 1.0)
     metrics = {
         "train/loss": sums["loss"],
@@ -73,6 +76,22 @@ def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
     ):
         if key in sums:
             metrics[f"policy/{name}"] = sums[key] / tokens
+    return metrics | (_age_metrics(sums) if "age_tokens" in sums else {})
+
+
+def _age_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
+    metrics = {}
+    for age, tokens in enumerate(sums["age_tokens"]):
+        if not tokens:
+            continue
+        ratio, squared = sums["age_ratio_sum"][age], sums["age_ratio_squared_sum"][age]
+        metrics |= {
+            f"age/{age}/tokens_fraction": tokens / sum(sums["age_tokens"]),
+            f"age/{age}/ratio": ratio / tokens,
+            f"age/{age}/ess": ratio**2 / (tokens * squared),
+            f"age/{age}/clipped_fraction": sums["age_clipped_tokens"][age] / tokens,
+            f"age/{age}/mismatch_kl": sums["age_mismatch_kl_sum"][age] / tokens,
+        }
     return metrics
 
 
