@@ -135,7 +135,10 @@ def _question(row: Row, column: str) -> str:
 
 
 def _arithmetic(data: Data, extra: int) -> Rows:
-    """Distinct problems `a+b=`, 0 <= a, b <= arithmetic_max: `size` of them in a fixed random order, or all."""
+    """Distinct problems `a+b=`, 0 <= a, b <= arithmetic_max: `size` of them in a fixed random order, or all.
+
+    Column `calculation` is the answer as `environments.calculator` leads to it, a text for `[sft] target_column`.
+    """
     unknown = [sign for sign in data.arithmetic_operators if sign not in OPERATORS]
     if unknown or not data.arithmetic_operators:
         raise UserError(f"[data] arithmetic_operators = {data.arithmetic_operators}: choose from {list(OPERATORS)}")
@@ -149,7 +152,8 @@ def _arithmetic(data: Data, extra: int) -> Rows:
         which, left = divmod(rest, operands)
         sign = data.arithmetic_operators[which]
         answer = str(OPERATORS[sign](left, right))
-        rows.append({data.prompt_column: f"{left}{sign}{right}=", data.answer_column or "answer": answer})
+        question = {data.prompt_column: f"{left}{sign}{right}=", data.answer_column or "answer": answer}
+        rows.append({"calculation": f"<{left}{sign}{right}>{answer}\n{answer}"} | question)
     return Rows(rows, range(len(rows)), f'[data] source = "arithmetic" (arithmetic_max = {data.arithmetic_max})')
 
 
