@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,17 @@ from torchtitan.grpo.parallelize import build_model
 from torchtitan.grpo.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.rewards import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
+from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.rollouts.samples import Group, Sample
+from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.sft import as_packed_samples, supervised_steps
-from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, sync_metrics, validation_metrics
+from torchtitan.grpo.statistics import (
+    policy_metrics,
+    rollout_metrics,
+    server_metrics,
+    sync_metrics,
+    validation_metrics,
+)
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
@@ -63,7 +70,6 @@ class Trainer:
         self.step = 0
         self.seed = config.debug.seed or 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
-        self.prompts_state: dict[str, Any] | None = None
         self.resources = contextlib.ExitStack()
         try:
             # Whatever can be wrong with the input is found before there is a process group or a server.
@@ -96,7 +102,7 @@ class Trainer:
             rows = self.pack(groups)
             learned = self.update(rows)
             self.publish()
-            self.log(rollout_metrics(groups, self.step - 1) | learned | self.validate(), groups)
+            self.log(rollout_metrics(groups, self.step - 1, self.max_age) | learned | self.validate(), groups)
             self.save()
         self.weight_sync.drain()
 
@@ -109,19 +115,11 @@ class Trainer:
                 self.metrics.log(i, self._sum_over_data_ranks({"loss": loss}), prefix="sft")
 
     def collect(self) -> list[Group]:
-        """The step's groups, asked and scored. On rank 0; the other ranks get none.
-
-        With `[async_grpo]` they were asked during the last step, and the next step's are asked now.
-        """
+        """The step's groups, scored; with `[async_grpo]` they were asked before. On rank 0; other ranks get none."""
         if not self.is_rank0:
             return []
         with self.ledger.stage("rollout"):
-            groups = (self.asked or self._ask(self.step)).result()
-            self.asked = None
-            self.prompts_state = self.prompts.state_dict()
-            if self.config.async_grpo.enabled and self.step < self.config.training.steps:
-                self.asked = self._ask(self.step + 1)
-            return groups
+            return self.rollouts.take(self.step - 1)
 
     def pack(self, groups: list[Group]) -> list[list[Microbatch]]:
         """Rewards become advantages, answers become packed rows: this rank's rows of each minibatch."""
@@ -135,13 +133,21 @@ class Trainer:
                 if self.is_rank0:
                     answers = [pair for i in part for pair in zip(groups[i], self.advantages[i], strict=True)]
                     weights = losses.token_weights(
-                        [len(s.token_ids) for s, _ in answers],
+                        [s.sampled_tokens for s, _ in answers],
                         grpo.loss_aggregation,
                         self.config.rollout.max_answer_tokens,
                         [self._counts(s, groups[i]) for i in part for s in groups[i]],
                     )
                     samples = [
-                        PackedSample(s.prompt.token_ids, s.token_ids, advantage, weight, s.logprobs)
+                        PackedSample(
+                            s.prompt.token_ids,
+                            s.token_ids,
+                            advantage,
+                            weight,
+                            s.logprobs,
+                            [self.step - 1 - version for version in s.versions],
+                            s.loss_mask,
+                        )
                         for (s, advantage), weight in zip(answers, weights, strict=True)
                         if weight or grpo.kl_placement == "reward"  # what trains nothing costs nothing
                     ]
@@ -151,41 +157,14 @@ class Trainer:
 
     def update(self, minibatches: list[list[Microbatch]]) -> dict[str, float]:
         """One optimizer step per minibatch. Token weights hold the global normaliser, so gradients only add up."""
-        grpo, temperature = self.config.grpo, self.config.rollout.temperature
         fixed_logprobs = self._fixed_logprobs(minibatches)
         sums: dict[str, torch.Tensor] = {}
         with self.ledger.stage("train"):
             for rows, fixed in zip(minibatches, fixed_logprobs, strict=True):
                 self.optimizers.zero_grad()
                 for row, (old_logprobs, reference_logprobs) in zip(rows, fixed, strict=True):
-                    answer = row.loss_mask
-                    sampler_logprobs, sample_ids = row.sampler_logprobs[answer], row.sample_ids[answer]
-                    logprobs, entropy = self.model(row, temperature)
-                    if old_logprobs is None:
-                        old_logprobs = logprobs.detach()
-                    importance = losses.importance_weights(
-                        old_logprobs,
-                        sampler_logprobs,
-                        sample_ids,
-                        grpo.importance_correction,
-                        grpo.importance_level,
-                        grpo.importance_min,
-                        grpo.importance_max,
-                    )
-                    loss, row_sums = losses.policy_loss(
-                        logprobs,
-                        old_logprobs,
-                        row.advantages[answer],
-                        row.weights[answer],
-                        sample_ids,
-                        grpo,
-                        importance=importance,
-                        reference_logprobs=reference_logprobs,
-                        entropy=entropy,
-                    )
+                    loss, row_sums = self._loss(row, old_logprobs, reference_logprobs)
                     loss.backward()
-                    row_sums |= {"loss": loss.detach()}
-                    row_sums |= losses.mismatch_sums(old_logprobs, sampler_logprobs, row.weights[answer])
                     sums = {name: sums.get(name, 0) + value for name, value in row_sums.items()}
                 if not self.sampler_checked:
                     self._check_sampler(self._sum_over_data_ranks(sums))
@@ -227,8 +206,10 @@ class Trainer:
             for report in reports:
                 if not (report.waited or report.alone):
                     self.ledger.add("sync", report.seconds["total"], hidden=True)
-            metrics |= sync_metrics(reports, self.fleet) | {"rollout/retried": self.collector.retried}
+            metrics |= sync_metrics(reports, self.fleet) | self.rollouts.metrics()
         times = self.ledger.close_step()
+        if self.is_rank0:
+            metrics |= server_metrics(self.collector.take_busy_seconds(), reports, times["time/step_s"])
         if groups and times.get("time/step_s"):
             metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
         self.metrics.log(self.step, metrics | times)
@@ -244,28 +225,18 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer, scheduler and random states. JSON values."""
-        prompts = self.prompts_state if self.is_rank0 else None  # of the last step trained, not of the next one asked
-        return {"step": self.step, "prompts": prompts}
+        return {"step": self.step, "rollouts": self.rollouts.state_dict() if self.is_rank0 else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         if self.is_rank0:
-            self.prompts.load_state_dict(state["prompts"])
-            self.prompts_state = state["prompts"]
+            self.rollouts.load_state_dict(state["rollouts"])
 
     def close(self) -> None:
         """Release servers, workers, files and process groups, last acquired first."""
         self.resources.close()
 
     # ------------------------------------------------------------------------------------- parts of a step
-
-    def _ask(self, step: int) -> Future[list[Group]]:
-        """Send the prompts of a step, trained at version step - 1, to servers whose weights are new enough for it."""
-        ahead = self.config.async_grpo
-        oldest = step - 1 - (ahead.max_trajectory_age_steps if ahead.enabled else 0)
-        prompts = self.prompts.next(self.config.grpo.prompts_per_step)
-        params = self._sampling(self.config.grpo.group_size, self.config.rollout.temperature)
-        return self.collector.start(prompts, params, f"step{step}", oldest)
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
         stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)
@@ -285,7 +256,45 @@ class Trainer:
         grpo = self.config.grpo
         if sample.finish_reason == "abort" or (grpo.overlong_filter and sample.finish_reason == "length"):
             return False
-        return grpo.zero_variance_groups == "keep" or not zero_variance([self._shaped_reward(s) for s in group])
+        return grpo.zero_variance_groups == "keep" or self._has_signal(group)
+
+    def _has_signal(self, group: Group) -> bool:
+        return not zero_variance([self._shaped_reward(sample) for sample in group])
+
+    def _loss(
+        self, row: Microbatch, old_logprobs: torch.Tensor | None, reference_logprobs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """One packed row's share of the step's loss, and detached sums for metrics."""
+        grpo, answer = self.config.grpo, row.loss_mask
+        sampler_logprobs, sample_ids = row.sampler_logprobs[answer], row.sample_ids[answer]
+        logprobs, entropy = self.model(row, self.config.rollout.temperature)
+        trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+        correction = (
+            trainer_logprobs,
+            sampler_logprobs,
+            sample_ids,
+            grpo.importance_correction,
+            grpo.importance_level,
+            grpo.importance_min,
+            grpo.importance_max,
+        )
+        loss, sums = losses.policy_loss(
+            logprobs,
+            sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
+            row.advantages[answer],
+            row.weights[answer],
+            sample_ids,
+            grpo,
+            importance=losses.importance_weights(*correction),
+            reference_logprobs=reference_logprobs,
+            entropy=entropy,
+        )
+        tokens = trainer_logprobs, sampler_logprobs, row.weights[answer]
+        sums |= {"loss": loss.detach()} | losses.mismatch_sums(*tokens)
+        if self.max_age:
+            clipped = losses.importance_clipped(*correction)
+            sums |= losses.age_sums(*tokens, row.ages[answer], self.max_age, clipped)
+        return loss, sums
 
     def _fixed_logprobs(self, minibatches: list[list[Microbatch]]) -> list[list[FixedLogprobs]]:
         """Log-probabilities that stay fixed during the step's updates: (old policy's, reference's) for each row.
@@ -340,11 +349,17 @@ class Trainer:
                 f"--logprobs-mode processed_logprobs and no quantisation ({', '.join(self.urls)})"
             )
 
-    def _sum_over_data_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-        total = torch.stack([torch.as_tensor(value, device=self.device).double() for value in sums.values()])
+    def _sum_over_data_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Each scalar as a number, each vector as a list of numbers; one copy from the device for all."""
+        values = [torch.as_tensor(value, device=self.device).double() for value in sums.values()]
+        total = torch.cat([value.flatten() for value in values])
         if self.data_ranks > 1:
             dist.all_reduce(total, group=self.dims.get_mesh("batch").get_group())
-        return dict(zip(sums, total.tolist(), strict=True))
+        rest = iter(total.tolist())
+        return {
+            name: list(itertools.islice(rest, len(value))) if value.dim() else next(rest)
+            for name, value in zip(sums, values, strict=True)
+        }
 
     def _next_sft_rows(self) -> list[Microbatch]:
         rows = None
@@ -370,6 +385,7 @@ class Trainer:
                 self.held_out = PromptSource(
                     config.data, self.tokenizer, self.seed, held_out=True, validation_prompts=held_out
                 )
+            self.environment = load_environment(config.rollout.environment)
             self.rewards = self.resources.enter_context(RewardRunner(config.reward))
 
     def _init_distributed(self) -> None:
@@ -396,7 +412,8 @@ class Trainer:
         self.row_tokens = config.training.tokens_per_microbatch or config.training.seq_len
         self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
         # Rank 0 may be busy with rollouts, validation or a server's start for as long as these may take.
-        self.broadcast = Broadcaster(2 * config.rollout.request_timeout_seconds + config.rollout.start_timeout_seconds)
+        self.broadcast = Broadcaster(2 * config.rollout.group_timeout_seconds + config.rollout.start_timeout_seconds)
+        self.max_age = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
 
     def _start_servers(self) -> None:
         rollout = self.config.rollout
@@ -449,7 +466,6 @@ class Trainer:
         config, rollout = self.config, self.config.rollout
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         self.sampler_checked = False
-        self.asked: Future[list[Group]] | None = None
         self.fleet: Fleet | None = None
 
         def make(url: str) -> Server:
@@ -470,8 +486,20 @@ class Trainer:
                 self.tokenizer,
                 rollout.max_concurrent_requests,
                 rollout.request_timeout_seconds,
+                self.environment,
+                rollout.environment,
             )
             self.resources.callback(self.collector.close)
+            self.rollouts = RolloutStream(
+                self.collector,
+                self.prompts,
+                self._sampling(config.grpo.group_size, rollout.temperature),
+                config.grpo,
+                config.async_grpo,
+                rollout,
+                config.training.steps,
+                self._has_signal,
+            )
         self.weight_sync = WeightSync(
             self.model,
             self.source.adapter,
@@ -479,7 +507,10 @@ class Trainer:
             self.fleet,
             self.device,
             self.source.tied,
-            max_lag=config.async_grpo.max_trajectory_age_steps,
+            max_lag=self.max_age,
+            in_flight=config.async_grpo.in_flight_weight_updates or not config.async_grpo.enabled,
+            recompute_kv=config.async_grpo.recompute_kv_cache_after_weight_updates,
+            drain_timeout_s=rollout.request_timeout_seconds,
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()

@@ -1,5 +1,7 @@
 """What a step's groups and summed losses say, as flat metrics. Names are explained in `docs/metrics.md`."""
 
+from collections import Counter
+from itertools import compress
 from statistics import fmean, pstdev
 
 from torchtitan.grpo.advantages import zero_variance
@@ -8,17 +10,18 @@ from torchtitan.grpo.rollouts.samples import Group
 from torchtitan.grpo.weight_sync.report import SyncReport
 
 
-def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
+def rollout_metrics(groups: list[Group], version: int, max_age: int) -> dict[str, float]:
     """Rewards, lengths, ages and how answers ended, over all samples of a step. Empty if there are none.
 
     Args:
         version: That of the weights that are trained on the groups; a token's age is how much older its weights are.
+        max_age: The oldest that there may be; over 0, the share of tokens of each age is reported.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
         return {}
     rewards = [sample.reward for sample in samples]
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [sample.sampled_tokens for sample in samples]
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -30,9 +33,15 @@ def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
         "rollout/truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
         "rollout/aborted_fraction": fmean(sample.finish_reason == "abort" for sample in samples),
     }
-    ages = [version - sampled_by for sample in samples for sampled_by in sample.versions]
+    ages: Counter[int] = Counter()
+    for sample in samples:
+        sampled_by = sample.versions if sample.loss_mask is None else compress(sample.versions, sample.loss_mask)
+        ages.update({version - v: tokens for v, tokens in Counter(sampled_by).items()})
     if ages:
-        metrics |= {"rollout/age_mean": fmean(ages), "rollout/age_max": max(ages)}
+        tokens = ages.total()
+        metrics |= {"rollout/age_mean": sum(a * n for a, n in ages.items()) / tokens, "rollout/age_max": max(ages)}
+        if max_age:
+            metrics |= {f"rollout/age_{age}_fraction": ages[age] / tokens for age in range(max_age + 1)}
     for name in samples[0].rewards:
         metrics[f"reward/{name}"] = fmean(sample.rewards[name] for sample in samples)
     return metrics
@@ -95,6 +104,23 @@ def _age_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
     return metrics
 
 
+def server_metrics(busy_s: dict[str, float], reports: list[SyncReport], step_s: float) -> dict[str, float]:
+    """How much of the step each server computed answers: it had requests of ours, and did not stand still for weights.
+
+    Args:
+        busy_s: Seconds with requests in flight, by server (`Collector.take_busy_seconds`).
+    """
+    stopped_s: Counter[str] = Counter()
+    for report in reports:
+        for url, phases in report.servers.items():
+            stopped_s[url] += phases["total"] - phases["pause"]
+    if not busy_s or not step_s:
+        return {}
+    shares = {url: min(1.0, max(0.0, seconds - stopped_s[url]) / step_s) for url, seconds in busy_s.items()}
+    metrics = {f"server/{_server_name(url)}/busy_share": share for url, share in shares.items()}
+    return metrics | {"rollout/busy_share": fmean(shares.values())}
+
+
 def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
     """The pushes that ended in this step: how many, the newest one's seconds by phase and server, and who is there.
 
@@ -116,8 +142,11 @@ def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
             metrics["sync/gib"] = report.bytes / 2**30
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
     for url, phases in phases_of.items():
-        name = url.partition("://")[2].replace(":", "_").replace("/", "_")
-        metrics |= {f"server/{name}/{phase}_s": seconds for phase, seconds in phases.items()}
+        metrics |= {f"server/{_server_name(url)}/{phase}_s": seconds for phase, seconds in phases.items()}
     for phase in ("pause", "wire", "apply", "acknowledge") if phases_of else ():
         metrics[f"sync/{phase}_s"] = max(phases[phase] for phases in phases_of.values())
     return metrics
+
+
+def _server_name(url: str) -> str:
+    return url.partition("://")[2].replace(":", "_").replace("/", "_")

@@ -5,17 +5,21 @@ import contextlib
 import hashlib
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
 from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often a request is sent before its failure is the collection's."""
@@ -29,31 +33,60 @@ class Scorer(Protocol):
     def score(self, samples: list[Sample]) -> None: ...
 
 
+@dataclass(eq=False)
+class Ticket:
+    """A request that waits for a server. `eligible_at`: when a server that it may go to was last seen."""
+
+    start: "Start"
+    server: asyncio.Future[Server]
+    eligible_at: float
+
+
+class Start(Protocol):
+    """Which weights the requests of a group need, and what to call when one is given a server of a version."""
+
+    def min_version(self) -> int: ...
+
+    def begun(self, version: int) -> None: ...
+
+
+@dataclass
+class AnyFrom:
+    """Weights of this version or newer."""
+
+    version: int = -1
+
+    def min_version(self) -> int:
+        return self.version
+
+    def begun(self, version: int) -> None:
+        pass
+
+
 class Collector:
-    """Sends prompts to servers and gathers their answers, decoded and scored.
+    """Sends requests to servers and gathers their answers into groups, decoded and scored.
 
-    The event loop runs in a thread of its own, so a caller blocks in `collect`, and several threads may collect at the
-    same time.
+    The event loop runs in a thread of its own, and everything happens there; nothing polls.
 
-    Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have
-    acknowledged `min_version` or newer. While there is none it waits, without taking the place of one that need not,
-    until the fleet says that something has changed; at most `request_timeout_s`, and not at all once fewer servers
-    than `[rollout] min_servers` are left. A request under way is left alone when its server leaves traffic.
+    Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have a
+    place free and have acknowledged the weights that it needs. While there is none it waits, first come, first
+    served, without taking the place of one that need not; at most `request_timeout_s` with no server that it might ever
+    go to, and not at all once fewer servers than `[rollout] min_servers` are left.
 
     Retries: a request that its server fails (`EngineError`) makes that server suspected, which takes it out of traffic,
-    and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. What a server
-    refuses for a reason that the user can mend (`UserError`) is not sent again. `retried` counts what was sent again.
+    and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. Requests under
+    way at a server that weight sync finds lost are sent again at once; at one that is merely out of traffic they go on.
+    What a server refuses for a reason that the user can mend (`UserError`) is not sent again.
 
-    Every prompt gets its own seed, from `params.seed`, its index, the tag and how often it has come before in the same
-    call: answers are reproducible, and differ between steps (give each step its own tag). When all prompts of a call
-    fit into `max_concurrent_requests` they are assigned to the servers that are eligible then and announced to each as
-    one cohort, which the embedded server starts as one batch: then results do not depend on arrival times even in the
-    last bit, as long as no request has to go elsewhere.
+    When all prompts of a `collect` find a place they are assigned to the servers that are eligible then and announced
+    to each as one cohort, which the embedded server starts as one batch: then results do not depend on arrival times
+    even in the last bit, as long as no request has to go elsewhere.
 
     Args:
         fleet: The servers, with their clients; the collector closes the clients, and alone uses them.
-        max_concurrent_requests: Requests in flight over all servers. The others wait here.
+        max_concurrent_requests: Requests in flight at one server. The others wait here.
         request_timeout_s: Longest wait of a request for a server to send it to; the clients bound the request itself.
+        environment: How a prompt becomes samples, and its name.
     """
 
     def __init__(
@@ -63,52 +96,79 @@ class Collector:
         tokenizer: PreTrainedTokenizerBase,
         max_concurrent_requests: int,
         request_timeout_s: float,
+        environment: Environment = single_turn,
+        environment_name: str = "",
     ) -> None:
         self.fleet = fleet
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.max_concurrent_requests = max_concurrent_requests
         self.request_timeout_s = request_timeout_s
+        self.environment = environment
+        self.environment_name = environment_name
         self.retried = 0
-        self._in_flight = 0
+        """Requests that were sent again."""
+        self.busy_s: dict[str, float] = defaultdict(float)
+        """Seconds with a request of ours in flight, by server; `take_busy_seconds` empties it."""
         self._used: set[Server] = set()
+        self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
+        self._busy_since: dict[Server, float] = {}
+        self._waiting: dict[Ticket, None] = {}
+        self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
-        self._slots = asyncio.Semaphore(max_concurrent_requests)
-        self._fleet_changed = asyncio.Event()
         self._scoring = ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
         self._thread.start()
         fleet.add_listener(self._on_fleet_change)
 
-    def collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int = -1) -> list[Group]:
-        """Answer every prompt `params.n` times. Blocks; `request_timeout_s` and the clients' timeouts bound the wait.
+    # ------------------------------------------------------------------------------------------- from any thread
 
-        See `start`.
+    def collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int = -1) -> list[Group]:
+        """Answer every prompt `params.n` times. Blocks; the time limits of requests bound the wait.
+
+        Args:
+            tag: Names this call in request ids and seeds. Every prompt gets its own seed, from `params.seed`, its
+                index, the tag and how often it has come before in the same call.
+            min_version: Only servers that have acknowledged this weight version or a newer one are asked.
+
+        Returns:
+            One scored group per prompt, in the order of the prompts.
+
+        Raises:
+            EngineError, UserError: The first request that failed for good; the message names server and prompt, or
+                every server if none became eligible in time. The other requests are cancelled.
+            FleetError: Too few servers are left.
         """
-        future = self.start(prompts, params, tag, min_version)
+        return self.call(self._collect(prompts, params, tag, AnyFrom(min_version)))
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the collector's event loop and wait for it; an interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         finally:
             future.cancel()  # nothing but an interrupt leaves it unfinished
 
-    def start(
-        self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int = -1
-    ) -> Future[list[Group]]:
-        """Have every prompt answered `params.n` times, without waiting for it. Cancel the future to end it early.
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """As `call`, without waiting."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-        Args:
-            tag: Names this call in request ids and seeds, e.g. "step-12".
-            min_version: Only servers that have acknowledged this weight version or a newer one are asked.
+    def add_listener(self, call: Callable[[], None]) -> None:
+        """Have `call` called on the event loop after every change of the fleet."""
+        self._listeners.append(call)
 
-        Returns:
-            A future of one scored group per prompt, in the order of the prompts.
+    def take_busy_seconds(self) -> dict[str, float]:
+        """Seconds in which each server had a request of ours, since the last call."""
 
-        Raises (when its result is asked for):
-            EngineError, UserError: The first request that failed for good; the message names server and prompt, or
-                every server if none became eligible in time. The other requests are cancelled.
-            FleetError: Too few servers are left.
-        """
-        return asyncio.run_coroutine_threadsafe(self._collect(prompts, params, tag, min_version), self._loop)
+        async def take() -> dict[str, float]:
+            now = self._loop.time()
+            for server, since in self._busy_since.items():
+                self.busy_s[server.url] += now - since
+                self._busy_since[server] = now
+            taken, self.busy_s = dict(self.busy_s), defaultdict(float)
+            return taken
+
+        return self.call(take())
 
     def close(self) -> None:
         """Cancel what is under way and close the connections. Bounded."""
@@ -120,64 +180,59 @@ class Collector:
         self._loop.close()
         self._scoring.shutdown(wait=False, cancel_futures=True)
 
-    async def _shut_down(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for server in self._used | set(self.fleet.servers):  # those that left the list have been used, or never opened
-            if server.client is not None:
-                await server.client.close()
+    # ------------------------------------------------------------------------------------------ on the event loop
 
-    def _on_fleet_change(self) -> None:
-        """The fleet's listener, on any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._wake)
+    def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
+        """For `count` requests that start together: the server of each and its cohort there, None without places."""
+        load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
+        free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
+        if self._waiting or free < count:
+            return [None] * count
+        servers = []
+        for _ in range(count):
+            servers.append(min(load, key=load.__getitem__))
+            load[servers[-1]] += 1
+        sizes = Counter(servers)
+        return [(server, (name, sizes[server])) for server in servers]
 
-    def _wake(self) -> None:
-        self._fleet_changed.set()
-        self._fleet_changed = asyncio.Event()
+    async def group(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        start: Start,
+        cohort: tuple[Server, tuple[str, int]] | None = None,
+    ) -> Group:
+        """One scored group: the environment's rollout of the prompt, with as many requests as it makes."""
 
-    async def _wait_for_server(self, min_version: int, at_most_s: float) -> float:
-        """Wait until a server is eligible. Returns how much of `at_most_s` is left."""
-        deadline = self._loop.time() + at_most_s
-        while True:
-            changed = self._fleet_changed  # taken before the look, so that no change in between is missed
-            self.fleet.check()
-            if self.fleet.eligible(min_version):
-                return deadline - self._loop.time()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await changed.wait()
-            except TimeoutError as error:
-                wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
-                raise EngineError(
-                    f"no server in traffic{wanted} after {self.request_timeout_s:g} s of waiting "
-                    f"([rollout] request_timeout_seconds): {self.fleet.describe()}"
-                ) from error
+        async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+            first = None if suffix else cohort
+            return await self._answer(prompt, token_ids, params, request_id + suffix, start, first)
 
-    async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:
+        client = RolloutClient(self.tokenizer, params, prompt, ask)
+        try:
+            samples = await self.environment(client, prompt)
+        except (EngineError, FleetError, UserError, TimeoutError):
+            raise
+        except Exception as error:
+            name = f"[rollout] environment = {self.environment_name!r}"
+            raise UserError(f"{name}: prompt {prompt.index}: {type(error).__name__}: {error}") from error
+        group = checked(samples, self.environment_name, params.max_tokens)
+        return await self._loop.run_in_executor(self._scoring, self._score, group)
+
+    async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, start: AnyFrom) -> list[Group]:
         if not prompts:
             return []
-        await self._wait_for_server(min_version, self.request_timeout_s)
+        self._release(await self._acquire(start))  # the first time there is a server
         # The tag may come again (another run on the same server, a repeated step); request ids must not.
         nonce = secrets.token_hex(4)
-        servers: list[Server | None] = [None] * len(prompts)
-        cohorts: list[tuple[str, int] | None] = [None] * len(prompts)
-        load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
-        if load and self._in_flight + len(prompts) <= self.max_concurrent_requests:
-            for i in range(len(prompts)):
-                servers[i] = min(load, key=load.__getitem__)
-                load[servers[i]] += 1
-            sizes = Counter(servers)
-            cohorts = [(f"{tag}-{nonce}", sizes[server]) for server in servers]
+        cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", start.version)
         seen: Counter[int] = Counter()
         tasks = []
         for i, prompt in enumerate(prompts):
             own = replace(params, seed=prompt_seed(params.seed, tag, prompt.index, seen[prompt.index]))
             seen[prompt.index] += 1
-            request_id = f"{tag}-{i:06d}-{nonce}"
-            group = self._group(prompt, own, request_id, min_version, servers[i], cohorts[i])
+            group = self.group(prompt, own, f"{tag}-{i:06d}-{nonce}", start, cohorts[i])
             tasks.append(asyncio.create_task(group))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -190,68 +245,157 @@ class Collector:
             await asyncio.gather(*tasks, return_exceptions=True)
         return [task.result() for task in tasks]
 
-    async def _group(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        min_version: int,
-        server: Server | None,
-        cohort: tuple[str, int] | None,
-    ) -> Group:
-        completions = await self._answer(prompt, params, request_id, min_version, server, cohort)
-        group = [Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
-        return await self._loop.run_in_executor(self._scoring, self._score, group)
-
     async def _answer(
         self,
         prompt: Prompt,
+        token_ids: list[int],
         params: SamplingParams,
         request_id: str,
-        min_version: int,
-        server: Server | None,
-        cohort: tuple[str, int] | None,
+        start: Start,
+        cohort: tuple[Server, tuple[str, int]] | None,
     ) -> list[Completion]:
         """Ask the assigned server as part of its cohort, or else the best there is; again if that fails."""
-        failures, wait_s = 0, self.request_timeout_s
+        failures = 0
         while True:
-            async with self._slots:
-                if server is None or not server.serves(min_version):
-                    server, cohort = self.fleet.pick(min_version), None
-                if server is not None:
-                    own_id = f"{request_id}-retry-{failures}" if failures else request_id
-                    try:
-                        return await self._ask(server, prompt, params, own_id, cohort)
-                    except EngineError as error:
-                        self.fleet.suspect(server, error)
-                        failures += 1
-                        if failures == ATTEMPTS:
-                            raise
-                    server, wait_s = None, self.request_timeout_s
-                    self.retried += 1
-            wait_s = await self._wait_for_server(min_version, wait_s)
+            named = None
+            if cohort is not None and self._has_place(cohort[0]) and cohort[0].serves(start.min_version()):
+                server, named = cohort
+                self._occupy(server, start)
+            else:
+                server = await self._acquire(start)
+            try:
+                own_id = f"{request_id}-retry-{failures}" if failures else request_id
+                return await self._ask(server, token_ids, params, own_id, named)
+            except UserError as error:
+                raise UserError(f"prompt {prompt.index} at {server.url}: {error}") from error
+            except EngineError as error:
+                self.fleet.suspect(server, error)
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise EngineError(f"prompt {prompt.index} at {server.url}: {error}") from error
+            finally:
+                self._release(server)
+            cohort = None
+            self.retried += 1
 
     async def _ask(
-        self, server: Server, prompt: Prompt, params: SamplingParams, request_id: str, cohort: tuple[str, int] | None
+        self,
+        server: Server,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        cohort: tuple[str, int] | None,
     ) -> list[Completion]:
+        """One request, given up when its server is lost."""
         self._used.add(server)
-        self._in_flight += 1
-        server.in_flight += 1
+        request = asyncio.create_task(server.client.generate(token_ids, params, request_id, cohort))
+        self._running[server].add(request)
         try:
-            return await server.client.generate(prompt.token_ids, params, request_id, cohort)
-        except UserError as error:
-            raise UserError(f"prompt {prompt.index} at {server.url}: {error}") from error
-        except EngineError as error:
-            raise EngineError(f"prompt {prompt.index} at {server.url}: {error}") from error
+            return await request
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise EngineError(f"{server.url}: request {request_id} was given up: {server.reason}") from None
         finally:
-            self._in_flight -= 1
-            server.in_flight -= 1
+            self._running[server].discard(request)
+
+    async def _acquire(self, start: Start) -> Server:
+        """A place at a server, taken; `_release` gives it back."""
+        self.fleet.check()
+        ticket = Ticket(start, self._loop.create_future(), self._loop.time())
+        self._waiting[ticket] = None
+        self._dispatch()
+        try:
+            while not ticket.server.done():
+                left_s = ticket.eligible_at + self.request_timeout_s - self._loop.time()
+                await asyncio.wait([ticket.server], timeout=max(left_s, 0.0))
+                if ticket.server.done():
+                    break
+                if self.fleet.eligible(start.min_version()):
+                    ticket.eligible_at = self._loop.time()
+                elif self._loop.time() - ticket.eligible_at >= self.request_timeout_s:
+                    raise self._none_eligible(start.min_version())
+            return ticket.server.result()
+        except asyncio.CancelledError:
+            if ticket.server.done() and not ticket.server.exception():
+                self._release(ticket.server.result())
+            raise
+        finally:
+            self._waiting.pop(ticket, None)
+
+    def _none_eligible(self, min_version: int) -> EngineError:
+        wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
+        return EngineError(
+            f"no server in traffic{wanted} after {self.request_timeout_s:g} s of waiting "
+            f"([rollout] request_timeout_seconds): {self.fleet.describe()}"
+        )
+
+    def _dispatch(self) -> None:
+        """Give free places to those who wait, in the order in which they came."""
+        now = self._loop.time()
+        for ticket in list(self._waiting):
+            places = [server for server in self.fleet.eligible(-1) if self._has_place(server)]
+            if not places:
+                return
+            eligible = self.fleet.eligible(ticket.start.min_version())
+            if eligible:
+                ticket.eligible_at = now
+            places = [server for server in eligible if server in places]
+            if places:
+                server = min(places, key=lambda server: server.in_flight)
+                self._occupy(server, ticket.start)
+                del self._waiting[ticket]
+                ticket.server.set_result(server)
+
+    def _has_place(self, server: Server) -> bool:
+        return server.in_flight < self.max_concurrent_requests
+
+    def _occupy(self, server: Server, start: Start) -> None:
+        if server.in_flight == 0:
+            self._busy_since[server] = self._loop.time()
+        server.in_flight += 1
+        start.begun(server.version)
+
+    def _release(self, server: Server) -> None:
+        server.in_flight -= 1
+        if server.in_flight == 0:
+            self.busy_s[server.url] += self._loop.time() - self._busy_since.pop(server)
+        self._dispatch()
+
+    def _on_fleet_change(self) -> None:
+        """The fleet's listener, on any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._look_at_fleet)
+
+    def _look_at_fleet(self) -> None:
+        for server, requests in self._running.items():
+            if server.lost:
+                for request in requests:
+                    request.cancel()
+        try:
+            self.fleet.check()
+        except Exception as error:
+            for ticket in self._waiting:
+                ticket.server.set_exception(error)
+            self._waiting.clear()
+        self._dispatch()
+        for listener in self._listeners:
+            listener()
 
     def _score(self, group: Group) -> Group:
         for sample in group:
             sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         self.rewards.score(group)
         return group
+
+    async def _shut_down(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self._used | set(self.fleet.servers):  # those that left the list have been used, or never opened
+            if server.client is not None:
+                await server.client.close()
 
 
 def prompt_seed(seed: int | None, tag: str, index: int, occurrence: int) -> int | None:

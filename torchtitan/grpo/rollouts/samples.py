@@ -52,6 +52,11 @@ class Sample:
     reward: float = 0.0
     reward_failures: list[str] = field(default_factory=list)
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+
 
 Group = list[Sample]
 """The answers to one prompt, in sample order."""

@@ -1,0 +1,129 @@
+"""How a prompt becomes a group of samples: one answer each, or the turns of an environment of one's own.
+
+`[rollout] environment = "module:function"` names an `async def rollout(client, prompt)` that returns the samples of
+one group. It asks the servers through its `RolloutClient`, as often as it likes, and builds its samples with `Turns`.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.import_path import load_function
+from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
+
+Ask = Callable[[list[int], SamplingParams, str], Awaitable[list[Completion]]]
+"""(token ids, parameters, suffix of the request's name) -> completions."""
+
+
+class RolloutClient:
+    """The servers, as the rollout of one group sees them: which one answers, and when again, is not its concern.
+
+    Attributes:
+        tokenizer: The model's.
+        params: Of the group: `n` samples are wanted, `max_tokens` is the longest answer over all turns together.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, prompt: Prompt, ask: Ask) -> None:
+        self.tokenizer = tokenizer
+        self.params = params
+        self._prompt_tokens = len(prompt.token_ids)
+        self._ask = ask
+        self._calls = 0
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        seed: int | None = None,
+    ) -> list[Completion]:
+        """Continue `token_ids` `n` times. Several calls may run at once (`asyncio.gather`).
+
+        Args:
+            max_tokens: At most this many tokens; never more than the group's `max_tokens` leaves after what `token_ids`
+                holds beyond the prompt. If that is nothing, the completions are empty, with finish_reason "length".
+            stop_token_ids: End this turn, besides those that end an answer.
+            seed: None derives one from the group's and the number of this call.
+        """
+        call, self._calls = self._calls, self._calls + 1
+        left = self.params.max_tokens - (len(token_ids) - self._prompt_tokens)
+        left = left if max_tokens is None else min(left, max_tokens)
+        if left <= 0:
+            return [Completion([], [], "length", []) for _ in range(n)]
+        if seed is None and self.params.seed is not None:
+            seed = self.params.seed + call * self.params.n  # servers add the sample's number
+        stop = (*self.params.stop_token_ids, *stop_token_ids)
+        params = replace(self.params, n=n, max_tokens=left, stop_token_ids=stop, seed=seed)
+        return await self._ask(token_ids, params, f"-turn{call}" if call else "")
+
+
+Environment = Callable[[RolloutClient, Prompt], Awaitable[list[Sample]]]
+
+
+class Turns:
+    """One sample over several turns: what the model said is trained on, what the environment said is not."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._sample = Sample(prompt, [], [], [], "length", loss_mask=[])
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and everything since: what the next turn continues."""
+        return self._sample.prompt.token_ids + self._sample.token_ids
+
+    def sampled(self, completion: Completion) -> None:
+        """Append what the model said."""
+        self._append(completion.token_ids, completion.logprobs, completion.versions, True)
+        self._sample.finish_reason = completion.finish_reason
+
+    def given(self, token_ids: list[int]) -> None:
+        """Append what the environment said."""
+        version = self._sample.versions[-1:] or [0]
+        self._append(token_ids, [0.0] * len(token_ids), version * len(token_ids), False)
+
+    def sample(self) -> Sample:
+        return self._sample
+
+    def _append(self, token_ids: list[int], logprobs: list[float], versions: list[int], sampled: bool) -> None:
+        self._sample.token_ids += token_ids
+        self._sample.logprobs += logprobs
+        self._sample.versions += versions
+        self._sample.loss_mask += [sampled] * len(token_ids)
+
+
+async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+    """The environment without one: each sample is one answer."""
+    completions = await client.generate(prompt.token_ids, n=client.params.n, seed=client.params.seed)
+    return [Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
+
+
+def load_environment(name: str) -> Environment:
+    """The rollout that `[rollout] environment` names; `single_turn` if it is empty."""
+    return load_function("[rollout] environment", name, "client", "prompt") if name else single_turn
+
+
+def checked(samples: list[Sample], name: str, max_tokens: int) -> Group:
+    """What an environment returned, cut to `max_tokens`: tokens that it gave itself may have gone beyond.
+
+    Raises:
+        UserError: It is no list of samples, or the entries of one do not match its tokens.
+    """
+    where = f"[rollout] environment = {name!r}"
+    if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
+        raise UserError(f"{where} must return a list of one Sample or more, not {repr(samples)[:100]}")
+    for sample in samples:
+        columns = [sample.logprobs, sample.versions] + ([] if sample.loss_mask is None else [sample.loss_mask])
+        tokens = len(sample.token_ids)
+        if any(len(column) != tokens for column in columns):
+            entries = [len(column) for column in columns]
+            raise UserError(f"{where}: a sample of {tokens} tokens has {entries} log-probabilities, versions and masks")
+        if tokens > max_tokens:
+            sample.finish_reason = "length"
+            for column in (sample.token_ids, *columns):
+                del column[max_tokens:]
+    return samples

@@ -1,0 +1,246 @@
+"""The flow of rollouts: prompts are asked as far ahead as staleness allows, and each step takes its groups."""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.job_config import AsyncGrpo, Grpo, Rollout
+from torchtitan.grpo.prompts import PromptSource
+from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
+from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.samples import Group
+from torchtitan.tools.logging import logger
+
+
+class Start:
+    """What the collector asks and says about the weights of one group."""
+
+    def __init__(self, buffer: StalenessBuffer, entry: Entry) -> None:
+        self._buffer, self._entry = buffer, entry
+
+    def min_version(self) -> int:
+        return self._buffer.min_version(self._entry)
+
+    def begun(self, version: int) -> None:
+        self._buffer.begin(self._entry, version)
+
+
+class RolloutStream:
+    """Groups for one step after the other. Its state lives on the collector's event loop; nothing polls.
+
+    With `[async_grpo]` groups are asked as soon as the buffer's bound allows, while the trainer trains. Without, a
+    step's groups are asked when the step wants them, all at once and by the newest weights.
+
+    Groups that are given up are replaced by other prompts: those without a signal (`[grpo] zero_variance_groups =
+    "replace"`, DAPO's dynamic sampling, arXiv 2503.14476), those that took longer than `[rollout]
+    group_timeout_seconds`, and those that became too old. `counts` has how many there were of each.
+
+    Args:
+        steps: `[training] steps`: no group is asked for a step beyond.
+        params: How each prompt is answered; its seed is the run's.
+        has_signal: Whether a group teaches anything; what does not is replaced if `grpo` says so.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        prompts: PromptSource,
+        params: SamplingParams,
+        grpo: Grpo,
+        ahead: AsyncGrpo,
+        rollout: Rollout,
+        steps: int,
+        has_signal: Callable[[Group], bool],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        """Groups since the start: asked, finished, replaced, late, timed_out."""
+        self._collector, self._prompts, self._params = collector, prompts, params
+        self._ahead = ahead.enabled
+        self._replace = grpo.zero_variance_groups == "replace"
+        self._replaced_max = round((grpo.replace_limit - 1) * grpo.prompts_per_step)
+        self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
+        self._has_signal = has_signal
+        per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
+        self._buffer = StalenessBuffer(
+            per_step,
+            ahead.max_trajectory_age_steps if ahead.enabled else 0,
+            (ahead.order_window or 2 * per_step) if ahead.enabled else per_step + surplus,
+            ahead.late_groups if ahead.enabled else "wait",
+            surplus,
+        )
+        self._per_step, self._surplus, self._steps = per_step, surplus, steps
+        self._nonce = secrets.token_hex(4)  # request ids must differ from those of another run on the same servers
+        self._wanted = 0
+        self._replaced_this_step = self._timed_out_this_step = 0
+        self._tasks: dict[Entry, asyncio.Task] = {}
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        collector.add_listener(self._fill)
+
+    # --------------------------------------------------------------------------------------- from the main thread
+
+    def take(self, version: int) -> list[Group]:
+        """The groups of the step that trains weights of `version`, in the order of their prompts. Blocks.
+
+        The wait is bounded by the time limits of groups, and of requests that find no server.
+
+        Raises:
+            EngineError, UserError: A request failed for good, no server was left to ask, or every group took too long.
+            FleetError: Too few servers are left.
+        """
+        return self._collector.call(self._take(version))
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, and where the groups are now. Names are explained in `docs/metrics.md`."""
+
+        async def read() -> dict[str, float]:
+            entries = self._buffer.entries.values()
+            complete = sum(entry.group is not None for entry in entries)
+            begun = sum(entry.begun is not None for entry in entries)
+            names = ("asked", "finished", "replaced", "late", "timed_out")
+            return {f"rollout/groups_{name}": self.counts[name] for name in names} | {
+                "rollout/groups_ready": complete,
+                "rollout/groups_in_flight": begun - complete,
+                "rollout/groups_queued": len(entries) - begun,
+            }
+
+        return self._collector.call(read())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run continues from, as JSON values: the place in the data, and groups not yet trained on."""
+
+        async def read() -> dict[str, Any]:
+            return {
+                "prompts": self._prompts.state_dict(),
+                "buffer": self._buffer.state_dict(),
+                "counts": dict(self.counts),
+            }
+
+        return self._collector.call(read())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. Groups that were under way are asked anew."""
+
+        async def load() -> None:
+            self._prompts.load_state_dict(state["prompts"])
+            self._buffer.load_state_dict(state["buffer"], self._prompts.at)
+            self.counts = Counter(state["counts"])
+
+        self._collector.call(load())
+
+    # ------------------------------------------------------------------------------------------ on the event loop
+
+    async def _take(self, version: int) -> list[Group]:
+        if version != self._buffer.version:
+            raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
+        self._wanted = version + 1
+        self._fill()
+        while self._failure is None and self._buffer.ready() is None:
+            self._changed.clear()
+            if self._tasks:
+                await self._changed.wait()  # each group has its time limit
+            else:
+                await self._wait_for_server()
+        if self._failure is not None:
+            raise self._failure
+        taken, late = self._buffer.take()
+        for entry in late:
+            self.counts["late"] += 1
+            if entry in self._tasks:
+                self._tasks.pop(entry).cancel()
+        self._replaced_this_step = self._timed_out_this_step = 0
+        self._fill()
+        return [entry.group for entry in taken]
+
+    async def _wait_for_server(self) -> None:
+        """Nothing is under way, and nothing can be asked: until the fleet changes."""
+        fleet = self._collector.fleet
+        fleet.check()
+        try:
+            await asyncio.wait_for(self._changed.wait(), self._request_timeout_s)
+        except TimeoutError as error:
+            raise EngineError(
+                f"no server in traffic with weights new enough to train version {self._buffer.version} after "
+                f"{self._request_timeout_s:g} s of waiting ([rollout] request_timeout_seconds): {fleet.describe()}"
+            ) from error
+
+    def _fill(self) -> None:
+        """Ask as many prompts as may be asked now."""
+        self._changed.set()
+        if self._wanted == 0 or self._failure is not None:
+            return
+        versions = [server.version for server in self._collector.fleet.eligible(0)]
+        if not versions:
+            return
+        buffer = self._buffer
+        waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in self._tasks]
+        asked = buffer.consumed + len(buffer.entries)
+        steps = self._steps if self._ahead else self._wanted
+        count = min(buffer.room(max(versions)), steps * self._per_step + self._surplus - asked)
+        try:
+            new = [buffer.add(prompt) for prompt in self._prompts.next(count)] if count > 0 else []
+        except Exception as error:
+            self._fail(error)
+            return
+        self._ask(waiting + new, max(versions))
+
+    def _ask(self, entries: list[Entry], version: int) -> None:
+        if not entries:
+            return
+        self.counts["asked"] += len(entries)
+        cohorts = [None] * len(entries)
+        if not self._ahead:  # what starts together is repeatable to the last bit
+            cohorts = self._collector.cohorts(len(entries), f"groups{entries[0].number}-{self._nonce}", version)
+        for entry, cohort in zip(entries, cohorts, strict=True):
+            task = asyncio.create_task(self._group(entry, cohort))
+            self._tasks[entry] = task
+            task.add_done_callback(lambda task, entry=entry: self._ended(entry, task))
+
+    async def _group(self, entry: Entry, cohort: Any) -> Group:
+        seed = prompt_seed(self._params.seed, "group", entry.prompt.index, entry.number)
+        params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
+        async with asyncio.timeout(self._timeout_s):
+            return await self._collector.group(entry.prompt, params, request_id, Start(self._buffer, entry), cohort)
+
+    def _ended(self, entry: Entry, task: asyncio.Task) -> None:
+        if self._tasks.get(entry) is not task:
+            return  # too old, and cancelled
+        del self._tasks[entry]
+        if task.cancelled():
+            return  # the run ends
+        error = task.exception()
+        if isinstance(error, TimeoutError):
+            self._give_up(entry)
+        elif error is not None:
+            self._fail(error)
+        else:
+            self._finish(entry, task.result())
+        self._fill()
+
+    def _finish(self, entry: Entry, group: Group) -> None:
+        self.counts["finished"] += 1
+        self._prompts.record(entry.prompt.index, fmean(sample.reward for sample in group))
+        if self._replace and self._replaced_this_step < self._replaced_max and not self._has_signal(group):
+            self._replaced_this_step += 1
+            self.counts["replaced"] += 1
+            self._buffer.drop(entry)
+        else:
+            self._buffer.finish(entry, group)
+
+    def _give_up(self, entry: Entry) -> None:
+        self.counts["timed_out"] += 1
+        self._timed_out_this_step += 1
+        self._buffer.drop(entry)
+        what = f"group {entry.number} (prompt {entry.prompt.index}) took longer than [rollout] group_timeout_seconds"
+        logger.warning("%s = %g: another prompt is asked in its place", what, self._timeout_s)
+        if self._timed_out_this_step > self._per_step:
+            self._fail(EngineError(f"{what} = {self._timeout_s:g}, as all groups of a step before it: raise it"))
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.set()
