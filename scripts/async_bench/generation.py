@@ -1,0 +1,108 @@
+"""What the servers can do when nothing but generation is asked of them: the bound of every mode."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import requests
+
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.vllm import VllmClient
+
+IDLE_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of the job: a prompt, how often and how long it is answered, and what ends an answer."""
+
+    prompt_ids: list[int]
+    samples: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+def generation_rate(
+    urls: list[str], asks: list[Ask], sequences: int, seeded: bool, settle_s: float, seconds: float, timeout_s: float
+) -> float:
+    """Answer tokens a second of all servers together, each kept busy with `sequences` answers at a time.
+
+    The job's requests are sent round and round, a new one for each that ends. Tokens are counted from `settle_s` on,
+    for `seconds`, by vLLM's own counter (`vllm:generation_tokens_total`); where a server lacks it, those of the answers
+    that end in that time. What is then under way is cancelled.
+
+    Args:
+        seeded: Give each request a seed, as the trainer does. vLLM then draws for one sequence at a time.
+
+    Raises:
+        EngineError: A server fails, or ends no answer in that time.
+    """
+    return asyncio.run(_rate(urls, asks, sequences, seeded, settle_s, seconds, timeout_s))
+
+
+async def _rate(
+    urls: list[str], asks: list[Ask], sequences: int, seeded: bool, settle_s: float, seconds: float, timeout_s: float
+) -> float:
+    finished: list[tuple[float, int]] = []
+    numbered = enumerate(itertools.cycle(asks))
+    clients = [VllmClient(url, None, timeout_s, lambda: -1) for url in urls]
+    nonce = time.time_ns()
+
+    async def keep_asking(client: VllmClient, numbered: Iterator[tuple[int, Ask]]) -> None:
+        for i, ask in numbered:
+            params = SamplingParams(ask.samples, 1.0, ask.max_tokens, ask.stop_token_ids, i if seeded else None)
+            answers = await client.generate(ask.prompt_ids, params, f"bench-{nonce}-{i}")
+            finished.append((time.monotonic(), sum(len(answer.token_ids) for answer in answers)))
+
+    lanes = max(1, sequences // max(ask.samples for ask in asks))
+    tasks = [asyncio.create_task(keep_asking(client, numbered)) for client in clients for _ in range(lanes)]
+    try:
+        await _sleep(tasks, settle_s)
+        start, before = time.monotonic(), await asyncio.to_thread(_generated_tokens, urls)
+        await _sleep(tasks, seconds)
+        end, after = time.monotonic(), await asyncio.to_thread(_generated_tokens, urls)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in clients:
+            await client.close()
+    await asyncio.to_thread(_wait_idle, urls)
+    if before is not None and after is not None:
+        return (after - before) / (end - start)
+    tokens = sum(count for at, count in finished if start < at <= end)
+    if not tokens:
+        raise EngineError(f"{', '.join(urls)}: no answer ended within {seconds:g} s (--bound-s)")
+    return tokens / (end - start)
+
+
+async def _sleep(tasks: list[asyncio.Task], seconds: float) -> None:
+    """Sleep, or raise what a task raises meanwhile."""
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+
+
+def _generated_tokens(urls: list[str]) -> float | None:
+    counts = [_metric(url, "vllm:generation_tokens_total") for url in urls]
+    return None if None in counts else sum(counts)
+
+
+def _wait_idle(urls: list[str]) -> None:
+    """Until vLLM has dropped the cancelled requests, so that the next measurement starts with nothing under way."""
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    for url in urls:
+        while (_metric(url, "vllm:num_requests_running") or 0) + (_metric(url, "vllm:num_requests_waiting") or 0):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{url}: cancelled requests are still running after {IDLE_LIMIT_S:g} s")
+            time.sleep(0.2)
+
+
+def _metric(url: str, name: str) -> float | None:
+    """Sum of a Prometheus metric over its labels; None if the server does not have it."""
+    reply = requests.get(f"{url}/metrics", timeout=10)
+    lines = reply.text.splitlines() if reply.ok else []
+    values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(values) if values else None

@@ -1,0 +1,102 @@
+"""A model folder with random weights that ends its answers with a chosen probability a token.
+
+The lengths come from the weights, so that server and trainer agree on every probability. Number 0 of the hidden state
+is set aside as a constant: every token's embedding has the same value there, no layer reads it (its norms' weight is 0)
+or writes to it (row 0 of what it adds is 0), and the end token's output row reads it more than the others do. Its
+log-odds are raised or lowered by that as much as wanted, whatever the context. With chance 1/mean to end at each token,
+lengths are geometric: their median is 0.69 of the mean, the longest of n answers lasts about ln(n) means.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+SCRIPTS = Path(__file__).parents[1]
+SHAPES = {
+    "tiny": {"layers": 2, "dim": 64, "heads": 4, "kv-heads": 2},
+    "0.6b": {"layers": 28, "dim": 1024, "ffn-dim": 3072, "heads": 16, "kv-heads": 8},
+    "1.7b": {"layers": 28, "dim": 2048, "ffn-dim": 6144, "heads": 16, "kv-heads": 8},
+    "4b": {"layers": 36, "dim": 2560, "ffn-dim": 9728, "heads": 32, "kv-heads": 8},
+    "8b": {"layers": 36, "dim": 4096, "ffn-dim": 12288, "heads": 32, "kv-heads": 8},
+}
+"""Flags of make_tiny_model.py. All but `tiny` are Qwen3's, with its head of 128 and its 151,936 tokens."""
+
+CONSTANT = 4.0  # of the hidden state's number 0, about as large as its other numbers together; exact in bfloat16
+READ_BY_OUTPUT = 1 / 16  # the final norm's weight there: small, since tied embeddings have all rows read the constant
+NEVER_LOG_ODDS = -30.0
+
+
+def make_model(folder: Path, shape: str, mean_tokens: float | None, max_tokens: int, seed: int) -> float:
+    """Write config, tokenizer and bfloat16 weights. Returns the mean length that was found, inf for `None`: never ends.
+
+    Args:
+        max_tokens: Longest sequence of the model.
+    """
+    flags = SHAPES[shape] | {"max-tokens": max_tokens}
+    if shape != "tiny":
+        flags |= {"head-dim": 128, "vocab-size": 151936}
+    disable_progress_bar()
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    if shape == "8b":
+        words.append("--no-tie")
+    subprocess.run([sys.executable, str(SCRIPTS / "make_tiny_model.py"), str(folder), *words], check=True)
+    config = AutoConfig.from_pretrained(folder)
+    _fill_tokenizer(folder / "tokenizer.json", config.vocab_size)
+
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    found = set_end(model, config.eos_token_id, mean_tokens)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return found
+
+
+def _fill_tokenizer(path: Path, vocab_size: int) -> None:
+    """Give every row of the embedding a token, so that different answers are different texts."""
+    tokenizer = json.loads(path.read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f"<{i}>": i for i in range(len(words), vocab_size)}
+    path.write_text(json.dumps(tokenizer))
+
+
+@torch.no_grad()
+def set_end(model: PreTrainedModel, end_token: int, mean_tokens: float | None) -> float:
+    """Set the end token's probability: 1/`mean_tokens` on average over contexts of random tokens, None: practically 0.
+    Returns one over that average, measured."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    head[:, 0] = 0
+    table[:, 0] = CONSTANT
+    model.model.norm.weight[0] = READ_BY_OUTPUT
+    for layer in model.model.layers:
+        layer.input_layernorm.weight[0] = layer.post_attention_layernorm.weight[0] = 0
+        layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+
+    random = torch.Generator().manual_seed(1)
+    contexts = torch.randint(end_token + 1, len(table), (8, 96), generator=random).to(table.device)
+    hidden = model.model(contexts).last_hidden_state[:, 8:].flatten(0, 1)
+    log_odds = torch.cat([_log_odds(part @ head.T, end_token) for part in hidden.split(64)])
+    gain = hidden[:, 0]  # what 1.0 in the end token's row adds to its logit
+    if mean_tokens is None:
+        bonus = NEVER_LOG_ODDS / gain.mean()
+    else:
+        low, high = torch.tensor(0.0), torch.tensor(1e4)
+        for _ in range(50):
+            bonus = (low + high) / 2
+            too_rare = (log_odds + bonus * gain).sigmoid().mean() < 1 / mean_tokens
+            low, high = (bonus, high) if too_rare else (low, bonus)
+    row = (head[end_token, 0] + bonus).bfloat16()  # as it will be stored
+    bonus = row.float() - head[end_token, 0]
+    head[end_token, 0] = row
+    chance = (log_odds + bonus * gain).sigmoid().mean().item()
+    return float("inf") if mean_tokens is None else 1 / chance
+
+
+def _log_odds(logits: torch.Tensor, token: int) -> torch.Tensor:
+    own = logits[:, token].clone()
+    logits[:, token] = -torch.inf
+    return own - logits.logsumexp(-1)

@@ -1,0 +1,253 @@
+"""The same job in several modes one after another, against the same servers, and the table that compares them."""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from async_bench.generation import Ask, generation_rate
+from async_bench.long_tail import LENGTHS, draw_lengths
+from async_bench.measured import BOUND, MEASURED, compare, in_order, summarise
+from async_bench.processes import Server, healthy, read_lines, train
+from weight_sync_bench.output import Output, Row
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.prompts import end_token_ids, load_tokenizer
+
+Flags = dict[str, Any]
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
+
+
+def mode_flags(mode: str, age: int) -> Flags:
+    """What a mode sets; the rest of the job is the same for all."""
+    if mode == "sync":
+        return {"async_grpo.enabled": False, "weight_sync.async_weight_update": False}
+    return {
+        "async_grpo.enabled": True,
+        "weight_sync.async_weight_update": True,
+        "async_grpo.max_trajectory_age_steps": 1 if mode == "async" else age,
+        "async_grpo.in_flight_weight_updates": mode != "async",
+        "async_grpo.recompute_kv_cache_after_weight_updates": mode != "in_flight_keep_kv",
+    }
+
+
+def run_name(mode: str, age: int) -> str:
+    return f"{mode}_age{age}" if mode.startswith("in_flight") else mode
+
+
+def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
+    """The job as grpo_train.py's configuration."""
+    prompt_tokens = args.prompt_tokens + 1  # and the begin token
+    longest = prompt_tokens + args.max_answer
+    lognormal = args.lengths == "lognormal"
+    flags: Flags = {
+        "model.hf_assets_path": folder / "model",
+        "data.source": "jsonl",
+        "data.path": folder / "prompts.jsonl",
+        "data.answer_column": "",
+        "data.chat_template": False,
+        "data.max_prompt_tokens": prompt_tokens,
+        "training.steps": args.steps,
+        "training.seq_len": longest,
+        "training.tokens_per_microbatch": max(args.microbatch_tokens, longest),
+        "training.mixed_precision_param": "float32" if args.trainers == ["cpu"] else "bfloat16",
+        "activation_checkpoint.mode": args.activation_checkpoint,
+        "optimizer.lr": args.lr,
+        "grpo.prompts_per_step": args.prompts,
+        "grpo.group_size": args.samples,
+        "rollout.engine": args.engine,
+        "rollout.urls": urls,
+        "rollout.max_answer_tokens": args.max_answer,
+        "rollout.max_concurrent_requests": max(1, args.sequences // (1 if lognormal else args.samples)),
+        "rollout.request_timeout_seconds": args.run_limit_s,
+        "rollout.group_timeout_seconds": args.run_limit_s,
+        "rollout.start_timeout_seconds": 60,
+        "reward.functions": "async_bench.long_tail:coin",
+        "weight_sync.timeout_seconds": 60,
+        "validation.enable": False,
+        "checkpoint.enable": False,
+        "metrics.enable_tensorboard": False,
+        "metrics.samples_per_step": 0,
+        "debug.seed": args.seed,
+    }
+    if lognormal:
+        flags["rollout.environment"] = "async_bench.long_tail:rollout"
+    if args.compile:
+        flags["compile.enable"] = True
+    return flags
+
+
+def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
+    """Prepare, measure, compare. Returns the exit status: 1 if a mode did not end well."""
+    deadline = time.monotonic() + args.time_limit_s
+    folder = args.out.resolve()
+    _same_job(folder, args)
+    prepare(folder, args, out)
+    urls = args.urls or start_servers(folder, args, out, resources)
+
+    flags = job_flags(args, urls, folder) | dict(args.flags)
+    if args.bound_s and not (folder / "bound.jsonl").exists():
+        measure_bound(folder, args, urls, out)
+    failed = False
+    for mode in args.modes:
+        left_s = deadline - time.monotonic()
+        if left_s < 30:
+            out.say(f"{mode}: left out, {left_s:.0f} s are left of --time-limit-s; call again with the same --out")
+            failed = True
+            continue
+        error = run_mode(mode, args, flags, folder, min(args.run_limit_s, left_s - 5), out)
+        if error:
+            out.say(f"FAIL  {error}")
+            failed = True
+        lost = [url for url in urls if not healthy(url)]
+        if lost:
+            out.say(f"FAIL  not answering any more: {', '.join(lost)}")
+            failed = True
+            break
+    report(folder, args, out)
+    return int(failed)
+
+
+def _same_job(folder: Path, args: argparse.Namespace) -> None:
+    """A folder holds the modes of one job: refuse to compare what is not the same work."""
+    names = ("shape", "lengths", "mean", "sigma", "max_answer", "prompts", "samples", "prompt_tokens", "seed")
+    job = {name: getattr(args, name) for name in names} | {"devices": _devices(args)}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.json"
+    if path.exists() and (before := json.loads(path.read_text())) != job:
+        different = [name for name in job if before.get(name) != job[name]]
+        raise UserError(f"--out {folder} holds another job ({', '.join(different)} differ): name another folder")
+    path.write_text(json.dumps(job))
+
+
+def prepare(folder: Path, args: argparse.Namespace, out: Output) -> None:
+    """Model and prompts, unless they are there."""
+    if not (folder / "model" / "complete").exists():
+        start = time.monotonic()
+        out.say(f"model: {args.shape}, random weights")
+        end = "never" if args.lengths == "lognormal" else f"{args.mean:g}"
+        # A process of its own, so that its memory on the GPU is free before the run.
+        command = [sys.executable, sys.argv[0], "model", str(folder / "model"), "--shape", args.shape, "--end", end]
+        command += ["--max-tokens", str(args.prompt_tokens + 1 + args.max_answer), "--seed", str(args.seed)]
+        try:
+            subprocess.run(command, check=True, timeout=args.server_start_s)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"the model was not made: {error}") from error
+        (folder / "model" / "complete").touch()
+        out.say(f"  {time.monotonic() - start:.0f} s")
+    rows = prompt_rows(args, count=args.prompts * (args.steps + 8))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prompt_rows(args: argparse.Namespace, count: int) -> list[Row]:
+    """Different prompts of `prompt_tokens` characters, a token each, with their answers' lengths if those are drawn."""
+    rows = []
+    for index in range(count):
+        letters = random.Random(f"{args.seed}/{index}").choices(LETTERS, k=args.prompt_tokens)
+        row: Row = {"question": "".join(letters)}
+        if args.lengths == "lognormal":
+            row[LENGTHS] = draw_lengths(index, args.samples, args.mean, args.sigma, args.max_answer, args.seed)
+        rows.append(row)
+    return rows
+
+
+def start_servers(folder: Path, args: argparse.Namespace, out: Output, resources: ExitStack) -> list[str]:
+    servers = []
+    for i, device in enumerate(args.servers):
+        server = Server(
+            args.engine,
+            folder / "model",
+            device,
+            folder / f"server{i}.log",
+            args.prompt_tokens + 1 + args.max_answer,
+            args.sequences,
+            args.server_flags,
+        )
+        resources.callback(server.close)
+        servers.append(server)
+        out.say(f"server {i} on {device}: {server.url}, log {server.log}")
+    start = time.monotonic()
+    for server in servers:
+        server.wait(args.server_start_s, out.say)
+    out.say(f"  {len(servers)} server(s) answer after {time.monotonic() - start:.0f} s")
+    return [server.url for server in servers]
+
+
+def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: Output) -> None:
+    """Generation alone, with the job's own prompts and lengths: at the concurrency of one step and at the limit."""
+    tokenizer = load_tokenizer(str(folder / "model"))
+    stop = tuple(end_token_ids(tokenizer, str(folder / "model")))
+    asks = []
+    for row in read_lines(folder / "prompts.jsonl"):
+        prompt_ids = tokenizer(row["question"])["input_ids"]
+        if LENGTHS in row:
+            asks += [Ask(prompt_ids, 1, tokens, stop) for tokens in row[LENGTHS]]
+        else:
+            asks.append(Ask(prompt_ids, args.samples, args.max_answer, stop))
+    of_a_step = max(1, args.prompts * args.samples // len(urls))
+    rows = []
+    for sequences, seeded in sorted({(of_a_step, False), (args.sequences, False), (args.sequences, True)}):
+        settle_s = args.bound_s / 3
+        rate = generation_rate(urls, asks, sequences, seeded, settle_s, args.bound_s, args.run_limit_s)
+        rows.append({"sequences": sequences, "seeded": "yes" if seeded else "no", "tokens_per_s": rate})
+        out.say(f"generation alone, {sequences} sequences a server, seeds {rows[-1]['seeded']}: {rate:,.0f} tokens/s")
+    (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_mode(mode: str, args: argparse.Namespace, flags: Flags, folder: Path, limit_s: float, out: Output) -> str:
+    """One run; its metrics stay in a folder of its name. Returns what went wrong."""
+    flags = flags | mode_flags(mode, args.age) | dict(args.flags)
+    name = run_name(mode, args.age)
+    run = folder / name
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    out.say(f"{name}: {' '.join(f'{key}={value}' for key, value in mode_flags(mode, args.age).items())}")
+    start = time.monotonic()
+
+    def show(line: Mapping[str, float]) -> None:
+        if line.get("step", 0) > 0 and "time/step_s" in line:
+            rate = line["rollout/answer_tokens"] / line["time/step_s"]
+            out.say(
+                f"  {time.monotonic() - start:4.0f} s  step {line['step']}/{args.steps}: {rate:,.0f} tokens/s, "
+                f"{line['time/step_s']:.2f} s (rollout {line.get('time/rollout_s', 0):.2f}, train "
+                f"{line.get('time/train_s', 0):.2f}, sync {line.get('time/sync_s', 0):.3f}), age "
+                f"{line.get('rollout/age_mean', 0):.2f} to {line.get('rollout/age_max', 0):g}"
+            )
+
+    return train(name, flags, args.trainers, run, limit_s, show)
+
+
+def _devices(args: argparse.Namespace) -> int:
+    return len(args.trainers) + (len(args.urls) or len(args.servers))
+
+
+def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
+    """The table of every mode that is in the folder, and the hardware's bound."""
+    bounds = read_lines(folder / "bound.jsonl")
+    rows = []
+    found = {path.parent.name for path in folder.glob("*/metrics.jsonl")}
+    for name in in_order(found):
+        row = summarise(read_lines(folder / name / "metrics.jsonl"), args.warmup, _devices(args))
+        if row is not None:
+            rows.append({"mode": name} | row)
+    lines = compare(rows, bounds)
+    if bounds:
+        out.table("Generation alone, all servers", BOUND, bounds)
+    out.table(f"Modes: {describe(args)}", MEASURED, rows)
+    for line in lines:
+        out.say(line)
+
+
+def describe(args: argparse.Namespace) -> str:
+    lengths = f"{args.lengths}, mean {args.mean:g}" + (f", sigma {args.sigma:g}" if args.lengths == "lognormal" else "")
+    servers = _devices(args) - len(args.trainers)
+    return (
+        f"{args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most {args.max_answer}; "
+        f"{len(args.trainers)} + {servers} devices; from step {args.warmup + 1} on"
+    )

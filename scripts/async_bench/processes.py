@@ -1,0 +1,171 @@
+"""Child processes that end with this one, and inference servers among them. Every wait is bounded."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import requests
+
+from torchtitan.grpo.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+LOG_TAIL_CHARS = 3000
+POLL_S = 0.5
+GRACE_S = 15.0
+
+Say = Callable[[str], None]
+
+
+class Process:
+    """A command in a process group of its own, which `close` ends whole: SIGTERM, after `GRACE_S` SIGKILL."""
+
+    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        with log.open("wb") as file:
+            file.write(f"$ {shlex.join(command)}\n".encode())
+            file.flush()
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def status(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self._process.poll()
+
+    def said(self) -> str:
+        return f"{self.log} ends with:\n{self.log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            # The group, not the leader: a child that outlives it would keep its GPU.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+                if number == signal.SIGTERM:
+                    time.sleep(0.2)
+
+
+def device_environment(devices: list[str]) -> dict[str, str]:
+    """Devices are GPU indices, or `cpu` alone."""
+    # NVLink multicast is not to be had in every container, and NCCL fails where it expects it.
+    return {"CUDA_VISIBLE_DEVICES": "" if devices == ["cpu"] else ",".join(devices), "NCCL_NVLS_ENABLE": "0"}
+
+
+class Server(Process):
+    """One vLLM or embedded server of a model folder on one device; `url` once `wait` has returned."""
+
+    def __init__(
+        self, engine: str, model: Path, device: str, log: Path, max_tokens: int, max_sequences: int, flags: str
+    ):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{port}"
+        cpu = device == "cpu"
+        if engine == "vllm":
+            command = ["bash", "scripts/serve_vllm.sh", str(model), *(["--cpu"] if cpu else ["--gpu", device])]
+            command += ["--max-num-seqs", str(max_sequences)]
+        else:
+            command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model)]
+            command += ["--device", "cpu" if cpu else "cuda:0", "--dtype", "float32" if cpu else "bfloat16"]
+            command += ["--max-sequences", str(max_sequences), "--parent-pid", str(os.getpid())]
+        command += ["--port", port, "--max-model-len", str(max_tokens), *shlex.split(flags)]
+        super().__init__(command, log, device_environment([device]))
+
+    def wait(self, limit_s: float, say: Say) -> None:
+        """Until it answers.
+
+        Raises:
+            UserError: It ended, or does not answer within `limit_s`; with the end of its log.
+        """
+        start = said = time.monotonic()
+        while not healthy(self.url):
+            waited_s = time.monotonic() - start
+            if self.status() is not None:
+                raise UserError(
+                    f"the server ended with exit status {self.status()}; {self.log} ends with:\n{self.tail()}"
+                )
+            if waited_s > limit_s:
+                raise UserError(f"{self.url} does not answer after {limit_s:g} s (--server-start-s); {self.said()}")
+            if time.monotonic() - said > 15:
+                said = time.monotonic()
+                say(f"  {self.url}: starting, {waited_s:.0f} s")
+            time.sleep(POLL_S)
+
+
+def healthy(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def train(
+    name: str, flags: dict[str, object], devices: list[str], folder: Path, limit_s: float, show: Callable[[dict], None]
+) -> str:
+    """One run of grpo_train.py in `folder`, under torchrun as a user starts it.
+
+    Args:
+        flags: Configuration keys and values; `job.dump_folder` is added.
+        devices: One trainer rank each.
+        limit_s: Longest time for all of it; then it is ended.
+        show: Gets each step's record of metrics.jsonl when it is written.
+
+    Returns:
+        "" if it ended well, else what went wrong.
+    """
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(devices))]
+    words += ["grpo_train.py", *as_flags(flags), "--job.dump_folder", str(folder)]
+    paths = [str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = device_environment(devices) | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    deadline = time.monotonic() + limit_s
+    run = Process(words, folder.parent / f"{folder.name}.log", environment)
+    try:
+        seen = 0
+        while True:
+            ended = run.status()  # before the last look at the file
+            lines = read_lines(folder / "metrics.jsonl")
+            for line in lines[seen:]:
+                show(line)
+            seen = len(lines)
+            if ended is not None:
+                return f"{name}: exit status {ended}; {run.said()}" if ended else ""
+            if time.monotonic() > deadline:
+                return f"{name}: ended after {limit_s:.0f} s (--run-limit-s) with {seen} lines; {run.said()}"
+            time.sleep(POLL_S)
+    finally:
+        run.close()
+
+
+def as_flags(flags: dict[str, object]) -> list[str]:
+    """`{"grpo.group_size": 8, "compile.enable": True}` as grpo_train.py's words."""
+    words = []
+    for key, value in flags.items():
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The whole lines of a JSONL file that may be being written; none if it is not there yet."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
