@@ -161,7 +161,8 @@ def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
             assert alone or waited is (not background) or damaged
             assert alone or seconds.keys() == {"snapshot", "gather", "pack", "total"}
             for phases in by_server.values():
-                assert phases.keys() == {"pause", "wire", "apply", "acknowledge", "total"}
+                assert phases.keys() == {"pause", "wire", "apply", "acknowledge", "stopped", "total"}
+                assert phases["total"] - phases["pause"] <= phases["stopped"] <= phases["total"]
                 assert 0 < phases["wire"] <= phases["total"]
     losses = [event for event in seen[0]["events"] if event[1] != "admit"]
     assert [event[1] for event in losses] == ["lost", "lost"]

@@ -343,3 +343,74 @@ def test_a_host_copy_feeds_what_was_stored():
         for index, size in enumerate([BYTES, 2 * BYTES]):
             assert feed.bucket(index)[0].tolist() == [10 * version + index] * size
             feed.let_go(index + 1)
+
+
+class Standstill:
+    """A push whose servers finish their answers first: it begins, at `version`, when `lead` has ended."""
+
+    def __init__(self, names: list[str], straggler_s: float, drain_s: float):
+        self.dropped: dict[str, str] = {}
+        self.push = Push(7, 4, 2, names, straggler_s, self.dropped.__setitem__, drain_s)
+        self.began_s: float | None = None
+        self._started = time.monotonic()
+        self.lead = threading.Thread(target=self._lead, daemon=True)
+        self.lead.start()
+
+    def _lead(self) -> None:
+        self.push.wait_until_still(nothing)
+        self.push.begin(9)
+        self.began_s = time.monotonic() - self._started
+
+    def server(self, name: str, comes_s: float, drains_s: float) -> threading.Thread:
+        def run() -> None:
+            seat = self.push.seat(name, 5.0, nothing)
+            time.sleep(comes_s)
+            try:
+                seat.stopping()
+                time.sleep(drains_s)
+                seat.stopped()
+            except Dropped:
+                return
+            assert seat.version == 9, "what is sent is the newest version when all stand still"
+            self.push.ended(name, {"total": 1.0})
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+
+def test_long_answers_make_nobody_a_straggler():
+    still = Standstill(["quick", "long"], straggler_s=0.1, drain_s=5.0)
+    threads = [still.server("quick", 0.0, 0.0), still.server("long", 0.0, 0.6)]
+    for thread in [*threads, still.lead]:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert still.dropped == {}
+    assert 0.6 <= still.began_s < 1.5
+    assert still.push.servers.keys() == {"quick", "long"}
+
+
+def test_one_that_does_not_even_stop_is_dropped_while_another_drains():
+    still = Standstill(["quick", "long", "absent"], straggler_s=0.2, drain_s=5.0)
+    threads = [still.server("quick", 0.0, 0.0), still.server("long", 0.0, 0.8), still.server("absent", 1.5, 0.0)]
+    time.sleep(0.5)
+    why = "kept the other servers waiting for over 0.2 s with the pause of version 7"
+    assert still.dropped == {"absent": why}
+    for thread in [*threads, still.lead]:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert 0.8 <= still.began_s < 1.4
+    assert still.push.servers.keys() == {"quick", "long"}
+
+
+def test_one_that_fails_while_it_drains_is_waited_for_no_longer():
+    still = Standstill(["quick", "long"], straggler_s=0.2, drain_s=5.0)
+    quick = still.server("quick", 0.0, 0.0)
+    still.push.seat("long", 5.0, nothing).stopping()
+    time.sleep(0.4)
+    assert still.began_s is None
+    still.push.ended("long", None)
+    for thread in (quick, still.lead):
+        thread.join(5)
+        assert not thread.is_alive()
+    assert still.push.servers.keys() == {"quick"}

@@ -104,9 +104,11 @@ class ServerControl:
             )
         self.check_sampling([prompt_id])
 
-    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
-        """Stop at a step boundary. `keep` freezes running requests; `clear_cache` has them recomputed on resume."""
-        self._call("POST", "/pause", "pause", params={"mode": mode, "clear_cache": str(clear_cache).lower()})
+    def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
+        """Stop at a step boundary. `keep` freezes running requests, `wait` lets them finish first, which `timeout_s`
+        may allow more time for; `clear_cache` has frozen requests recomputed on resume."""
+        params = {"mode": mode, "clear_cache": str(clear_cache).lower()}
+        self._call("POST", "/pause", "pause", params=params, timeout_s=timeout_s)
 
     def resume(self) -> None:
         self._call("POST", "/resume", "resume")

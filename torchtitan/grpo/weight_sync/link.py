@@ -8,6 +8,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from torchtitan.grpo.weight_sync.transport import Group, address_towards, host_s
 T = TypeVar("T")
 
 _CHECK_S = 0.05
+_DRAIN_CHECK_S = 0.25
 _SERVER_SAYS_WHY_S = 2.0
 """How long a broken transport waits for the server's HTTP error, which says more than "connection reset"."""
 
@@ -35,6 +37,21 @@ class WeightSyncError(RuntimeError):
         self.server, self.phase, self.version, self.bytes = server, phase, version, bytes_done
         self.cause = str(cause)
         super().__init__(f"weight sync to {server}: phase {phase}, version {version}, {bytes_done} bytes: {cause}")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """How a server is stopped for an update.
+
+    Attributes:
+        in_flight: In the midst of its running answers, which go on under the new weights. Otherwise it finishes them.
+        recompute_kv: The keys and values of answers that go on are computed anew under the new weights.
+        drain_timeout_s: Without `in_flight`, how long finishing the running answers may take.
+    """
+
+    in_flight: bool = True
+    recompute_kv: bool = True
+    drain_timeout_s: float = 600.0
 
 
 def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
@@ -54,11 +71,12 @@ def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
 class ServerLink:
     """One server, one process group, used from one thread at a time.
 
-    `update` is: begin (pause, start, then the server's receive loop starts), post each bucket with no more than
+    A version is `stop`, then `update`: begin (the server's receive loop starts), post each bucket with no more than
     `num_buffers` of them on the wire, acknowledge, finish (which resumes). Whatever fails raises a WeightSyncError,
     gives the group up and leaves the server paused; `connect` starts anew.
 
     Args:
+        pause: How the server is stopped.
         check: Called in every wait; what it raises ends the wait and leaves the link as it is.
     """
 
@@ -68,6 +86,7 @@ class ServerLink:
         backend: str,
         device: torch.device,
         timeout_s: float,
+        pause: Pause,
         check: Callable[[], None] = lambda: None,
     ):
         self.control = control
@@ -75,6 +94,7 @@ class ServerLink:
         self._backend = backend
         self._device = device
         self._timeout_s = timeout_s
+        self._pause = pause
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.check = check
         self._group: Group | None = None
@@ -82,6 +102,7 @@ class ServerLink:
         self._in_flight: deque[tuple[dist.Work, int, float]] = deque()
         self._version = -1
         self._buckets = 0
+        self._started = self._stopped = 0.0
         self.bytes_done = 0
         self.seconds: dict[str, float] = {}
 
@@ -113,15 +134,45 @@ class ServerLink:
             served.result()
             self._group = joined.result()
 
+    def stop(self, version: int) -> None:
+        """Have the server stand still, as `Pause` says, for an update to about this version."""
+        self._version, self.bytes_done, self.seconds = version, 0, {}
+        self._in_flight.clear()
+        self._started = time.perf_counter()
+        if self._pause.in_flight:
+            with self._phase("pause"):
+                self.control.pause("keep", self._pause.recompute_kv)
+        else:
+            with self._phase("drain"):
+                self._drain()
+            self.seconds["drain"] = time.perf_counter() - self._started
+        self._stopped = time.perf_counter()
+
+    def _drain(self) -> None:
+        """Have the server finish its running answers."""
+        limit_s = self._pause.drain_timeout_s
+        deadline = time.monotonic() + limit_s
+        reply_s = limit_s + self._timeout_s  # the bound here says more than the request's own, and fires before it
+        paused = in_thread(lambda: self.control.pause("wait", self._pause.recompute_kv, reply_s), "weight-sync-drain")
+        while not paused.done():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"timed out: its running answers took over {limit_s:g} s ([rollout] request_timeout_seconds, with "
+                    "[async_grpo] in_flight_weight_updates = false)"
+                )
+            futures.wait([paused], timeout=_DRAIN_CHECK_S)
+        paused.result()
+
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Bring the server to the feed's version.
+        """Bring the server, which was stopped, to the feed's version, and resume it.
 
         Returns:
-            Seconds: `pause` until it stood still and listened, `wire` from its first bucket until it had received the
-            last, `apply` from then until it had loaded the last, `acknowledge` for finish, version check and resume,
-            `total` for all of it. The server answered nothing in between.
+            Seconds: `pause` from `stop` until it listened, `wire` from its first bucket until it had received the
+            last, `apply` from then until it had loaded the last, `acknowledge` for finish, version check and resume;
+            `total` for these. `stopped` is how long it stood still and answered nothing: from the end of `stop` until
+            it was resumed. `drain`, the part of `pause` in which it finished its running answers, if it was to.
         """
-        started = time.perf_counter()
         with self._on_stream():
             self._begin({"version": feed.version})
             wire_started = time.perf_counter()
@@ -135,18 +186,14 @@ class ServerLink:
             self.seconds["wire"] = time.perf_counter() - wire_started
             self._acknowledge(feed.expected())
             self._finish(feed.version)
-        return self.seconds | {"total": time.perf_counter() - started}
+        return self.seconds
 
     def _begin(self, update_info: dict) -> None:
-        """Pause the server and have it listen (`receiver.UpdateInfo`)."""
-        self._version, self.bytes_done, self.seconds = update_info["version"], 0, {}
-        self._in_flight.clear()
-        started = time.perf_counter()
-        with self._phase("pause"):
-            self.control.pause(mode="keep", clear_cache=True)
+        """Have the server listen (`receiver.UpdateInfo`)."""
+        self._version = update_info["version"]
         with self._phase("start"):
             self.control.start_update()
-        self.seconds["pause"] = time.perf_counter() - started
+        self.seconds["pause"] = time.perf_counter() - self._started
         # One call for the whole plan: each bucket has `timeout_s`, and the waits here fire before this bound does.
         update_timeout_s = (self._buckets + 2) * self._timeout_s
         self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
@@ -197,7 +244,8 @@ class ServerLink:
                 raise RuntimeError(f"the server reports weight version {reported!r}, expected {str(version)!r}")
         with self._phase("resume"):
             self.control.resume()
-        self.seconds["acknowledge"] = time.perf_counter() - started
+        now = time.perf_counter()
+        self.seconds |= {"acknowledge": now - started, "stopped": now - self._stopped, "total": now - self._started}
 
     def close(self) -> None:
         """Give the group up without waiting for the server."""

@@ -14,6 +14,8 @@ import torch
 
 _CHECK_S = 0.05
 _LOOK_S = 0.25
+_MOVING = -1
+"""In place of how many buckets a server has let go of: it does not stand still yet."""
 
 
 class Dropped(Exception):
@@ -41,14 +43,19 @@ class Feed(Protocol):
 class Push:
     """The common push of one version.
 
+    With `drain_s` servers finish their running answers first, some much sooner than others. Then nothing is packed and
+    no server listens before all stand still: what is packed is the newest version by then, and no transfer waits for
+    an answer. Being late does not count while a server drains, which is bounded by itself.
+
     Args:
-        version: Weight version.
+        version: Weight version; with `drain_s` the one known so far, see `begin`.
         buckets: How many buckets it has.
         num_buffers: Wire buffers: bucket k is offered in the buffer that bucket k - num_buffers had.
         servers: Who takes part.
         straggler_s: How long one may be behind while another is ready to go on, or has it all and is ready for the
             next version.
         on_drop: Called with a server and the reason when it is dropped, on the lead's thread.
+        drain_s: How long a server may take for the answers that it finishes first; None if it does not.
     """
 
     def __init__(
@@ -59,11 +66,13 @@ class Push:
         servers: list[str],
         straggler_s: float,
         on_drop: Callable[[str, str], None],
+        drain_s: float | None = None,
     ):
         self.version = version
         self.seconds: dict[str, float] = {}
         self.servers: dict[str, dict[str, float]] = {}
         self.started = time.perf_counter()
+        self.invited = len(servers)
         self._buckets = buckets
         self._num_buffers = num_buffers
         self._straggler_s = straggler_s
@@ -73,7 +82,10 @@ class Push:
         self._for_lead = threading.Condition(self._lock)
         self._for_servers = threading.Condition(self._lock)
         self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        self._let_go = dict.fromkeys(servers, 0)
+        self._drain_s = drain_s
+        self._let_go = dict.fromkeys(servers, 0 if drain_s is None else _MOVING)
+        self._draining: set[str] = set()
+        self._begun = drain_s is None
         self._awaited = 0
         self._late: set[str] = set()
         self._dropped: dict[str, str] = {}
@@ -83,6 +95,16 @@ class Push:
         self._call: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------------------------------------ the lead's
+
+    def wait_until_still(self, check: Callable[[], None]) -> None:
+        """Wait until every server that takes part stands still; `check` is called while waiting."""
+        self._wait_until_let_go(0, check)
+
+    def begin(self, version: int) -> None:
+        """The version is settled; servers may listen."""
+        with self._lock:
+            self.version, self._begun = version, True
+            self._for_servers.notify_all()
 
     def wait_for_buffer(self, index: int) -> None:
         """Wait until the buffer of bucket `index` is free."""
@@ -109,30 +131,33 @@ class Push:
             self._let_go.clear()
             self._for_servers.notify_all()
 
-    def _wait_until_let_go(self, count: int) -> None:
+    def _wait_until_let_go(self, count: int, check: Callable[[], None] = lambda: None) -> None:
         with self._lock:
             self._awaited = count
             self._late = {server for server, done in self._let_go.items() if done < count}
         others_wait_since = None
         while True:
+            check()
             with self._lock:
                 if not self._late:
                     return
-                if len(self._late) == len(self._let_go) and not self.servers:
-                    others_wait_since = None  # nobody waits: who was ready has left, and nobody has it all already
+                nobody_waits = len(self._late) == len(self._let_go) and not self.servers
+                if nobody_waits or self._late <= self._draining:
+                    others_wait_since = None  # who was ready has left, and nobody has it all already
                     self._for_lead.wait(_CHECK_S)
                     continue
                 others_wait_since = others_wait_since or time.monotonic()
                 timeout_s = others_wait_since + self._straggler_s - time.monotonic()
                 if timeout_s > 0:
-                    self._for_lead.wait(timeout_s)
+                    self._for_lead.wait(timeout_s if self._begun else min(timeout_s, _LOOK_S))
                     continue
-                late = sorted(self._late)
+                late = sorted(self._late - self._draining)
+                what = f"bucket {count} of {self._buckets}" if self._begun else "the pause"
                 why = (
-                    f"kept the other servers waiting for over {self._straggler_s:g} s with bucket {count} of "
-                    f"{self._buckets} of version {self.version}"
+                    f"kept the other servers waiting for over {self._straggler_s:g} s with {what} of version "
+                    f"{self.version}"
                 )
-                self._late.clear()
+                self._late -= set(late)
                 for server in late:
                     del self._let_go[server]
                     self._unfinished.discard(server)
@@ -156,6 +181,7 @@ class Push:
         """A server has acknowledged, in so many seconds by phase, or (None) will not."""
         with self._lock:
             self._let_go.pop(server, None)
+            self._draining.discard(server)
             self._unfinished.discard(server)
             if seconds is not None:
                 self.servers[server] = seconds
@@ -180,12 +206,36 @@ class Seat:
     """A `Feed` from the common push."""
 
     def __init__(self, push: Push, server: str, timeout_s: float, check: Callable[[], None]):
-        self.version = push.version
         self._push, self._server, self._timeout_s, self._check = push, server, timeout_s, check
+
+    @property
+    def version(self) -> int:
+        return self._push.version
+
+    def stopping(self) -> None:
+        """The server is told to stop, now."""
+        push = self._push
+        with push._lock:
+            self._raise_if_out()
+            if push._let_go[self._server] == _MOVING:
+                push._draining.add(self._server)
+
+    def stopped(self) -> None:
+        """The server stands still. Waits, bounded, until the push begins."""
+        push = self._push
+        with push._lock:
+            self._raise_if_out()
+            if push._let_go[self._server] == _MOVING:
+                push._let_go[self._server] = 0
+                push._draining.discard(self._server)
+                push._not_late(self._server)
+        # By now every other is draining, or is dropped for being late.
+        limit_s = push._straggler_s + (push._drain_s or 0.0) + self._timeout_s
+        self._wait(lambda: push._begun, "the other servers to stand still for", limit_s)
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         offered = self._push._offered
-        self._wait(lambda: len(offered) > index, f"bucket {index + 1}")
+        self._wait(lambda: len(offered) > index, f"the trainer to pack bucket {index + 1} of")
         return offered[index]
 
     def let_go(self, count: int) -> None:
@@ -198,7 +248,7 @@ class Seat:
 
     def expected(self) -> list[int]:
         push = self._push
-        self._wait(lambda: push._expected is not None, "the checksums")
+        self._wait(lambda: push._expected is not None, "the trainer to pack the checksums of")
         return push._expected
 
     def raise_if_dropped(self) -> None:
@@ -210,15 +260,15 @@ class Seat:
         if self._server not in self._push._let_go:
             raise Dropped(self._push._dropped.get(self._server, f"the push of version {self.version} failed"))
 
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        push, deadline = self._push, time.monotonic() + self._timeout_s
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
+        push, deadline = self._push, time.monotonic() + (timeout_s or self._timeout_s)
         with push._lock:
             while True:
                 self.raise_if_dropped()
                 if ready():
                     return
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"timed out waiting for the trainer to pack {what} of version {self.version}")
+                    raise TimeoutError(f"timed out waiting for {what} version {self.version}")
                 push._for_servers.wait(_LOOK_S)
 
 

@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket, bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_sync.disk import DiskCopy
-from torchtitan.grpo.weight_sync.link import WeightSyncError, in_thread
+from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError, in_thread
 from torchtitan.grpo.weight_sync.push import HostCopy, Push
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.receiver import PROTOCOL
@@ -68,6 +68,10 @@ class WeightSync:
         device: The trainer's device.
         tied: The model's output is its embedding.
         max_lag: With `cadence = "auto"`, by how many versions the servers may be behind.
+        in_flight: `[async_grpo] in_flight_weight_updates`, see `link.Pause`.
+        recompute_kv: `[async_grpo] recompute_kv_cache_after_weight_updates`.
+        drain_timeout_s: `[rollout] request_timeout_seconds`: without `in_flight`, how long a server may take to finish
+            its running answers.
     """
 
     def __init__(
@@ -79,12 +83,16 @@ class WeightSync:
         device: torch.device,
         tied: bool,
         max_lag: int = 1,
+        in_flight: bool = True,
+        recompute_kv: bool = True,
+        drain_timeout_s: float = 600.0,
     ):
         on_cuda = device.type == "cuda"
         self._model, self._adapter, self._config, self._tied = model, adapter, config, tied
         self._fleet = fleet
         self._device = device
         self._max_lag = max(1, max_lag)
+        self._pause = Pause(in_flight, recompute_kv, drain_timeout_s)
         self._backend = config.transport if config.transport != "auto" else "nccl" if on_cuda else "gloo"
         if self._backend == "nccl" and not on_cuda:
             raise UserError('[weight_sync] transport = "nccl" needs a trainer on CUDA: use "auto" or "gloo"')
@@ -99,6 +107,7 @@ class WeightSync:
         self._followed = -1
         self._push: Push | None = None
         self._push_started = 0.0
+        self._next_beat = 0.0
 
     # -------------------------------------------------------------------------------------------- the trainer's
 
@@ -213,7 +222,8 @@ class WeightSync:
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         changed = self._board.changed if self._board is not None else threading.Condition()
-        deadline = time.monotonic() + _PHASES * self._config.timeout_seconds
+        drain_s = 0.0 if self._pause.in_flight else self._pause.drain_timeout_s
+        deadline = time.monotonic() + _PHASES * self._config.timeout_seconds + 2 * drain_s  # after a push under way
         with changed:
             while not ready():
                 self.check()
@@ -249,7 +259,9 @@ class WeightSync:
 
     def _connect_servers(self) -> None:
         config, buckets = self._config, self._sender.buckets
-        board = Board(self._fleet, buckets, config.num_buffers, config.timeout_seconds, config.straggler_seconds)
+        board = Board(
+            self._fleet, buckets, config.num_buffers, config.timeout_seconds, config.straggler_seconds, self._pause
+        )
         board.plan_info = {
             "protocol": PROTOCOL,
             "num_buffers": config.num_buffers,
@@ -325,10 +337,15 @@ class WeightSync:
             if job is None:
                 self._ranks.command(_BEAT)
                 continue
-            self._ranks.command(_SEND)
-            with self._hold() as snapshot:
-                job(snapshot)
+            job()
             board.notify()
+
+    @contextmanager
+    def _send(self) -> Iterator[SnapshotBuffer]:
+        """Rank 0: hold the newest version on all ranks, which gather bucket after bucket of it."""
+        self._ranks.command(_SEND)
+        with self._hold() as snapshot:
+            yield snapshot
 
     def _hold(self) -> AbstractContextManager[SnapshotBuffer]:
         timeout_s = _PHASES * self._config.timeout_seconds
@@ -341,7 +358,7 @@ class WeightSync:
         if self._closing:
             raise Closing
 
-    def _next_job(self) -> Callable[[SnapshotBuffer], None] | None:
+    def _next_job(self) -> Callable[[], None] | None:
         """What to do now, under the board's lock; None if there was nothing for a while, or at the end."""
         board, deadline = self._board, time.monotonic() + _BEAT_S
         while time.monotonic() < deadline and not self._closing:
@@ -351,7 +368,7 @@ class WeightSync:
                 return self._push_in_common
             wanted = board.copy_wanted or (board.copies_only and due)
             if newest >= 0 and wanted and board.copy is not None and board.copy.readers == 0:
-                return self._copy
+                return self._make_copy
             board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
         return None
 
@@ -364,38 +381,66 @@ class WeightSync:
         # The servers stood still for `push_s`: let them work twenty times as long before they do so again.
         return time.monotonic() - self._push_started > self._board.push_s / _STANDSTILL_SHARE
 
-    def _push_in_common(self, snapshot: SnapshotBuffer) -> None:
+    def _push_in_common(self) -> None:
+        if self._pause.in_flight:  # servers are stopped when the ranks have agreed: that may take a step
+            with self._send() as snapshot:
+                self._push_buckets(self._new_push(snapshot.version), snapshot)
+            return
+        push = self._new_push(self._sender.snapshots.newest)
+        try:
+            push.wait_until_still(self._beat)
+            with self._send() as snapshot:
+                self._push_buckets(push, snapshot)
+        except BaseException as error:
+            push.fail(error)
+            raise
+
+    def _beat(self) -> None:
+        if time.monotonic() > self._next_beat:
+            self._ranks.command(_BEAT)
+            self._next_beat = time.monotonic() + _BEAT_S
+
+    def _new_push(self, version: int) -> Push:
+        """Call everyone who takes part."""
         board = self._board
         with board.changed:
             workers = {worker.url: worker for worker in board.in_common()}
             push = Push(
-                snapshot.version,
+                version,
                 len(board.buckets),
                 board.num_buffers,
                 list(workers),
                 board.straggler_s,
                 lambda url, why: workers[url].drop(why),
+                None if self._pause.in_flight else self._pause.drain_timeout_s,
             )
             self._push, self._push_started = push, time.monotonic()
-            board.sent, board.push_wanted = snapshot.version, False
+            board.push_wanted = False
             for worker in workers.values():
                 worker.push = push
                 worker.wake.notify()
+        return push
+
+    def _push_buckets(self, push: Push, snapshot: SnapshotBuffer) -> None:
+        board, sender = self._board, self._sender
         try:
+            with board.changed:
+                board.sent = snapshot.version
+            push.begin(snapshot.version)
             gather_s = 0.0
             for bucket in board.buckets:
                 push.wait_for_buffer(bucket.index)
                 gather_s += self._gather(bucket, snapshot)
-                push.offer(self._sender.pack(bucket, snapshot), self._mark())
-            expected = self._sender.expected_acknowledgement(snapshot.version)
+                push.offer(sender.pack(bucket, snapshot), self._mark())
+            expected = sender.expected_acknowledgement(snapshot.version)
             seconds = {"gather": gather_s, "pack": 0.0, "snapshot": snapshot.seconds()}
-            push.complete(expected, seconds | self._sender.stopwatch.take())
+            push.complete(expected, seconds | sender.stopwatch.take())
         except BaseException as error:
             push.fail(error)
             raise
-        push.on_settled(lambda: self._report(push, len(workers)))
+        push.on_settled(lambda: self._report(push))
 
-    def _report(self, push: Push, servers: int) -> None:
+    def _report(self, push: Push) -> None:
         board, total_s = self._board, time.perf_counter() - push.started
         with board.changed:
             board.push_s = total_s
@@ -406,7 +451,7 @@ class WeightSync:
                     len(board.buckets),
                     push.seconds | {"total": total_s},
                     push.servers,
-                    missed=servers - len(push.servers),
+                    missed=push.invited - len(push.servers),
                     waited=push.version <= self._waited_for,
                 )
             )
@@ -414,8 +459,12 @@ class WeightSync:
                 self._push = None
             board.changed.notify_all()
 
+    def _make_copy(self) -> None:
+        """Write the newest version down for servers that are fed alone."""
+        with self._send() as snapshot:
+            self._copy(snapshot)
+
     def _copy(self, snapshot: SnapshotBuffer) -> None:
-        """Write the version down for servers that are fed alone."""
         board, sender, copy = self._board, self._sender, self._board.copy
         started, gather_s = time.perf_counter(), 0.0
         self._push_started = time.monotonic()

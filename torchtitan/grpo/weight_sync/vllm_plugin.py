@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from torchtitan.grpo.weight_sync import receiver
+from torchtitan.grpo.weight_sync import receiver, token_versions
 from torchtitan.grpo.weight_sync.buckets import Bucket
 from torchtitan.grpo.weight_sync.direct_load import DirectLoading
 
@@ -174,3 +174,5 @@ def register() -> None:
     """Entry point; vLLM may call it more than once in a process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, TorchtitanGrpoEngine)
+    if token_versions.in_api_server() and not token_versions.reported_by_vllm():
+        token_versions.install()

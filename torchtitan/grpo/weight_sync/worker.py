@@ -13,7 +13,7 @@ from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket
 from torchtitan.grpo.weight_sync.disk import DiskLink
-from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
+from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Copy, Dropped, Push
 from torchtitan.grpo.weight_sync.report import SyncReport
 
@@ -51,6 +51,9 @@ class Board:
     The lead and the main thread wait for `changed`, each worker for a condition of its own on the same lock: with many
     servers, what one does must not wake all the others.
 
+    Args:
+        pause: How servers are stopped.
+
     Attributes:
         sent: The version of the newest common push; a server must have it, or a newer one, to be admitted.
         copy: A version for servers in mode ALONE. None where there can be none.
@@ -61,12 +64,21 @@ class Board:
         reports: Pushes that ended and were not asked for yet.
     """
 
-    def __init__(self, fleet: Fleet, buckets: list[Bucket], num_buffers: int, timeout_s: float, straggler_s: float):
+    def __init__(
+        self,
+        fleet: Fleet,
+        buckets: list[Bucket],
+        num_buffers: int,
+        timeout_s: float,
+        straggler_s: float,
+        pause: Pause,
+    ):
         self.fleet = fleet
         self.buckets = buckets
         self.num_buffers = num_buffers
         self.timeout_s = timeout_s
         self.straggler_s = straggler_s
+        self.pause = pause
         self.plan_info: dict = {}
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -120,7 +132,7 @@ class ServerWorker(threading.Thread):
         self.server = server
         self.url = server.url
         link = DiskLink if backend == "disk" else ServerLink
-        self.link = link(server.control, backend, device, board.timeout_s, board.check)
+        self.link = link(server.control, backend, device, board.timeout_s, board.pause, board.check)
         self.mode = Mode.LOST
         self.push: Push | None = None
         """The push to take part in, set by the lead."""
@@ -188,6 +200,9 @@ class ServerWorker(threading.Thread):
         self.link.check = check
         try:
             check()
+            seat.stopping()
+            self.link.stop(push.version)
+            seat.stopped()
             seconds = self.link.update(seat, board.buckets, board.num_buffers)
         except Dropped as why:
             # Its weights are a mix: connect anew, at once.
@@ -224,6 +239,7 @@ class ServerWorker(threading.Thread):
         copy = board.copy
         version = copy.version
         try:
+            self.link.stop(version)
             seconds = self.link.update(copy.feed(), board.buckets, 1)
         except (WeightSyncError, UserError) as error:
             self._lose(error)
@@ -237,7 +253,7 @@ class ServerWorker(threading.Thread):
             newest = version >= board.sent
             if board.copies_only:
                 board.push_s = seconds["total"]
-            elif seconds["total"] <= board.push_s + board.straggler_s:
+            elif seconds["total"] - seconds.get("drain", 0.0) <= board.push_s + board.straggler_s:
                 # As quick as the others by itself: it keeps them waiting no more. If they were sent a newer version
                 # meanwhile, it gets the next one with them, and is admitted then.
                 self.mode = Mode.COMMON

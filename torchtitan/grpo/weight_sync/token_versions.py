@@ -1,0 +1,215 @@
+"""Which weights sampled which token, for vLLM servers that do not say it themselves (before 0.32).
+
+vLLM 0.32 answers `weight_versions` with each choice of its generate route: spans [{"version", "start", "end"}] over the
+answer's tokens. `install` has an older vLLM answer the same, by bookkeeping in the API server's process alone. That
+process sees all three things that it takes:
+
+- the version: in the body of `/update_weights`; it is in service once `/finish_weight_update` has returned;
+- the order of tokens and updates: the engine's outputs reach this process over one socket, in the order in which the
+  engine made them. The reply to finish comes over it too, behind every token sampled before the pause, and the engine
+  makes none until it is resumed. What is then still to be processed is in one first-in, first-out queue, so that a mark
+  put at its end divides the tokens exactly, however far behind the processing is;
+- how many tokens each answer has when the mark is reached.
+
+It costs nothing per token, and one pass over the running requests per update.
+
+Exact only for updates during which the server is paused (weight sync's always are), and only where one API server
+speaks with one engine: with data parallelism, or several API servers, replies stay as vLLM makes them, and the client
+labels an answer with the version of its start. So it does if this vLLM's internals are not those of 0.25.
+"""
+
+import functools
+import logging
+import multiprocessing
+import sys
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
+
+KEY = "weight_versions"
+"""vLLM 0.32's name of the spans, in a choice of the reply and in `CompletionOutput`."""
+FIRST = "default"
+"""vLLM 0.32's name of the weights that a server starts with."""
+
+_API_SERVER = "vllm.entrypoints.openai.api_server"
+
+Span = dict[str, Any]
+
+
+class VersionLedger:
+    """Versions of the tokens of running requests: `serve` at each update, `take` when a request is finished."""
+
+    def __init__(self) -> None:
+        self._version = FIRST
+        self._starts: dict[str, list[tuple[str, int]]] = {}
+
+    def serve(self, version: str, num_tokens: Mapping[str, int]) -> None:
+        """From now on `version` samples.
+
+        Args:
+            num_tokens: Of every request that is running: its name, and how many tokens its answer has so far.
+        """
+        # Requests that are not running any more, because they were aborted, are forgotten here.
+        self._starts = {
+            request: [*self._starts.get(request, [(self._version, 0)]), (version, tokens)]
+            for request, tokens in num_tokens.items()
+        }
+        self._version = version
+
+    def take(self, request: str, num_tokens: int) -> list[Span]:
+        """Spans that cover the `num_tokens` tokens of a finished request; it is forgotten."""
+        starts = self._starts.pop(request, [(self._version, 0)])
+        ends = [start for _, start in starts[1:]] + [num_tokens]
+        return [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(starts, ends, strict=True)
+            if end > start
+        ]
+
+
+class _Mark:
+    """In the queue of engine outputs: those behind it were sampled by weights `version`."""
+
+    def __init__(self, version: str, output_processor: Any) -> None:
+        self.version, self.output_processor = version, output_processor
+
+
+def in_api_server() -> bool:
+    """Whether this process is vLLM's API server, and not one of its children, which load the plug-in too."""
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    serves = _API_SERVER in sys.modules or (main is not None and main.name == _API_SERVER)
+    return serves and multiprocessing.parent_process() is None
+
+
+def reported_by_vllm() -> bool:
+    """Whether this vLLM answers the spans itself."""
+    from vllm.outputs import CompletionOutput
+
+    return hasattr(CompletionOutput, KEY)
+
+
+@functools.cache
+def install(key: str = KEY) -> None:
+    """Have this process's vLLM answer spans as `key` of each choice. A vLLM whose parts are elsewhere stays as it is,
+    and the log says so."""
+    try:
+        _install(key)
+    except (ImportError, AttributeError) as error:
+        _say_unknown(error)
+
+
+def _say_unknown(error: Exception) -> None:
+    logger.warning(
+        "this vLLM's internals are unknown (%s): answers that run across a weight update will carry the version of "
+        "their start",
+        error,
+    )
+
+
+def _install(key: str) -> None:
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.output_processor import RequestState
+
+    update_weights, finish_weight_update = AsyncLLM.update_weights, AsyncLLM.finish_weight_update
+    get_output = AsyncMPClient.get_output_async
+    new_completion_output = RequestState._new_completion_output
+    full_generator = ServingTokens.serve_tokens_full_generator
+
+    ledger: VersionLedger | None = VersionLedger()
+    received = FIRST
+
+    def give_up(error: Exception) -> None:
+        nonlocal ledger
+        if ledger is not None:
+            _say_unknown(error)
+        ledger = None
+
+    @functools.wraps(update_weights)
+    async def remember_version(self: AsyncLLM, request: Any) -> None:
+        nonlocal received
+        await update_weights(self, request)
+        received = str(request.update_info.get("version", received))
+
+    @functools.wraps(finish_weight_update)
+    async def finish_and_mark(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
+        await finish_weight_update(self, *args, **kwargs)
+        try:
+            self.engine_core.outputs_queue.put_nowait(_Mark(received, self.output_processor))
+        except AttributeError as error:
+            give_up(error)
+
+    @functools.wraps(get_output)
+    async def skip_marks(self: AsyncMPClient) -> Any:
+        # Called by the one task that processes outputs, so that all before the mark have been processed.
+        while isinstance(outputs := await get_output(self), _Mark):
+            if ledger is not None:
+                try:
+                    states = outputs.output_processor.request_states
+                    counted = {name: state.detokenizer.num_output_tokens() for name, state in states.items()}
+                    ledger.serve(outputs.version, counted)
+                except AttributeError as error:
+                    give_up(error)
+        return outputs
+
+    @functools.wraps(new_completion_output)
+    def completion_with_spans(
+        self: RequestState, token_ids: list[int], finish_reason: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = new_completion_output(self, token_ids, finish_reason, *args, **kwargs)
+        if ledger is not None and finish_reason is not None:
+            setattr(output, key, ledger.take(self.request_id, self.detokenizer.num_output_tokens()))
+        return output
+
+    @functools.wraps(full_generator)
+    async def reply_with_spans(
+        self: ServingTokens, request: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        last = None
+
+        async def kept() -> AsyncIterator[Any]:
+            nonlocal last
+            async for last in results:
+                yield last
+
+        reply = await full_generator(self, request, kept(), *args, **kwargs)
+        if ledger is None or last is None or not hasattr(reply, "choices") or not _one_engine(self.engine_client):
+            return reply
+        spans = {output.index: getattr(output, key, None) for output in last.outputs}
+        return _with_spans(type(reply), key).of(reply, spans)
+
+    AsyncLLM.update_weights, AsyncLLM.finish_weight_update = remember_version, finish_and_mark
+    AsyncMPClient.get_output_async = skip_marks
+    RequestState._new_completion_output = completion_with_spans
+    ServingTokens.serve_tokens_full_generator = reply_with_spans
+    logger.info("answers say which weights sampled each of their tokens")
+
+
+def _one_engine(engine_client: Any) -> bool:
+    one_api_server = getattr(engine_client.engine_core, "client_count", 1) == 1
+    return one_api_server and engine_client.vllm_config.parallel_config.data_parallel_size == 1
+
+
+@functools.cache
+def _with_spans(reply_class: type, key: str) -> type:
+    """A class of replies whose choices have one more field. The choices' own class drops fields that it does not
+    declare, and the route sends what `model_dump` returns."""
+
+    class ReplyWithSpans(reply_class):
+        _spans: dict[int, list[Span] | None]
+
+        @classmethod
+        def of(cls, reply: Any, spans: dict[int, list[Span] | None]) -> "ReplyWithSpans":
+            made = cls.model_construct(**dict(reply))
+            made._spans = spans
+            return made
+
+        def model_dump(self, **kwargs: Any) -> dict[str, Any]:
+            dumped = super().model_dump(**kwargs)
+            for choice in dumped["choices"]:
+                choice[key] = self._spans.get(choice["index"])
+            return dumped
+
+    return ReplyWithSpans
