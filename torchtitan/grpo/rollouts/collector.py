@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -148,10 +148,6 @@ class Collector:
             return future.result()
         finally:
             future.cancel()  # nothing but an interrupt leaves it unfinished
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """As `call`, without waiting."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def add_listener(self, call: Callable[[], None]) -> None:
         """Have `call` called on the event loop after every change of the fleet."""

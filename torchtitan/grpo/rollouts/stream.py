@@ -104,6 +104,7 @@ class RolloutStream:
             begun = sum(entry.begun is not None for entry in entries)
             names = ("asked", "finished", "replaced", "late", "timed_out")
             return {f"rollout/groups_{name}": self.counts[name] for name in names} | {
+                "rollout/retried": self._collector.retried,
                 "rollout/groups_ready": complete,
                 "rollout/groups_in_flight": begun - complete,
                 "rollout/groups_queued": len(entries) - begun,
