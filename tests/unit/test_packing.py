@@ -147,7 +147,8 @@ def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
             values = (v[document][at].tolist() for v in (row.targets, row.sampler_logprobs, row.ages))
             assert list(zip(at.tolist(), *values, strict=True)) == expected
             assert int(at[-1]) + 1 == document.stop - document.start  # nothing after the last trained token
-            assert row.weights[document].sum().item() == pytest.approx(s.weight * len(expected))
+            assert row.weights[document][at].tolist() == pytest.approx([s.weight] * len(expected))
+            assert row.advantages[document][at].tolist() == pytest.approx([s.advantage] * len(expected))
             seen.append(index)
     assert left_out and sorted(seen) == sorted(set(range(30)) - left_out)
     for row in itertools.chain(*packed):
