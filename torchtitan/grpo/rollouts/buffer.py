@@ -25,12 +25,14 @@ class Entry:
 
     Attributes:
         number: Counts the groups of the run, in the order of their prompts.
+        occurrence: How many groups of the same `number // B`, asked and not yet trained on, have the same prompt.
         begun: Weight version of the server at its first request, None before that; no token is older.
         group: Its samples, once they are complete and scored.
     """
 
     number: int
     prompt: Prompt
+    occurrence: int = 0
     begun: int | None = None
     group: Group | None = None
 
@@ -72,7 +74,9 @@ class StalenessBuffer:
         return self._allowed(server_version) - self.consumed - len(self.entries)
 
     def add(self, prompt: Prompt) -> Entry:
-        entry = Entry(self.next_number, prompt)
+        block = self.next_number // self.groups_per_step
+        same = (e for e in self.entries.values() if e.prompt.index == prompt.index)
+        entry = Entry(self.next_number, prompt, sum(e.number // self.groups_per_step == block for e in same))
         self.entries[entry.number] = entry
         self.next_number += 1
         return entry
@@ -141,6 +145,7 @@ class StalenessBuffer:
                 {
                     "number": entry.number,
                     "prompt": entry.prompt.index,
+                    "occurrence": entry.occurrence,
                     "begun": entry.begun if entry.group else None,
                     "samples": [_sample_state(sample) for sample in entry.group] if entry.group else None,
                 }
@@ -155,7 +160,8 @@ class StalenessBuffer:
         self.entries = {}
         for saved, prompt in zip(state["entries"], prompts, strict=True):
             group = None if saved["samples"] is None else [Sample(prompt, **sample) for sample in saved["samples"]]
-            self.entries[saved["number"]] = Entry(saved["number"], prompt, saved["begun"], group)
+            entry = Entry(saved["number"], prompt, saved["occurrence"], saved["begun"], group)
+            self.entries[entry.number] = entry
 
     def _allowed(self, server_version: int) -> int:
         return (server_version + self.max_age + 1) * self.groups_per_step + self.surplus

@@ -203,7 +203,8 @@ class RolloutStream:
             task.add_done_callback(lambda task, entry=entry: self._ended(entry, task))
 
     async def _group(self, entry: Entry, cohort: Any) -> Group:
-        seed = prompt_seed(self._params.seed, "group", entry.prompt.index, entry.number)
+        step = entry.number // self._per_step + 1  # that it would be for, if none were dropped
+        seed = prompt_seed(self._params.seed, f"step{step}", entry.prompt.index, entry.occurrence)
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
         async with asyncio.timeout(self._timeout_s):
             return await self._collector.group(entry.prompt, params, request_id, Start(self._buffer, entry), cohort)
