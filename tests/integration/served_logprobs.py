@@ -16,7 +16,11 @@ def worst_logprob_difference(url: str, reference: PreTrainedModel) -> float:
     choice = reply.json()["choices"][0]
     answer = choice["token_ids"]
     served = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
-    with torch.no_grad():
-        logits = reference(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].float()
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-    return float((served - expected).abs().max())
+    return float((served - answer_logprobs(reference, PROMPT, answer)).abs().max())
+
+
+@torch.no_grad()
+def answer_logprobs(reference: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Log-probabilities [tokens of the answer] at temperature 1, from one pass over the whole sequence."""
+    logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]

@@ -26,9 +26,10 @@ class VllmClient:
         request_timeout_s: Longest wait for one `generate`, from sending to the last byte.
         version: The newest weight version that this server has acknowledged. It is each request's cache salt, so
             that no prefix cache outlives its weights, and stands in for a token's version where the server does not
-            report one (vLLM before 0.32); then it is that of the request's start, so that a token is never taken to be
-            newer than it is. From 0 on a token that was sampled by weights of another name is an `EngineError`: a
-            server names its weights so until it is given any, so it was restarted and its answers are not ours.
+            report one (vLLM before 0.32, if `weight_sync.token_versions` could not have it do so); then it is that of
+            the request's start, so that a token is never taken to be newer than it is. From 0 on a token that was
+            sampled by weights of another name is an `EngineError`: a server names its weights so until it is given
+            any, so it was restarted and its answers are not ours.
     """
 
     def __init__(self, url: str, api_key: str | None, request_timeout_s: float, version: Callable[[], int]) -> None:

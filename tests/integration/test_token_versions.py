@@ -1,0 +1,248 @@
+"""Weights change while answers are running: which weights sampled each token, and with which keys and values.
+
+A real server, real updates, a float32 model. What the server says is held against transformers, which computes the
+log-probabilities of an answer's tokens from the whole sequence under each version's weights.
+
+To run it against a server that already runs, for example an older vLLM on a GPU, set SERVER_URL and SERVER_MODEL (the
+folder that it serves, a float32 model of `save_tiny_qwen3`'s shape); its weights then travel through files, and
+SERVER_TOLERANCE is the largest difference in nat that its arithmetic explains (default 1e-4).
+"""
+
+import asyncio
+import functools
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from conftest import save_tiny_qwen3, serve_vllm
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from tests.integration import counted_versions
+from tests.integration.served_logprobs import answer_logprobs
+from tests.integration.test_weight_sync_vllm import CPU, SYNC, changed, fleet_of, trainer_of
+from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.spawn import EmbeddedServer
+from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
+from torchtitan.grpo.job_config import Rollout
+from torchtitan.grpo.models import load_hf_weights
+from torchtitan.grpo.weight_sync.sync import WeightSync
+
+PROMPT = [5 + i % 400 for i in range(300)]
+"""Longer than two blocks of vLLM's cache (128 tokens on CPU): a request that shares it would find them there."""
+LONG = SamplingParams(n=3, temperature=1.0, max_tokens=600, seed=3, ignore_eos=True)
+TOLERANCE = float(os.environ.get("SERVER_TOLERANCE", "1e-4"))
+DIFFERENT = 0.1
+"""Mean difference in nat from which weights, or keys and values, count as others."""
+
+
+class Control(ServerControl):
+    """Pauses with the `clear_cache` of the test."""
+
+    clear_cache = True
+
+    def pause(self, mode: str, clear_cache: bool, *args: float) -> None:
+        super().pause(mode, self.clear_cache, *args)
+
+
+@dataclass
+class Served:
+    """A server, a trainer that feeds it, and what transformers makes of every version that it was given."""
+
+    control: Control
+    folders: dict[str, Path]
+    models: dict[str, PreTrainedModel]
+    transport: str = "gloo"
+    versions: dict[int, str] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self.source, self.model = trainer_of(self.folders["A"])
+        settings = replace(SYNC, transport=self.transport)
+        self.sync = WeightSync(self.model, self.source.adapter, settings, fleet_of(self.control), CPU, self.source.tied)
+        self.sync.connect()
+        self.publish("A")
+
+    def publish(self, name: str, *, clear_cache: bool = True) -> int:
+        """Give the server the weights `name`; returns their version."""
+        self.control.clear_cache = clear_cache
+        load_hf_weights(self.model, self.source, self.folders[name])
+        version = next(self.numbers)
+        self.sync.publish(version)
+        self.versions[version] = name
+        return version
+
+    @functools.cached_property
+    def answer_s(self) -> float:
+        """Seconds that LONG's answers take."""
+        self.ask(replace(LONG, max_tokens=20))  # the first ones take longer
+        return self.ask(LONG)[1]
+
+    def ask_across(self, *updates: str, clear_cache: bool) -> tuple[int, list[Completion]]:
+        """LONG's answers, begun under the weights A and finished under the last of `updates`, and A's version."""
+        for parts in (4, 8, 16, 32):  # a machine that is busy at one moment and idle at the next may need another try
+            first = self.publish("A")
+            answers, _ = self.ask(LONG, updates, self.answer_s / parts, clear_cache=clear_cache)
+            versions = range(first, first + len(updates) + 1)
+            if all(set(answer.versions) == set(versions) for answer in answers):
+                return first, answers
+        pytest.fail(f"no update came while answers were running: {[set(answer.versions) for answer in answers]}")
+
+    def ask(
+        self, params: SamplingParams, updates: tuple[str, ...] = (), every_s: float = 0.0, **how: bool
+    ) -> tuple[list[Completion], float]:
+        """Answers to PROMPT, and the seconds until they came; meanwhile the weights `updates`, one each `every_s`."""
+
+        async def run() -> tuple[list[Completion], float]:
+            started, version = time.monotonic(), max(self.versions)
+            client = VllmClient(self.control.url, None, 120.0, lambda: version)
+            answers = asyncio.create_task(client.generate(PROMPT, params, f"r{version}"))
+            for name in updates:
+                await asyncio.sleep(every_s)
+                await asyncio.to_thread(self.publish, name, **how)
+            try:
+                return await answers, time.monotonic() - started
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+    def differences(self, answer: Completion, name: str) -> torch.Tensor:
+        """|served - computed under the weights `name`| of every token, in nat."""
+        return (torch.tensor(answer.logprobs) - answer_logprobs(self.models[name], PROMPT, answer.token_ids)).abs()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("weights")
+    first = Path(os.environ["SERVER_MODEL"]) if "SERVER_URL" in os.environ else save_tiny_qwen3(folder / "A")
+    return {"A": first, "B": changed(first, 7, folder / "B"), "C": changed(first, 8, folder / "C")}
+
+
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.vllm), "embedded"])
+def served(request: pytest.FixtureRequest, folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    models = {name: Qwen3ForCausalLM.from_pretrained(path).eval() for name, path in folders.items()}
+    if "SERVER_URL" in os.environ:
+        if request.param == "embedded":
+            pytest.skip("SERVER_URL names the server")
+        served = Served(Control(os.environ["SERVER_URL"], None, 60.0), folders, models, "disk")
+        yield served
+        served.sync.close()
+    elif request.param == "vllm":
+        declare_plugin(folder / "plugin")
+        with serve_vllm(folder, folders["A"], "--max-num-seqs", "16") as server:
+            served = Served(Control(server.url, None, 60.0), folders, models)
+            yield served
+            served.sync.close()
+    else:
+        with EmbeddedServer() as server:
+            server.start(folders["A"], Rollout(embedded_max_sequences=16), "cpu", folder / "log")
+            served = Served(Control(server.url, None, 60.0), folders, models)
+            yield served
+            served.sync.close()
+
+
+def declare_plugin(folder: Path) -> None:
+    """Declare `counted_versions` to vLLM, in the folder where conftest declares the project's own plug-in."""
+    info = folder / "counted_versions-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counted-versions\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\ncounted_versions = {counted_versions.__name__}:register\n"
+    )
+
+
+def test_every_token_has_the_version_that_sampled_it(served: Served):
+    first, answers = served.ask_across("B", "C", clear_cache=True)
+    own, others = [], []
+    for answer in answers:
+        versions = torch.tensor(answer.versions)
+        assert versions.unique_consecutive().tolist() == [first, first + 1, first + 2]
+        for version in (first, first + 1, first + 2):
+            differences = served.differences(answer, served.versions[version])
+            own.append(differences[versions == version].max())
+            others += [differences[versions == other].mean() for other in versions.unique() if other != version]
+    print(f"under its own version: worst {max(own):.1e} nat; under another: mean {min(others):.2f} nat or more")
+    assert max(own) <= TOLERANCE
+    assert min(others) > DIFFERENT
+
+
+def test_without_recomputation_old_keys_and_values_stay_but_the_prefix_cache_does_not(served: Served):
+    first, answers = served.ask_across("B", clear_cache=False)
+    before, after = [], []
+    for answer in answers:
+        versions = torch.tensor(answer.versions)
+        assert versions.unique_consecutive().tolist() == [first, first + 1]
+        before.append(served.differences(answer, "A")[versions == first])
+        after.append(served.differences(answer, "B")[versions == first + 1])
+    before, after = torch.cat(before), torch.cat(after)
+    print(f"after the update: mean {after.mean():.2f}, max {after.max():.2f} nat; before: max {before.max():.1e} nat")
+    assert before.max() <= TOLERANCE
+    assert after.mean() > DIFFERENT
+
+    # A new request with the same prompt must not find the old blocks: its salt is the new version.
+    short = replace(LONG, max_tokens=16)
+    answers, _ = served.ask(short)
+    assert max(served.differences(answer, "B").max() for answer in answers) <= TOLERANCE
+    assert {version for answer in answers for version in answer.versions} == {first + 1}
+
+
+@pytest.mark.vllm
+def test_the_salt_is_what_keeps_old_blocks_out(served: Served, request: pytest.FixtureRequest):
+    """The test above means nothing if the old blocks are gone: with the old salt they are still found."""
+    if request.node.callspec.params["served"] == "embedded":
+        pytest.skip("the embedded server has no prefix cache")
+    old = served.publish("A")
+    served.ask(replace(LONG, max_tokens=1))
+    served.publish("B", clear_cache=False)
+    [stale] = choices(served, salt=str(old))
+    [fresh] = choices(served, salt=str(old + 1))
+    stale, fresh = (served.differences(completion_of(choice), "B") for choice in (stale, fresh))
+    print(f"old salt: mean {stale.mean():.2f}, max {stale.max():.2f} nat; new salt: max {fresh.max():.1e} nat")
+    assert stale.mean() > DIFFERENT
+    assert fresh.max() <= TOLERANCE
+
+
+@pytest.mark.vllm
+def test_our_count_is_vllms(served: Served, request: pytest.FixtureRequest):
+    """What the plug-in gives to vLLM before 0.32, beside what 0.32 reports, in the same replies."""
+    if request.node.callspec.params["served"] == "embedded":
+        pytest.skip("only vLLM needs the count")
+    served.publish("A")
+    bodies = [{"n": 3, "max_tokens": 600}, {"n": 1, "max_tokens": 550}, {"n": 4, "max_tokens": 450}]
+    with ThreadPoolExecutor() as pool:
+        replies = [pool.submit(choices, served, **body) for body in bodies]
+        for name in "BCAB":
+            time.sleep(served.answer_s / 8)
+            served.publish(name, clear_cache=name != "C")
+        compared = [choice for reply in replies for choice in reply.result()]
+    if counted_versions.KEY not in compared[0]:
+        pytest.skip("this vLLM reports no versions of its own: the other tests check the count")
+    assert len(compared) == 8
+    for choice in compared:
+        assert choice[counted_versions.KEY] == choice["weight_versions"]
+    assert max(len(choice["weight_versions"]) for choice in compared) >= 3
+    assert len({span["start"] for choice in compared for span in choice["weight_versions"]}) > 3
+
+
+def choices(served: Served, *, salt: str = "none", **sampling: int) -> list[dict]:
+    """Choices of the server's reply as they are; by default one answer of 16 tokens."""
+    params = {"n": 1, "max_tokens": 16, "temperature": 1.0, "seed": 3, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "cache_salt": salt, "sampling_params": params | {"output_kind": 2} | sampling}
+    reply = requests.post(served.control.url + GENERATE_ROUTE, json=body, timeout=120)
+    reply.raise_for_status()
+    return reply.json()["choices"]
+
+
+def completion_of(choice: dict) -> Completion:
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return Completion(choice["token_ids"], logprobs, choice["finish_reason"], [])
