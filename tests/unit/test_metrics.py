@@ -213,7 +213,7 @@ def test_metrics_are_documented():
     documented = set(re.findall(r"`([a-z]+/[a-z_/<>0-9]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     groups = [group_of([0.0, 1.0])]
     names = {name for name, _, _ in PROGRESS}
-    names |= set(rollout_metrics(groups, 0)) | set(validation_metrics(groups, groups, 1.0))
+    names |= set(rollout_metrics(groups, 0, 0)) | set(validation_metrics(groups, groups, 1.0))
     per_token = torch.zeros(2)
     optional = {"importance": per_token, "reference_logprobs": per_token, "entropy": per_token}
     sample_ids = torch.zeros(2, dtype=torch.int64)

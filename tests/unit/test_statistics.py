@@ -21,7 +21,7 @@ def test_rollout_metrics_of_two_groups():
         [sample(1.0, 3), sample(1.0, 7, "abort", ("exact_match",))],
     ]
     groups[0][0].versions = [2, 3]
-    metrics = rollout_metrics(groups, 3)
+    metrics = rollout_metrics(groups, 3, 0)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/std"] == pytest.approx(0.1875**0.5)
     assert metrics["reward/exact_match"] == 0.75
@@ -33,7 +33,7 @@ def test_rollout_metrics_of_two_groups():
 
 
 def test_no_groups_give_no_metrics():
-    assert rollout_metrics([], 0) == {}
+    assert rollout_metrics([], 0, 0) == {}
 
 
 def test_pass_at_k_counts_prompts_with_any_full_reward():

@@ -33,6 +33,7 @@ PROGRESS = (
     ("validation/greedy_reward", "held-out", "{:.3f}"),
     ("throughput/answer_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("rollout/answer_tokens_mean", "answer tokens", "{:.1f}"),
+    ("rollout/busy_share", "servers busy", "{:.0%}"),
     ("policy/kl", "kl", "{:.4f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
     ("policy/clip_fraction", "clipped", "{:.2%}"),
@@ -214,6 +215,16 @@ class MetricsLogger:
             for name, value in values.items()
             if name.startswith("time/") and name.count("/") == 1 and not name.endswith(("_host_s", "_hidden_s"))
         }
+        ages = {
+            name.split("_")[1]: share
+            for name, share in values.items()
+            if name.startswith("rollout/age_") and name.endswith("_fraction")
+        }
+        if ages:
+            parts.append("ages " + " ".join(f"{age}:{share:.0%}" for age, share in ages.items() if share >= 0.005))
+            parts.append(
+                f"groups {values['rollout/groups_in_flight']} in flight, {values['rollout/groups_ready']} ready"
+            )
         step_s = stages.pop("step", None)
         if stages:
             listed = ", ".join(f"{name} {value:.2f}" for name, value in stages.items() if value >= 0.005)
