@@ -59,7 +59,10 @@ class RolloutStream:
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Groups since the start: asked, finished, replaced, late, timed_out."""
-        self._collector, self._prompts, self._params = collector, prompts, params
+        repeatable = rollout.engine == "embedded" or not ahead.enabled
+        seeded = rollout.seeded_requests == "always" or (rollout.seeded_requests == "auto" and repeatable)
+        self._collector, self._prompts = collector, prompts
+        self._params = params if seeded else replace(params, seed=None)
         self._ahead = ahead.enabled
         self._replace = grpo.zero_variance_groups == "replace"
         self._replaced_max = round((grpo.replace_limit - 1) * grpo.prompts_per_step)
