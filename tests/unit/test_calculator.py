@@ -62,11 +62,11 @@ def test_a_call_may_end_in_any_token_that_holds_its_bracket(tokenizer):
 
 
 def test_the_worked_column_is_what_the_environment_leads_to(tokenizer):
-    data = Data(arithmetic_operators=["+", "-", "*"], chat_template=False)
-    for prompt in PromptSource(data, tokenizer, 0).next(50):
-        call, _, rest = prompt.columns["calculation"].partition(">")
-        assert call == "<" + prompt.text.rstrip("=")
-        assert rest == f"{calculate(call[1:])}\n{prompt.answer}"
+    data = Data(arithmetic_operators=["+", "-", "*"], chat_template=False, shuffle=False)
+    for row, prompt in enumerate(PromptSource(data, tokenizer, 0).next(60)):
+        call, _, rest = prompt.columns["calculation"].rpartition(">")
+        assert call == ("" if row % 3 else "<" + prompt.text.rstrip("="))
+        assert rest == (f"{calculate(call[1:])}\n{prompt.answer}" if call else prompt.answer)
 
 
 QUESTION = "12*34="

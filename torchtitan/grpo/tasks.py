@@ -137,7 +137,8 @@ def _question(row: Row, column: str) -> str:
 def _arithmetic(data: Data, extra: int) -> Rows:
     """Distinct problems `a+b=`, 0 <= a, b <= arithmetic_max: `size` of them in a fixed random order, or all.
 
-    Column `calculation` is the answer as `environments.calculator` leads to it, a text for `[sft] target_column`.
+    Column `calculation`, for `[sft] target_column`, is the answer as `environments.calculator` leads to it in every
+    third row, and the answer alone in the others: it shows how to call the calculator, not that it is worth it.
     """
     unknown = [sign for sign in data.arithmetic_operators if sign not in OPERATORS]
     if unknown or not data.arithmetic_operators:
@@ -153,7 +154,8 @@ def _arithmetic(data: Data, extra: int) -> Rows:
         sign = data.arithmetic_operators[which]
         answer = str(OPERATORS[sign](left, right))
         question = {data.prompt_column: f"{left}{sign}{right}=", data.answer_column or "answer": answer}
-        rows.append({"calculation": f"<{left}{sign}{right}>{answer}\n{answer}"} | question)
+        calculation = answer if len(rows) % 3 else f"<{left}{sign}{right}>{answer}\n{answer}"
+        rows.append({"calculation": calculation} | question)
     return Rows(rows, range(len(rows)), f'[data] source = "arithmetic" (arithmetic_max = {data.arithmetic_max})')
 
 

@@ -42,7 +42,7 @@ async def _converse(client: RolloutClient, prompt: Prompt, completion: Completio
     for calls_left in reversed(range(MAX_CALLS)):
         if not set(completion.token_ids[-1:]) & set(stop):
             break
-        call = CALL.search(client.tokenizer.decode(completion.token_ids))
+        call = CALL.search(client.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
         if call:  # else it was some other `>`
             turns.given(client.tokenizer(calculate(call[1]) + "\n", add_special_tokens=False)["input_ids"])
         [completion] = await client.generate(turns.token_ids, stop_token_ids=stop if calls_left else ())

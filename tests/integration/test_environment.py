@@ -1,0 +1,58 @@
+"""A whole run with an environment of several turns: the calculator, on the embedded server."""
+
+import json
+
+from tests.integration.trainer_runs import attempt, train
+from torchtitan.grpo.environments.calculator import CALL, MAX_CALLS, calculate
+
+CALCULATOR = {
+    "--job.config_file": "train_configs/calculator.toml",
+    "--training.steps": "2",
+    "--sft.steps": "60",
+    "--metrics.samples_per_step": "1000",
+}
+
+
+def given_characters(sample: dict) -> int:
+    """How much of an answer the calculator wrote, which must be what its calls come to."""
+    answer, given, at = sample["answer"], 0, 0
+    for _ in range(MAX_CALLS):
+        turn = answer[at:].partition(">")[0] + ">"
+        at += len(turn)
+        call = CALL.search(turn)
+        if call and at <= len(answer):
+            result = calculate(call[1]) + "\n"
+            written = answer[at : at + len(result)]
+            cut = sample["finish_reason"] == "length"
+            assert result.startswith(written) if cut else written == result, sample
+            given += len(written)
+            at += len(written)
+    return given
+
+
+def test_results_are_read_by_the_model_and_not_trained_on(tmp_path):
+    lines = train(tmp_path, CALCULATOR | {"--grpo.zero_variance_groups": "keep"})
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and len(samples) == 2 * 8 * 4
+    for line in lines:
+        own = [sample for sample in samples if sample["step"] == line["step"]]
+        given = sum(given_characters(sample) for sample in own)  # every character is a token
+        assert given > 0, "some answers have a call"
+        assert line["rollout/answer_tokens"] == sum(sample["answer_tokens"] for sample in own) - given
+        assert line["train/answer_tokens"] == line["rollout/answer_tokens"]
+        assert line["policy/mismatch_abs"] <= 1e-4, "trainer and server read the same text"
+        assert line["rollout/age_max"] == 0
+        assert all(sample["versions"] == [line["step"] - 1] * 2 for sample in own)
+
+
+def test_an_environment_that_fails_ends_the_run_with_the_prompts_index(tmp_path):
+    flags = {"--sft.steps": "1", "--rollout.environment": "tests.integration.test_environment:broken"}
+    done = attempt(tmp_path, CALCULATOR | flags)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "[rollout] environment = 'tests.integration.test_environment:broken': prompt " in said
+    assert "RuntimeError: no tool today" in said
+
+
+async def broken(client, prompt):
+    raise RuntimeError("no tool today")
