@@ -87,10 +87,12 @@ Model, data, seeds, number of steps and the limits on requests are the same for 
 
 Rewards are a coin flipped by the answer's bytes, so that every group has a gradient and nothing is learned.
 
-Columns, over the steps after the first --warmup (validation and checkpoints are off):
+Columns, over steps --warmup + 1 to --steps (validation and checkpoints are off). Async runs go on for some steps that
+are not measured, since servers run empty when nothing more is to be asked:
 
   tokens/s      all answer tokens of these steps over all their wall clock, whatever happened in it; `a GPU`: over
                 trainer and server devices; `median`: of the steps' own rates
+  generated     tokens/s by vLLM's own counter meanwhile: as many, unless answers piled up before or after
   of the bound  of the slower of generation alone and training alone, measured in the same call: generation with the
                 job's prompts and lengths and no trainer, at the best of one step's answers and --sequences at a time
                 (--bound-s each); training by the seconds of `train` in the mode that needs fewest a token
@@ -178,8 +180,8 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--samples", type=positive, help="answers to each prompt")
     modes.add_argument("--prompt-tokens", type=positive)
     modes.add_argument("--age", type=positive, help="max_trajectory_age_steps of the in-flight modes")
-    modes.add_argument("--steps", type=positive, default=12, help="default 12")
-    modes.add_argument("--warmup", type=positive, default=4, help="first steps, left out of the table (default 4)")
+    modes.add_argument("--steps", type=positive, default=12, help="up to the last one measured (12)")
+    modes.add_argument("--warmup", type=positive, help="first steps, not measured (default --age + 1, at least 4)")
     modes.add_argument("--lr", type=seconds)
     modes.add_argument("--seed", type=int, default=0)
     modes.add_argument("--microbatch-tokens", type=positive, help="[training] tokens_per_microbatch")
@@ -225,6 +227,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         for name, value in PRESETS[args.preset].items():
             if f"--{name.replace('_', '-')}" not in given:
                 setattr(args, name, value)
+        args.warmup = args.warmup or max(4, args.age + 1)
         if args.steps <= args.warmup:
             parser.error(f"--steps {args.steps}: there are none after the first --warmup {args.warmup}")
         if args.bound_s < 0:

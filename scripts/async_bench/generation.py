@@ -60,9 +60,9 @@ async def _rate(
     tasks = [asyncio.create_task(keep_asking(client, numbered)) for client in clients for _ in range(lanes)]
     try:
         await _sleep(tasks, settle_s)
-        start, before = time.monotonic(), await asyncio.to_thread(_generated_tokens, urls)
+        start, before = time.monotonic(), await asyncio.to_thread(generated_tokens, urls)
         await _sleep(tasks, seconds)
-        end, after = time.monotonic(), await asyncio.to_thread(_generated_tokens, urls)
+        end, after = time.monotonic(), await asyncio.to_thread(generated_tokens, urls)
     finally:
         for task in tasks:
             task.cancel()
@@ -85,7 +85,8 @@ async def _sleep(tasks: list[asyncio.Task], seconds: float) -> None:
         task.result()
 
 
-def _generated_tokens(urls: list[str]) -> float | None:
+def generated_tokens(urls: list[str]) -> float | None:
+    """Tokens that these servers have generated since they started; None unless all of them count."""
     counts = [_metric(url, "vllm:generation_tokens_total") for url in urls]
     return None if None in counts else sum(counts)
 

@@ -12,6 +12,7 @@ MEASURED = {
     "tokens_per_s": "tokens/s",
     "tokens_per_s_gpu": "a GPU",
     "tokens_per_s_median": "median",
+    "generated_per_s": "generated",
     "ratio": "to sync",
     "of_bound": "of the bound",
     "step_s": "step, s",
@@ -38,13 +39,13 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-def summarise(lines: list[Row], warmup: int, devices: int) -> Row | None:
-    """One mode's row from its metrics.jsonl; None if no step came after the first `warmup`.
+def summarise(lines: list[Row], warmup: int, last: int, devices: int) -> Row | None:
+    """One mode's row from its metrics.jsonl, steps `warmup` + 1 to `last`; None if there are none.
 
     tokens/s is all answer tokens of these steps over all their wall clock, from the log of step `warmup` to that of the
     last one, with whatever happened between.
     """
-    steps = [line for line in lines if line.get("step", 0) > warmup and "time/step_s" in line]
+    steps = [line for line in lines if warmup < line.get("step", 0) <= last and "time/step_s" in line]
     if not steps:
         return None
     tokens = sum(line["rollout/answer_tokens"] for line in steps)

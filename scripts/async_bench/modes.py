@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from async_bench.generation import Ask, generation_rate
+from async_bench.generation import Ask, generated_tokens, generation_rate
 from async_bench.long_tail import LENGTHS, draw_lengths
 from async_bench.measured import BOUND, MEASURED, compare, in_order, summarise
 from async_bench.processes import Server, healthy, read_lines, train
@@ -32,10 +32,14 @@ def mode_flags(mode: str, age: int) -> Flags:
     return {
         "async_grpo.enabled": True,
         "weight_sync.async_weight_update": True,
-        "async_grpo.max_trajectory_age_steps": 1 if mode == "async" else age,
+        "async_grpo.max_trajectory_age_steps": max_age(mode, age),
         "async_grpo.in_flight_weight_updates": mode != "async",
         "async_grpo.recompute_kv_cache_after_weight_updates": mode != "in_flight_keep_kv",
     }
+
+
+def max_age(mode: str, age: int) -> int:
+    return {"sync": 0, "async": 1}.get(mode, age)
 
 
 def run_name(mode: str, age: int) -> str:
@@ -92,7 +96,7 @@ def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
     prepare(folder, args, out)
     urls = args.urls or start_servers(folder, args, out, resources)
 
-    flags = job_flags(args, urls, folder) | dict(args.flags)
+    flags = job_flags(args, urls, folder)
     if args.bound_s and not (folder / "bound.jsonl").exists():
         measure_bound(folder, args, urls, out)
     failed = False
@@ -102,7 +106,7 @@ def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
             out.say(f"{mode}: left out, {left_s:.0f} s are left of --time-limit-s; call again with the same --out")
             failed = True
             continue
-        error = run_mode(mode, args, flags, folder, min(args.run_limit_s, left_s - 5), out)
+        error = run_mode(mode, args, flags, urls, folder, min(args.run_limit_s, left_s - 5), out)
         if error:
             out.say(f"FAIL  {error}")
             failed = True
@@ -142,7 +146,7 @@ def prepare(folder: Path, args: argparse.Namespace, out: Output) -> None:
             raise UserError(f"the model was not made: {error}") from error
         (folder / "model" / "complete").touch()
         out.say(f"  {time.monotonic() - start:.0f} s")
-    rows = prompt_rows(args, count=args.prompts * (args.steps + 8))
+    rows = prompt_rows(args, count=args.prompts * (args.steps + 2 * args.age))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -201,26 +205,39 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_mode(mode: str, args: argparse.Namespace, flags: Flags, folder: Path, limit_s: float, out: Output) -> str:
+def run_mode(
+    mode: str, args: argparse.Namespace, flags: Flags, urls: list[str], folder: Path, limit_s: float, out: Output
+) -> str:
     """One run; its metrics stay in a folder of its name. Returns what went wrong."""
-    flags = flags | mode_flags(mode, args.age) | dict(args.flags)
+    # Further steps that are not measured: in the last ones servers are asked for nothing new and run empty.
+    flags = flags | {"training.steps": args.steps + max_age(mode, args.age)} | mode_flags(mode, args.age)
+    flags |= args.flags
     name = run_name(mode, args.age)
     run = folder / name
-    (run / "metrics.jsonl").unlink(missing_ok=True)
+    for file in ("metrics.jsonl", "generated.json"):
+        (run / file).unlink(missing_ok=True)
     out.say(f"{name}: {' '.join(f'{key}={value}' for key, value in mode_flags(mode, args.age).items())}")
     start = time.monotonic()
 
+    counted: list[tuple[float, float | None]] = []
+
     def show(line: Mapping[str, float]) -> None:
+        if line.get("step") in (args.warmup, args.steps):
+            counted.append((time.monotonic(), generated_tokens(urls)))
         if line.get("step", 0) > 0 and "time/step_s" in line:
             rate = line["rollout/answer_tokens"] / line["time/step_s"]
             out.say(
-                f"  {time.monotonic() - start:4.0f} s  step {line['step']}/{args.steps}: {rate:,.0f} tokens/s, "
+                f"  {time.monotonic() - start:4.0f} s  step {line['step']}: {rate:,.0f} tokens/s, "
                 f"{line['time/step_s']:.2f} s (rollout {line.get('time/rollout_s', 0):.2f}, train "
                 f"{line.get('time/train_s', 0):.2f}, sync {line.get('time/sync_s', 0):.3f}), age "
                 f"{line.get('rollout/age_mean', 0):.2f} to {line.get('rollout/age_max', 0):g}"
             )
 
-    return train(name, flags, args.trainers, run, limit_s, show)
+    error = train(name, flags, args.trainers, run, limit_s, show)
+    if len(counted) == 2 and counted[0][1] is not None:
+        (start, before), (end, after) = counted
+        (run / "generated.json").write_text(json.dumps({"generated_per_s": (after - before) / (end - start)}) + "\n")
+    return error
 
 
 def _devices(args: argparse.Namespace) -> int:
@@ -233,9 +250,10 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
     rows = []
     found = {path.parent.name for path in folder.glob("*/metrics.jsonl")}
     for name in in_order(found):
-        row = summarise(read_lines(folder / name / "metrics.jsonl"), args.warmup, _devices(args))
+        row = summarise(read_lines(folder / name / "metrics.jsonl"), args.warmup, args.steps, _devices(args))
         if row is not None:
-            rows.append({"mode": name} | row)
+            generated = read_lines(folder / name / "generated.json")
+            rows.append({"mode": name} | row | (generated[0] if generated else {}))
     lines = compare(rows, bounds)
     if bounds:
         out.table("Generation alone, all servers", BOUND, bounds)
@@ -249,5 +267,5 @@ def describe(args: argparse.Namespace) -> str:
     servers = _devices(args) - len(args.trainers)
     return (
         f"{args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most {args.max_answer}; "
-        f"{len(args.trainers)} + {servers} devices; from step {args.warmup + 1} on"
+        f"{len(args.trainers)} + {servers} devices; steps {args.warmup + 1} to {args.steps}"
     )
