@@ -64,6 +64,7 @@ class StalenessBuffer:
         self.next_number = 0
         self.entries: dict[int, Entry] = {}
         """By number, in that order."""
+        self._begun = 0  # how many of them have begun
 
     @property
     def consumed(self) -> int:
@@ -71,12 +72,14 @@ class StalenessBuffer:
 
     def room(self, server_version: int) -> int:
         """How many more groups may be added now, to begin on a server at this version."""
+        if server_version + self.max_age < self.version:
+            return 0
         return self._allowed(server_version) - self.consumed - len(self.entries)
 
     def add(self, prompt: Prompt) -> Entry:
-        block = self.next_number // self.groups_per_step
-        same = (e for e in self.entries.values() if e.prompt.index == prompt.index)
-        entry = Entry(self.next_number, prompt, sum(e.number // self.groups_per_step == block for e in same))
+        block = range(self.next_number - self.next_number % self.groups_per_step, self.next_number)
+        others = (self.entries[number] for number in block if number in self.entries)
+        entry = Entry(self.next_number, prompt, sum(other.prompt.index == prompt.index for other in others))
         self.entries[entry.number] = entry
         self.next_number += 1
         return entry
@@ -85,9 +88,9 @@ class StalenessBuffer:
         """The oldest weights that a request of this group may be answered by now."""
         if entry.begun is not None:
             return entry.begun
-        begun = 1 + sum(other.begun is not None for other in self.entries.values())
-        steps = -(-(self.consumed + begun - self.surplus) // self.groups_per_step)  # rounded up
-        return max(0, steps - self.max_age - 1)
+        steps = -(-(self.consumed + self._begun + 1 - self.surplus) // self.groups_per_step)  # rounded up
+        # The surplus is no leave to begin with weights that are too old already.
+        return max(0, self.version - self.max_age, steps - self.max_age - 1)
 
     def begin(self, entry: Entry, server_version: int) -> None:
         """A request of the group goes to a server at this version, at least `min_version`."""
@@ -95,13 +98,14 @@ class StalenessBuffer:
             raise AssertionError(f"group {entry.number} began at {server_version}, before {self.min_version(entry)}")
         if entry.begun is None:
             entry.begun = server_version
+            self._begun += 1
 
     def finish(self, entry: Entry, group: Group) -> None:
         entry.group = group
 
     def drop(self, entry: Entry) -> None:
         """The group will not be trained on; another may be asked for it."""
-        del self.entries[entry.number]
+        self._remove(entry)
 
     def deadline(self, entry: Entry) -> int:
         """The last version that may be trained on it."""
@@ -129,11 +133,11 @@ class StalenessBuffer:
             raise AssertionError("no step is ready")
         for entry in batch:
             self._check_ages(entry)
-            del self.entries[entry.number]
+            self._remove(entry)
         self.version += 1
         late = [entry for entry in self.entries.values() if self.deadline(entry) < self.version]
         for entry in late:
-            del self.entries[entry.number]
+            self._remove(entry)
         return batch, late
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,6 +166,11 @@ class StalenessBuffer:
             group = None if saved["samples"] is None else [Sample(prompt, **sample) for sample in saved["samples"]]
             entry = Entry(saved["number"], prompt, saved["occurrence"], saved["begun"], group)
             self.entries[entry.number] = entry
+        self._begun = sum(entry.begun is not None for entry in self.entries.values())
+
+    def _remove(self, entry: Entry) -> None:
+        del self.entries[entry.number]
+        self._begun -= entry.begun is not None
 
     def _allowed(self, server_version: int) -> int:
         return (server_version + self.max_age + 1) * self.groups_per_step + self.surplus

@@ -43,9 +43,12 @@ class Ticket:
 
 
 class Start(Protocol):
-    """Which weights the requests of a group need, and what to call when one is given a server of a version."""
+    """Which weights the requests of a group need, and what to call when one has to wait for a server, and when it is
+    given one of a version."""
 
     def min_version(self) -> int: ...
+
+    def waits(self) -> None: ...
 
     def begun(self, version: int) -> None: ...
 
@@ -58,6 +61,9 @@ class AnyFrom:
 
     def min_version(self) -> int:
         return self.version
+
+    def waits(self) -> None:
+        pass
 
     def begun(self, version: int) -> None:
         pass
@@ -114,6 +120,7 @@ class Collector:
         self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
         self._busy_since: dict[Server, float] = {}
         self._waiting: dict[Ticket, None] = {}
+        self._newest = self._newest_in_traffic()
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
         self._scoring = ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
@@ -208,9 +215,11 @@ class Collector:
         client = RolloutClient(self.tokenizer, params, prompt, ask)
         try:
             samples = await self.environment(client, prompt)
-        except (EngineError, FleetError, UserError, TimeoutError):
+        except (EngineError, FleetError, UserError):
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # not the environment's own: this group is given up
             name = f"[rollout] environment = {self.environment_name!r}"
             raise UserError(f"{name}: prompt {prompt.index}: {type(error).__name__}: {error}") from error
         group = checked(samples, self.environment_name, params.max_tokens)
@@ -301,6 +310,8 @@ class Collector:
         ticket = Ticket(start, self._loop.create_future(), self._loop.time())
         self._waiting[ticket] = None
         self._dispatch()
+        if not ticket.server.done():
+            start.waits()
         try:
             while not ticket.server.done():
                 left_s = ticket.eligible_at + self.request_timeout_s - self._loop.time()
@@ -328,20 +339,28 @@ class Collector:
 
     def _dispatch(self) -> None:
         """Give free places to those who wait, in the order in which they came."""
-        now = self._loop.time()
+        if not self._waiting:
+            return
+        places = [server for server in self.fleet.eligible(-1) if self._has_place(server)]
+        newest = max((server.version for server in places), default=-1)
         for ticket in list(self._waiting):
-            places = [server for server in self.fleet.eligible(-1) if self._has_place(server)]
             if not places:
                 return
-            eligible = self.fleet.eligible(ticket.start.min_version())
-            if eligible:
-                ticket.eligible_at = now
-            places = [server for server in eligible if server in places]
-            if places:
-                server = min(places, key=lambda server: server.in_flight)
-                self._occupy(server, ticket.start)
-                del self._waiting[ticket]
-                ticket.server.set_result(server)
+            min_version = ticket.start.min_version()
+            if min_version > newest:
+                continue  # most of those who wait, if many do: this is all that they cost
+            server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
+            if server is None:  # it has left traffic this moment; its change calls here again
+                continue
+            self._occupy(server, ticket.start)
+            del self._waiting[ticket]
+            ticket.server.set_result(server)
+            if not self._has_place(server):
+                places.remove(server)
+                newest = max((server.version for server in places), default=-1)
+
+    def _newest_in_traffic(self) -> int:
+        return max((server.version for server in self.fleet.eligible(-1)), default=-2)
 
     def _has_place(self, server: Server) -> bool:
         return server.in_flight < self.max_concurrent_requests
@@ -368,6 +387,10 @@ class Collector:
             if server.lost:
                 for request in requests:
                     request.cancel()
+        before, self._newest = self._newest, self._newest_in_traffic()
+        for ticket in self._waiting:
+            if ticket.start.min_version() <= max(before, self._newest):
+                ticket.eligible_at = self._loop.time()
         try:
             self.fleet.check()
         except Exception as error:

@@ -18,15 +18,23 @@ from torchtitan.tools.logging import logger
 
 
 class Start:
-    """What the collector asks and says about the weights of one group."""
+    """What the collector asks and says about the weights of one group. Its time limit does not count the wait for the
+    server of its first request: that is how far ahead groups are asked, and no fault of the group."""
 
-    def __init__(self, buffer: StalenessBuffer, entry: Entry) -> None:
+    def __init__(self, buffer: StalenessBuffer, entry: Entry, limit: asyncio.Timeout, timeout_s: float) -> None:
         self._buffer, self._entry = buffer, entry
+        self._limit, self._timeout_s = limit, timeout_s
 
     def min_version(self) -> int:
         return self._buffer.min_version(self._entry)
 
+    def waits(self) -> None:
+        if self._entry.begun is None and not self._limit.expired():
+            self._limit.reschedule(None)
+
     def begun(self, version: int) -> None:
+        if self._entry.begun is None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
         self._buffer.begin(self._entry, version)
 
 
@@ -145,8 +153,8 @@ class RolloutStream:
         self._wanted = version + 1
         self._fill()
         while self._failure is None and self._buffer.ready() is None:
-            self._changed.clear()
             if self._tasks:
+                self._changed.clear()
                 await self._changed.wait()  # each group has its time limit
             else:
                 await self._wait_for_server()
@@ -162,11 +170,14 @@ class RolloutStream:
         return [entry.group for entry in taken]
 
     async def _wait_for_server(self) -> None:
-        """Nothing is under way, and nothing can be asked: until the fleet changes."""
+        """Nothing is under way, and nothing can be asked: until it can. Other changes of the fleet prolong nothing."""
         fleet = self._collector.fleet
-        fleet.check()
         try:
-            await asyncio.wait_for(self._changed.wait(), self._request_timeout_s)
+            async with asyncio.timeout(self._request_timeout_s):
+                while not self._tasks and self._failure is None:
+                    fleet.check()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError as error:
             raise EngineError(
                 f"no server in traffic with weights new enough to train version {self._buffer.version} after "
@@ -209,8 +220,9 @@ class RolloutStream:
         step = entry.number // self._per_step + 1  # that it would be for, if none were dropped
         seed = prompt_seed(self._params.seed, f"step{step}", entry.prompt.index, entry.occurrence)
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
-        async with asyncio.timeout(self._timeout_s):
-            return await self._collector.group(entry.prompt, params, request_id, Start(self._buffer, entry), cohort)
+        async with asyncio.timeout(self._timeout_s) as limit:
+            start = Start(self._buffer, entry, limit, self._timeout_s)
+            return await self._collector.group(entry.prompt, params, request_id, start, cohort)
 
     def _ended(self, entry: Entry, task: asyncio.Task) -> None:
         if self._tasks.get(entry) is not task:
