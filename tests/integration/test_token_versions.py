@@ -3,9 +3,14 @@
 A real server, real updates, a float32 model. What the server says is held against transformers, which computes the
 log-probabilities of an answer's tokens from the whole sequence under each version's weights.
 
-To run it against a server that already runs, for example an older vLLM on a GPU, set SERVER_URL and SERVER_MODEL (the
-folder that it serves, a float32 model of `save_tiny_qwen3`'s shape); its weights then travel through files, and
-SERVER_TOLERANCE is the largest difference in nat that its arithmetic explains (default 1e-4).
+To run it against a vLLM that already runs, for example an older one on a GPU, set SERVER_URL and SERVER_MODEL (the
+folder that it serves, made by `save_tiny_qwen3`); its weights then travel through files, and SERVER_TOLERANCE is the
+largest difference in nat that its arithmetic explains (default 1e-4):
+
+    python -c "from pathlib import Path; from tests.integration.conftest import *; save_tiny_qwen3(Path('/tmp/A'))"
+    bash scripts/serve_vllm.sh /tmp/A --gpu 0 --dtype float32 --skip-tokenizer-init --max-model-len 1024
+    SERVER_URL=http://127.0.0.1:8000 SERVER_MODEL=/tmp/A SERVER_TOLERANCE=0.03 \
+        python -m pytest -s tests/integration/test_token_versions.py
 """
 
 import asyncio
@@ -94,7 +99,9 @@ class Served:
             versions = range(first, first + len(updates) + 1)
             if all(set(answer.versions) == set(versions) for answer in answers):
                 return first, answers
-        pytest.fail(f"no update came while answers were running: {[set(answer.versions) for answer in answers]}")
+        pytest.fail(
+            f"not every update came while all answers were running: {[set(answer.versions) for answer in answers]}"
+        )
 
     def ask(
         self, params: SamplingParams, updates: tuple[str, ...] = (), every_s: float = 0.0, **how: bool
@@ -217,21 +224,25 @@ def test_our_count_is_vllms(served: Served, request: pytest.FixtureRequest):
     """What the plug-in gives to vLLM before 0.32, beside what 0.32 reports, in the same replies."""
     if request.node.callspec.params["served"] == "embedded":
         pytest.skip("only vLLM needs the count")
-    served.publish("A")
     bodies = [{"n": 3, "max_tokens": 600}, {"n": 1, "max_tokens": 550}, {"n": 4, "max_tokens": 450}]
-    with ThreadPoolExecutor() as pool:
-        replies = [pool.submit(choices, served, **body) for body in bodies]
-        for name in "BCAB":
-            time.sleep(served.answer_s / 8)
-            served.publish(name, clear_cache=name != "C")
-        compared = [choice for reply in replies for choice in reply.result()]
-    if counted_versions.KEY not in compared[0]:
-        pytest.skip("this vLLM reports no versions of its own: the other tests check the count")
-    assert len(compared) == 8
-    for choice in compared:
-        assert choice[counted_versions.KEY] == choice["weight_versions"]
-    assert max(len(choice["weight_versions"]) for choice in compared) >= 3
-    assert len({span["start"] for choice in compared for span in choice["weight_versions"]}) > 3
+    most_spans = 0
+    for wait_s in (served.answer_s / parts for parts in (6, 12, 24, 48)):  # see `ask_across`
+        served.publish("A")
+        with ThreadPoolExecutor() as pool:
+            replies = [pool.submit(choices, served, **body) for body in bodies]
+            for name in "BCAB":
+                time.sleep(wait_s)
+                served.publish(name, clear_cache=name != "C")
+            compared = [choice for reply in replies for choice in reply.result()]
+        if counted_versions.KEY not in compared[0]:
+            pytest.skip("this vLLM reports no versions of its own: the other tests check the count")
+        assert len(compared) == 8
+        for choice in compared:
+            assert choice[counted_versions.KEY] == choice["weight_versions"]
+            most_spans = max(most_spans, len(choice["weight_versions"]))
+        if most_spans >= 3:
+            return
+    pytest.fail(f"no answer ran across more than {most_spans - 1} updates")
 
 
 def choices(served: Served, *, salt: str = "none", **sampling: int) -> list[dict]:
