@@ -21,7 +21,8 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.prompts import load_tokenizer
-from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import AnyFrom, Collector, prompt_seed
+from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
 from torchtitan.grpo.rollouts.samples import Prompt, Sample
 
 MODEL_DIR = Path(__file__).parents[2] / "train_configs" / "tiny_qwen3"
@@ -149,6 +150,7 @@ def make_collector(servers, tokenizer):
         request_timeout_s: float = 30.0,
         admitted: bool = True,
         fleet: Fleet | None = None,
+        environment: Environment = single_turn,
     ) -> Collector:
         if fleet is None:
             fleet = Fleet(urls or [server.url for server in servers], make_server)
@@ -157,7 +159,11 @@ def make_collector(servers, tokenizer):
                 fleet.admit(server, VERSION)
         scorer = AnswerLength()
         scorer.fleet = fleet
-        made.append(Collector(fleet, scorer, tokenizer, max_concurrent_requests, request_timeout_s))
+        made.append(
+            Collector(
+                fleet, scorer, tokenizer, max_concurrent_requests, request_timeout_s, environment, "tests:rollout"
+            )
+        )
         return made[-1]
 
     yield make
@@ -232,7 +238,7 @@ def test_requests_are_spread_and_limited(make_collector) -> None:
     started = [client.started for client in clients]
     assert sum(started) == 40
     assert min(started) >= 8
-    assert sum(client.most_in_flight for client in clients) <= 4 + 1  # 2 + 2, or 3 at one end for a moment
+    assert [client.most_in_flight for client in clients] == [4, 4]
     assert in_flight(collector) == [0, 0]
     assert max(collector.rewards.open_requests) > 0  # groups were scored while others were still being sampled
 
@@ -244,7 +250,7 @@ def test_a_dead_server_is_suspected_and_the_others_answer(make_collector, server
     assert tokens(collector.collect(prompts_of(4), PARAMS, "a")) == expected  # the same seeds
     assert collector.retried == dead.client.started == 2
     assert dead.suspected and not dead.in_traffic and not dead.lost
-    assert "a request failed: prompt 1" in dead.reason
+    assert f"a request failed: {dead.url}: request a-00000" in dead.reason
     assert alive.in_traffic
     first, repeated = alive.client.asked[:2], alive.client.asked[2:]
     assert [cohort[1] for _, cohort in first] == [2, 2]
@@ -274,8 +280,7 @@ def test_a_server_that_dies_mid_request(make_collector, servers, new_server, in_
     first, second = collector.fleet.servers
     first.control.pause()
     future = in_thread(collector.collect, prompts_of(6), PARAMS, "a")
-    wait_until(lambda: second.client.finished == 3)
-    assert in_flight(collector) == [3, 0]
+    wait_until(lambda: second.client.finished == 3 and in_flight(collector) == [3, 0])
     dying.kill()
     assert tokens(future.result(20)) == expected
     assert first.suspected and not first.in_traffic
@@ -297,23 +302,163 @@ def test_requests_on_a_withdrawn_server_are_left_alone(make_collector, new_serve
     assert (slow.client.started, other.client.started, collector.retried) == (1, 4, 0)
 
 
-def test_an_assigned_server_that_leaves_before_it_is_asked(make_collector, servers) -> None:
-    class Withdrawing(CountingClient):
-        async def generate(self, *args, **kwargs):
-            fleet.withdraw(fleet.servers[1], "takes too long", lost=False)
-            return await super().generate(*args, **kwargs)
+def test_an_assigned_server_that_leaves_before_it_is_asked(make_collector) -> None:
+    collector = make_collector()
+    first, second = collector.fleet.servers
 
-    fleet = Fleet([server.url for server in servers], make_server)
-    collector = make_collector(fleet=fleet)
-    first, second = fleet.servers
-    first.client = Withdrawing(first.url)
-    collector.collect(prompts_of(4), PARAMS, "a")
+    async def collect() -> None:
+        cohorts = collector.cohorts(4, "a", VERSION)
+        collector.fleet.withdraw(second, "takes too long", lost=False)
+        groups = zip(prompts_of(4), cohorts, strict=True)
+        await asyncio.gather(
+            *[collector.group(p, PARAMS, f"a-{p.index}", AnyFrom(), cohort) for p, cohort in groups],
+        )
+
+    collector.call(collect())
     assert (first.client.started, second.client.started, collector.retried) == (4, 0, 0)
     assert [cohort and cohort[1] for _, cohort in first.client.asked] == [2, None, 2, None]
 
 
+def test_requests_at_a_lost_server_are_sent_again_at_once(make_collector, new_server, servers, in_thread) -> None:
+    expected = tokens(make_collector([servers[0].url]).collect(prompts_of(6), PARAMS, "a"))
+    hung = new_server()
+    collector = make_collector([hung.url, servers[0].url])
+    first, second = collector.fleet.servers
+    first.control.pause()  # it answers nothing, and resets no connection
+    future = in_thread(collector.collect, prompts_of(6), PARAMS, "a")
+    wait_until(lambda: second.client.finished == 3)
+    begin = time.monotonic()
+    collector.fleet.withdraw(first, "no answer to a control request")
+    assert tokens(future.result(20)) == expected
+    assert time.monotonic() - begin < 5, "request_timeout_s is 30"
+    assert (second.client.started, collector.retried) == (6, 3)
+    assert first.client.finished == 3
+    assert (first.lost, first.suspected, first.reason) == (True, False, "no answer to a control request")
+    assert in_flight(collector) == [0, 0]
+
+
+def test_those_who_wait_keep_their_order(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+    server.control.pause()
+    futures = []
+    for tag in "abcd":
+        futures.append(in_thread(collector.collect, prompts_of(1), PARAMS, tag))
+        wait_until(lambda: server.in_flight + len(collector._waiting) == len(futures))
+    server.control.resume()
+    for future in futures:
+        future.result(20)
+    assert [name[0] for name, _ in server.client.asked] == list("abcd")
+    assert server.client.most_in_flight == 1
+
+
+def test_the_wait_for_a_place_is_no_wait_for_a_server(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1, request_timeout_s=0.6)
+    server = collector.fleet.servers[0]
+    server.control.pause()
+    in_thread(collector.collect, prompts_of(1), PARAMS, "a")
+    wait_until(lambda: server.in_flight == 1)
+    future = in_thread(collector.collect, prompts_of(1), PARAMS, "b")
+    time.sleep(0.9)  # over the limit, but it may have a place any time
+    assert not future.done()
+    begin = time.monotonic()
+    collector.fleet.withdraw(server, "takes too long", lost=False)
+    with pytest.raises(EngineError, match=r"no server in traffic after 0.6 s"):
+        future.result(20)
+    assert time.monotonic() - begin >= 0.6
+
+
+def test_a_request_given_up_while_it_waits_takes_no_place(make_collector, new_server) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+
+    async def give_up(given_a_place: bool) -> int:
+        await collector._acquire(AnyFrom())
+        waiting = asyncio.create_task(collector._acquire(AnyFrom()))
+        await asyncio.sleep(0)
+        if given_a_place:
+            collector._release(server)
+            assert server.in_flight == 1, "it is the waiting one's, which does not know yet"
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() and not collector._waiting
+        if not given_a_place:
+            collector._release(server)
+        return server.in_flight
+
+    assert collector.call(give_up(given_a_place=False)) == 0
+    assert collector.call(give_up(given_a_place=True)) == 0
+    assert len(collector.collect(prompts_of(2), PARAMS, "a")) == 2
+
+
+def test_a_request_given_up_under_way_gives_its_place_back(make_collector, new_server) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+    server.control.pause()
+
+    async def impatient() -> None:
+        async with asyncio.timeout(0.2):
+            await collector.group(prompts_of(1)[0], PARAMS, "a", AnyFrom())
+
+    with pytest.raises(TimeoutError):
+        collector.call(impatient())
+    assert (server.in_flight, server.client.finished, server.in_traffic) == (0, 1, True)
+    server.control.resume()
+    assert len(collector.collect(prompts_of(2), PARAMS, "b")) == 2
+
+
+@pytest.mark.parametrize("error", [KeyError("tool"), TimeoutError("tool"), asyncio.CancelledError("tool")])
+def test_an_environment_that_fails_is_named_with_its_prompt(make_collector, error) -> None:
+    async def failing(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        if prompt.index == 12:
+            raise error
+        return await single_turn(client, prompt)
+
+    collector = make_collector(environment=failing)
+    with pytest.raises(UserError) as raised:
+        collector.collect(prompts_of(4), PARAMS, "a")
+    named = f"[rollout] environment = 'tests:rollout': prompt 12: {type(error).__name__}: "
+    assert str(raised.value).startswith(named) and "tool" in str(raised.value)
+    assert in_flight(collector) == [0, 0]
+
+
+def test_an_environment_may_ask_several_times_at_once(make_collector, tokenizer) -> None:
+    async def pairs(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        assert client.tokenizer is tokenizer
+        answers = await asyncio.gather(*[client.generate(prompt.token_ids) for _ in range(client.params.n)])
+        return [Sample(prompt, a.token_ids, a.logprobs, a.versions, a.finish_reason) for (a,) in answers]
+
+    collector = make_collector(environment=pairs, max_concurrent_requests=3)
+    groups = collector.collect(prompts_of(5), PARAMS, "a")
+    assert [len(group) for group in groups] == [2] * 5
+    assert all(group[0].token_ids != group[1].token_ids for group in groups)
+    names = [name for server in collector.fleet.servers for name, _ in server.client.asked]
+    assert len(set(names)) == 10
+    assert sum(name.endswith("-turn1") for name in names) == 5
+    assert tokens(collector.collect(prompts_of(5), PARAMS, "a")) == tokens(groups)
+
+
+def test_seconds_with_a_request_are_counted_by_server(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url, new_server().url])
+    busy, idle = collector.fleet.servers
+    collector.fleet.withdraw(idle, "not yet", lost=False)
+    busy.control.pause()
+    begin = time.monotonic()
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    wait_until(lambda: busy.in_flight == 3)
+    time.sleep(0.3)
+    first = collector.take_busy_seconds()
+    busy.control.resume()
+    future.result(20)
+    second = collector.take_busy_seconds()
+    assert set(first) == set(second) == {busy.url}
+    assert first[busy.url] >= 0.3
+    assert first[busy.url] + second[busy.url] <= time.monotonic() - begin
+    assert collector.take_busy_seconds() == {}
+
+
 def test_the_least_busy_server_is_asked(make_collector, new_server, servers, in_thread) -> None:
-    collector = make_collector([new_server().url, servers[0].url], max_concurrent_requests=16)
+    collector = make_collector([new_server().url, servers[0].url], max_concurrent_requests=8)
     busy, other = collector.fleet.servers
     collector.fleet.withdraw(other, "not yet", lost=False)
     busy.control.pause()

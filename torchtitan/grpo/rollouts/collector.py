@@ -186,7 +186,12 @@ class Collector:
     # ------------------------------------------------------------------------------------------ on the event loop
 
     def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
-        """For `count` requests that start together: the server of each and its cohort there, None without places."""
+        """For `count` groups that start together: the server of each and its cohort there, None without places.
+
+        None with an environment too: when it asks, and how often, is its own business, and a cohort waits for all.
+        """
+        if self.environment is not single_turn:
+            return [None] * count
         load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
         free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
         if self._waiting or free < count:
@@ -263,7 +268,7 @@ class Collector:
         failures = 0
         while True:
             named = None
-            if cohort is not None and self._has_place(cohort[0]) and cohort[0].serves(start.min_version()):
+            if cohort is not None and cohort[0].serves(start.min_version()):  # the others wait for it: no place is due
                 server, named = cohort
                 self._occupy(server, start)
             else:
