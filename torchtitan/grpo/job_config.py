@@ -165,6 +165,9 @@ class AsyncGrpo:
     `[grpo] importance_correction` makes up for."""
     max_trajectory_age_steps: int = 1
     """The trainer at version t trains on no token that was sampled by weights older than version t less this."""
+    run_ahead: Literal["auto", "full"] = "auto"
+    """How far ahead of the trainer groups are asked within that bound: `auto` as far as keeps the trainer from waiting,
+    so that answers are no older than need be; `full` as far as the bound allows."""
     in_flight_weight_updates: bool = True
     """Servers take new weights in the middle of answers, whose later tokens then come from newer weights. False has
     each server finish its running answers first, and idle until the longest one is done."""

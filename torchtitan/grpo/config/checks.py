@@ -163,7 +163,8 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
 def _check_async(config: JobConfig) -> Iterator[str]:
     ahead, prompts = config.async_grpo, config.grpo.prompts_per_step
     if not ahead.enabled:
-        for name, default in (("max_trajectory_age_steps", 1), ("late_groups", "wait"), ("order_window", 0)):
+        defaults = {"max_trajectory_age_steps": 1, "run_ahead": "auto", "late_groups": "wait", "order_window": 0}
+        for name, default in defaults.items():
             value = getattr(ahead, name)
             if value != default:
                 yield f"[async_grpo] {name} = {show(value)} is read with [async_grpo] enabled = true only"

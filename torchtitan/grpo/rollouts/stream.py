@@ -41,8 +41,8 @@ class Start:
 class RolloutStream:
     """Groups for one step after the other. Its state lives on the collector's event loop; nothing polls.
 
-    With `[async_grpo]` groups are asked as soon as the buffer's bound allows, while the trainer trains. Without, a
-    step's groups are asked when the step wants them, all at once and by the newest weights.
+    With `[async_grpo]` groups are asked while the trainer trains, as far ahead as keeps it from waiting (`run_ahead`),
+    and never further than the buffer's bound allows. Without, a step's groups are asked when the step wants them, all at once and by the newest weights.
 
     Groups that are given up are replaced by other prompts: those without a signal (`[grpo] zero_variance_groups =
     "replace"`, DAPO's dynamic sampling, arXiv 2503.14476), those that took longer than `[rollout]
@@ -85,6 +85,10 @@ class RolloutStream:
             surplus,
         )
         self._per_step, self._surplus, self._steps = per_step, surplus, steps
+        self._paced = ahead.run_ahead == "auto" and ahead.enabled
+        self._outstanding_max = (
+            2 * per_step + surplus if self._paced else (self._buffer.max_age + 2) * per_step + surplus
+        )
         self._nonce = secrets.token_hex(4)  # request ids must differ from those of another run on the same servers
         self._wanted = 0
         self._replaced_this_step = self._timed_out_this_step = 0
@@ -150,8 +154,9 @@ class RolloutStream:
     async def _take(self, version: int) -> list[Group]:
         if version != self._buffer.version:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
-        self._wanted = version + 1
+        first, self._wanted = self._wanted == 0, version + 1
         self._fill()
+        waits = self._buffer.ready() is None and not first
         while self._failure is None and self._buffer.ready() is None:
             if self._tasks:
                 self._changed.clear()
@@ -166,8 +171,20 @@ class RolloutStream:
             if entry in self._tasks:
                 self._tasks.pop(entry).cancel()
         self._replaced_this_step = self._timed_out_this_step = 0
+        if self._paced:
+            self._keep_pace(waits)
         self._fill()
         return [entry.group for entry in taken]
+
+    def _keep_pace(self, waited: bool) -> None:
+        """Run ahead further if the trainer had to wait, less far if groups lie ready that no step wanted yet."""
+        quarter = -(-self._per_step // 4)
+        spare = sum(entry.group is not None for entry in self._buffer.entries.values())
+        if waited:
+            most = (self._buffer.max_age + 2) * self._per_step + self._surplus
+            self._outstanding_max = min(self._outstanding_max + 2 * quarter, most)
+        elif spare > quarter:
+            self._outstanding_max = max(self._outstanding_max - quarter, self._per_step + self._surplus)
 
     async def _wait_for_server(self) -> None:
         """Nothing is under way, and nothing can be asked: until it can. Other changes of the fleet prolong nothing."""
@@ -196,7 +213,11 @@ class RolloutStream:
         waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in self._tasks]
         asked = buffer.consumed + len(buffer.entries)
         steps = self._steps if self._ahead else self._wanted
-        count = min(buffer.room(max(versions)), steps * self._per_step + self._surplus - asked)
+        count = min(
+            buffer.room(max(versions)),
+            steps * self._per_step + self._surplus - asked,
+            self._outstanding_max - len(buffer.entries),
+        )
         try:
             new = [buffer.add(prompt) for prompt in self._prompts.next(count)] if count > 0 else []
         except Exception as error:
