@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 SCRIPTS = Path(__file__).parents[1]
 SHAPES = {
-    "tiny": {"layers": 2, "dim": 128, "heads": 4, "kv-heads": 2},
+    "tiny": {"layers": 2, "dim": 128, "heads": 4, "kv-heads": 2, "vocab-size": 512},
     "0.6b": {"layers": 28, "dim": 1024, "ffn-dim": 3072, "heads": 16, "kv-heads": 8},
     "1.7b": {"layers": 28, "dim": 2048, "ffn-dim": 6144, "heads": 16, "kv-heads": 8},
     "4b": {"layers": 36, "dim": 2560, "ffn-dim": 9728, "heads": 32, "kv-heads": 8},

@@ -98,9 +98,7 @@ class Server(Process):
         while not healthy(self.url):
             waited_s = time.monotonic() - start
             if self.status() is not None:
-                raise UserError(
-                    f"the server ended with exit status {self.status()}; {self.log} ends with:\n{self.tail()}"
-                )
+                raise UserError(f"{self.url} ended with exit status {self.status()}; {self.said()}")
             if waited_s > limit_s:
                 raise UserError(f"{self.url} does not answer after {limit_s:g} s (--server-start-s); {self.said()}")
             if time.monotonic() - said > 15:
