@@ -79,7 +79,7 @@ class Server(Process):
         self.url = f"http://127.0.0.1:{port}"
         cpu = device == "cpu"
         if engine == "vllm":
-            command = ["bash", "scripts/serve_vllm.sh", str(model), *(["--cpu"] if cpu else ["--gpu", device])]
+            command = ["bash", "scripts/serve_vllm.sh", str(model), *(["--cpu"] if cpu else ["--gpu", "0"])]
             command += ["--max-num-seqs", str(max_sequences)]
         else:
             command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model)]
