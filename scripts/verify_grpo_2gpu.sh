@@ -44,7 +44,9 @@ if [ "$mode" != fsdp ]; then
 fi
 # Mismatch: bfloat16 on both sides, and other kernels round differently; in async also weights one step old.
 if [ "$mode" = async ]; then
-    sync_twins "$ranks" "$steps" "${MAX_MISMATCH:-0.2}" "${flags[@]}" --optimizer.lr "${LR:-5e-6}"
+    # Activations recomputed, as is the default elsewhere: then training bounds the step, and not the rollouts.
+    flags+=(--activation_checkpoint.mode full --optimizer.lr "${LR:-5e-6}")
+    sync_twins "$ranks" "$steps" "${MAX_MISMATCH:-0.2}" "${flags[@]}"
 else
     train "$mode" "$ranks" "${flags[@]}" --optimizer.lr 1e-4
     grep -o 'step [0-9].*' "$work/$mode.log"
