@@ -95,7 +95,8 @@ are not measured, since servers run empty when nothing more is to be asked:
   generated     tokens/s by vLLM's own counter meanwhile: as many, unless answers piled up before or after
   of the bound  of the slower of generation alone and training alone, measured in the same call: generation with the
                 job's prompts and lengths and no trainer, at the best of one step's answers and --sequences at a time
-                (--bound-s each); training by the seconds of `train` in the mode that needs fewest a token
+                (--bound-s each); training by the seconds of `train` in the mode that needs fewest a token. Requests
+                have no seeds, in any mode; what seeds cost is measured beside
   step, rollout (waiting for answers), train, sync (what a publish kept the trainer)   medians; `most`: the longest sync
   servers busy  share of the time that servers had requests under way, rollout/busy_share
   age, oldest   mean and greatest age of the trained tokens, in versions
@@ -180,6 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--samples", type=positive, help="answers to each prompt")
     modes.add_argument("--prompt-tokens", type=positive)
     modes.add_argument("--age", type=positive, help="max_trajectory_age_steps of the in-flight modes")
+    modes.add_argument("--label", default="", help="part of the runs' names, for runs with other words after --")
     modes.add_argument("--steps", type=positive, default=12, help="up to the last one measured (12)")
     modes.add_argument("--warmup", type=positive, help="first steps, not measured (default --age + 1, at least 4)")
     modes.add_argument("--lr", type=seconds)

@@ -30,11 +30,12 @@ BOUND = {"sequences": "sequences a server", "seeded": "seeds", "tokens_per_s": "
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of runs, "in_flight_age4", in the order of the modes and then of the ages."""
+    """Names of runs, "in_flight_age4:label", in the order of the modes, then of the ages, then of the labels."""
 
-    def place(name: str) -> tuple[int, int]:
-        mode, _, age = name.partition("_age")
-        return MODES.index(mode), int(age or 0)
+    def place(name: str) -> tuple[int, int, str]:
+        run, _, label = name.partition(":")
+        mode, _, age = run.partition("_age")
+        return MODES.index(mode), int(age or 0), label
 
     return sorted(names, key=place)
 

@@ -42,8 +42,8 @@ def max_age(mode: str, age: int) -> int:
     return {"sync": 0, "async": 1}.get(mode, age)
 
 
-def run_name(mode: str, age: int) -> str:
-    return f"{mode}_age{age}" if mode.startswith("in_flight") else mode
+def run_name(mode: str, age: int, label: str) -> str:
+    return (f"{mode}_age{age}" if mode.startswith("in_flight") else mode) + (f":{label}" if label else "")
 
 
 def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
@@ -73,6 +73,7 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "rollout.request_timeout_seconds": args.run_limit_s,
         "rollout.group_timeout_seconds": args.run_limit_s,
         "rollout.start_timeout_seconds": 60,
+        "rollout.seeded_requests": "never",  # in every mode: vLLM draws slower with seeds
         "reward.functions": "async_bench.long_tail:coin",
         "weight_sync.timeout_seconds": 60,
         "validation.enable": False,
@@ -212,7 +213,7 @@ def run_mode(
     # Further steps that are not measured: in the last ones servers are asked for nothing new and run empty.
     flags = flags | {"training.steps": args.steps + max_age(mode, args.age)} | mode_flags(mode, args.age)
     flags |= args.flags
-    name = run_name(mode, args.age)
+    name = run_name(mode, args.age, args.label)
     run = folder / name
     for file in ("metrics.jsonl", "generated.json"):
         (run / file).unlink(missing_ok=True)

@@ -171,8 +171,9 @@ def test_modes_are_compared_with_sync_and_with_the_bound():
     assert [row["of_bound"] for row in rows] == [pytest.approx(1 / 3), 0.9]
     assert "best overlap gives 300" in line and "171, 1.75 times less" in line
     assert measured.compare(rows[1:], []) == [] and rows[1]["ratio"] is None
-    names = ["in_flight_keep_kv_age4", "in_flight_age10", "in_flight_age2", "sync", "async"]
-    assert measured.in_order(names) == ["sync", "async", "in_flight_age2", "in_flight_age10", "in_flight_keep_kv_age4"]
+    names = ["sync", "async", "in_flight_age2", "in_flight_age2:full", "in_flight_age10", "in_flight_keep_kv_age4"]
+    assert measured.in_order(reversed(names)) == names
+    assert modes.run_name("in_flight", 2, "full") == names[3] and modes.run_name("sync", 2, "") == names[0]
 
 
 def test_a_folder_holds_one_job(tmp_path):
