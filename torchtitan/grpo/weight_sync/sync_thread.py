@@ -1,0 +1,310 @@
+"""The sync threads: rank 0's leads, and sends versions to the servers when they are due; the others follow its word."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from torchtitan.grpo import job_config
+from torchtitan.grpo.engines.fleet import Server
+from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_sync.push import Push
+from torchtitan.grpo.weight_sync.ranks import Ranks
+from torchtitan.grpo.weight_sync.report import SyncReport
+from torchtitan.grpo.weight_sync.sender import Sender
+from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer
+from torchtitan.grpo.weight_sync.worker import Board, Closing, Mode, ServerWorker
+
+logger = logging.getLogger(__name__)
+
+PHASES = 8
+"""Phases of rank 0, each bounded by `timeout_seconds`, that another rank may sit through in one wait: connecting anew,
+pause, start, a bucket on the wire, acknowledgement, finish, version, resume."""
+
+_BEAT_S = 2.0
+_STANDSTILL_SHARE = 0.05
+
+# Rank 0's words to the other ranks' sync threads.
+_CLOSE, _BEAT, _SEND = 0, 1, 2
+
+
+class SyncThread(threading.Thread):
+    """One on each trainer rank, on process groups and a stream of its own.
+
+    Args:
+        on_error: Called with what ended the thread, unless it was closed.
+
+    Attributes:
+        error: What ended the thread.
+        closing: Set it to end the thread; the leader must be woken, too.
+    """
+
+    def __init__(self, ranks: Ranks, sender: Sender, timeout_s: float, on_error: Callable[[BaseException], None]):
+        super().__init__(name="weight-sync", daemon=True)
+        self.error: BaseException | None = None
+        self.closing = False
+        self._ranks, self._sender, self._timeout_s, self._on_error = ranks, sender, timeout_s, on_error
+
+    def run(self) -> None:
+        try:
+            with self._sender.on_stream():
+                self._work()
+        except Closing:
+            pass
+        except BaseException as error:
+            self.error = error
+            self._on_error(error)
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def _hold(self) -> AbstractContextManager[SnapshotBuffer]:
+        """The newest version that any rank has, on all ranks."""
+        what = "agreeing on a version to publish"
+        return self._sender.snapshots.hold(
+            lambda newest: self._ranks.greatest(newest, what), PHASES * self._timeout_s, self._raise_if_closed
+        )
+
+    def _raise_if_closed(self) -> None:
+        if self.closing:
+            raise Closing
+
+
+class Follower(SyncThread):
+    """Ranks 1..: does what rank 0 says. A word comes every few seconds; without one rank 0 is gone.
+
+    Attributes:
+        followed: The newest version that this rank has given its shards of.
+    """
+
+    followed = -1
+
+    def _work(self) -> None:
+        while (word := self._ranks.command(_BEAT, self._raise_if_closed)) != _CLOSE:
+            if word == _SEND:
+                with self._hold() as snapshot:
+                    for bucket in self._sender.buckets:
+                        self._sender.gather(bucket, snapshot)
+                    self.followed = snapshot.version
+
+
+class Leader(SyncThread):
+    """Rank 0: pushes the newest version when it is due, and makes a copy of it when a worker wants one.
+
+    Args:
+        config: `[weight_sync]`.
+        board: Where the workers meet it.
+        make_worker: For servers that join later.
+        max_lag: With `cadence = "auto"`, by how many versions the servers may be behind.
+
+    Attributes:
+        hurry: Somebody waits for the newest version: push it, whatever the cadence.
+        waited_for: The newest version that the main thread waited for.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sender: Sender,
+        config: job_config.WeightSync,
+        board: Board,
+        make_worker: Callable[[Server], ServerWorker],
+        max_lag: int,
+    ):
+        super().__init__(ranks, sender, config.timeout_seconds, board.fleet.fail)
+        self.hurry = False
+        self.waited_for = -1
+        self._cadence = config.cadence
+        self._board = board
+        self._make_worker = make_worker
+        self._max_lag = max_lag
+        self._push: Push | None = None
+        self._push_started = 0.0
+        self._next_beat = 0.0
+
+    def settled(self, version: int) -> bool:
+        """Whether nothing more is to come of pushes up to this version. Under the board's lock."""
+        board = self._board
+        if self._push is not None or board.sent < version:
+            return False
+        if board.copies_only:
+            return all(worker.server.version >= version or worker.server.lost for worker in board.workers)
+        return True
+
+    def _work(self) -> None:
+        board, looked = self._board, time.monotonic()
+        while True:
+            with board.changed:
+                job = self._next_job()
+            if self.closing:
+                self._ranks.command(_CLOSE)
+                return
+            if time.monotonic() > looked + _BEAT_S:
+                self._reread_servers()
+                looked = time.monotonic()
+            if job is None:
+                self._ranks.command(_BEAT)
+                continue
+            job()
+            board.notify()
+
+    @contextmanager
+    def _send(self) -> Iterator[SnapshotBuffer]:
+        """Hold the newest version on all ranks, which gather bucket after bucket of it."""
+        self._ranks.command(_SEND)
+        with self._hold() as snapshot:
+            yield snapshot
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """What to do now, under the board's lock; None if there was nothing for a while, or at the end."""
+        board, deadline = self._board, time.monotonic() + _BEAT_S
+        while time.monotonic() < deadline and not self.closing:
+            newest = self._sender.snapshots.newest
+            due = newest >= 0 and self._due(newest)
+            if newest >= 0 and board.in_common() and (board.push_wanted or due):
+                return self._push_in_common
+            wanted = board.copy_wanted or (board.copies_only and due)
+            if newest >= 0 and wanted and board.copy is not None and board.copy.readers == 0:
+                return self._make_copy
+            board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
+        return None
+
+    def _due(self, newest: int) -> bool:
+        behind = newest - self._board.sent
+        if behind == 0:
+            return False
+        if self._cadence == "every" or behind >= self._max_lag or self.hurry:
+            return True
+        # The servers stood still for `push_s`: let them work twenty times as long before they do so again.
+        return time.monotonic() - self._push_started > self._board.push_s / _STANDSTILL_SHARE
+
+    def _push_in_common(self) -> None:
+        if self._board.pause.in_flight:  # servers are stopped when the ranks have agreed: that may take a step
+            with self._send() as snapshot:
+                self._push_buckets(self._new_push(snapshot.version), snapshot)
+            return
+        push = self._new_push(self._sender.snapshots.newest)
+        try:
+            push.wait_until_still(self._beat)
+            with self._send() as snapshot:
+                self._push_buckets(push, snapshot)
+        except BaseException as error:
+            push.fail(error)
+            raise
+
+    def _beat(self) -> None:
+        if time.monotonic() > self._next_beat:
+            self._ranks.command(_BEAT)
+            self._next_beat = time.monotonic() + _BEAT_S
+
+    def _new_push(self, version: int) -> Push:
+        """Call everyone who takes part."""
+        board = self._board
+        with board.changed:
+            workers = {worker.url: worker for worker in board.in_common()}
+            push = Push(
+                version,
+                len(board.buckets),
+                board.num_buffers,
+                list(workers),
+                board.straggler_s,
+                lambda url, why: workers[url].drop(why),
+                None if board.pause.in_flight else board.pause.drain_timeout_s,
+            )
+            self._push, self._push_started = push, time.monotonic()
+            board.push_wanted = False
+            for worker in workers.values():
+                worker.push = push
+                worker.wake.notify()
+        return push
+
+    def _push_buckets(self, push: Push, snapshot: SnapshotBuffer) -> None:
+        board, sender = self._board, self._sender
+        try:
+            with board.changed:
+                board.sent = snapshot.version
+            push.begin(snapshot.version)
+            gather_s = 0.0
+            for bucket in board.buckets:
+                push.wait_for_buffer(bucket.index)
+                gather_s += self._gather(bucket, snapshot)
+                push.offer(sender.pack(bucket, snapshot), self._mark())
+            expected = sender.expected_acknowledgement(snapshot.version)
+            seconds = {"gather": gather_s, "pack": 0.0, "snapshot": snapshot.seconds()}
+            push.complete(expected, seconds | sender.stopwatch.take())
+        except BaseException as error:
+            push.fail(error)
+            raise
+        push.on_settled(lambda: self._report(push))
+
+    def _report(self, push: Push) -> None:
+        board, total_s = self._board, time.perf_counter() - push.started
+        with board.changed:
+            board.push_s = total_s
+            board.report(
+                SyncReport(
+                    push.version,
+                    self._sender.bytes,
+                    len(board.buckets),
+                    push.seconds | {"total": total_s},
+                    push.servers,
+                    missed=push.invited - len(push.servers),
+                    waited=push.version <= self.waited_for,
+                )
+            )
+            if self._push is push:
+                self._push = None
+            board.changed.notify_all()
+
+    def _make_copy(self) -> None:
+        """Write the newest version down for servers that are fed alone."""
+        with self._send() as snapshot:
+            self._copy(snapshot)
+
+    def _copy(self, snapshot: SnapshotBuffer) -> None:
+        board, sender, copy = self._board, self._sender, self._board.copy
+        started, gather_s = time.perf_counter(), 0.0
+        self._push_started = time.monotonic()
+        copy.begin()
+        for bucket in board.buckets:
+            gather_s += self._gather(bucket, snapshot)
+            copy.store(bucket.index, sender.pack(bucket, snapshot))
+        expected = sender.expected_acknowledgement(snapshot.version)  # waits for the device: the copies are done
+        copy.complete(snapshot.version, expected)
+        seconds = {"gather": gather_s, "snapshot": snapshot.seconds()} | sender.stopwatch.take()
+        seconds["total"] = time.perf_counter() - started
+        with board.changed:
+            board.copy_wanted = False
+            if board.copies_only:
+                board.sent = snapshot.version
+                waited = snapshot.version <= self.waited_for
+                board.report(SyncReport(snapshot.version, sender.bytes, len(board.buckets), seconds, {}, waited=waited))
+            board.changed.notify_all()
+            board.wake_workers(Mode.ALONE)
+
+    def _gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> float:
+        started = time.perf_counter()
+        self._sender.gather(bucket, snapshot)
+        return time.perf_counter() - started
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._sender.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _reread_servers(self) -> None:
+        board = self._board
+        added, removed = board.fleet.reread()
+        with board.changed:
+            gone = [worker for worker in board.workers if worker.server in removed]
+            new = [self._make_worker(server) for server in added]
+            board.workers = [worker for worker in board.workers if worker not in gone] + new
+        for worker in gone:
+            worker.remove()
+        for worker in new:
+            worker.start()
