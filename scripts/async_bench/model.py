@@ -2,8 +2,8 @@
 
 The lengths come from the weights, so that server and trainer agree on every probability. Number 0 of the hidden state
 is set aside as a constant: every token's embedding has the same value there, no layer reads it (its norms' weight is 0)
-or writes to it (row 0 of what it adds is 0), and the end token's output row reads it more than the others do. Its
-log-odds are raised or lowered by that as much as wanted, whatever the context. With chance 1/mean to end at each token,
+or writes to it (row 0 of what it adds is 0), and the end token's output row reads it and nothing else. Its log-odds
+are raised or lowered by that as much as wanted, whatever the context. With chance 1/mean to end at each token,
 lengths are geometric: their median is 0.69 of the mean, the longest of n answers lasts about ln(n) means.
 """
 
@@ -69,6 +69,7 @@ def set_end(model: PreTrainedModel, end_token: int, mean_tokens: float | None) -
     """Set the end token's probability: 1/`mean_tokens` on average over contexts of random tokens, None: practically 0.
     Returns one over that average, measured."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    head[end_token] = 0  # else it would read what a prompt's answers have in common, and each prompt had its own mean
     head[:, 0] = 0
     table[:, 0] = CONSTANT
     model.model.norm.weight[0] = READ_BY_OUTPUT
