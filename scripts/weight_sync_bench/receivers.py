@@ -5,6 +5,7 @@ and any of them can be made slow or killed: `POST /fault` says which update shal
 """
 
 import functools
+import itertools
 import json
 import os
 import resource
@@ -82,14 +83,10 @@ class FakeServer:
         if not (self._paused and self._updating):
             raise RuntimeError("update_weights before pause and start_weight_update")
         receiver, version = self._receiver, body["update_info"]["version"]
-        first = receiver.buckets[0].tensors[0].name
-
-        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-            if tensors[0][0] == first:  # later buckets are on their way
-                self._act_up(version)
+        numbers = itertools.count(1)
 
         self._updating = False
-        receiver.receive(body["update_info"], load)
+        receiver.receive(body["update_info"], lambda tensors: self.load(version, next(numbers), tensors))
         self._updating = receiver is self._receiver  # else the trainer has given this update up and connected anew
         return {}
 
@@ -111,9 +108,10 @@ class FakeServer:
             "/is_paused": {"is_paused": self._paused},
         }[path]
 
-    def _act_up(self, version: int) -> None:
+    def load(self, version: int, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """What becomes of bucket `number`, counted from 1: it is thrown away. Later ones are on their way meanwhile."""
         fault = self._fault
-        if not fault or fault["updates"] == 0 or fault["version"] not in (None, version):
+        if number > 1 or not fault or fault["updates"] == 0 or fault["version"] not in (None, version):
             return
         fault["updates"] -= 1
         if fault["kill"]:
@@ -133,6 +131,9 @@ _POSTS = (
 
 
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # as real servers: connections are kept
+    disable_nagle_algorithm = True
+
     def do_GET(self) -> None:
         self._answer(lambda path: self.server.fake.get(path))
 
@@ -169,9 +170,9 @@ class Listener(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, device: torch.device):
+    def __init__(self, host: str, port: int, fake: FakeServer):
         super().__init__((host, port), Handler)
-        self.fake = FakeServer(device)
+        self.fake = fake
 
 
 def raise_open_files_limit() -> None:
@@ -185,9 +186,9 @@ def serve(args) -> None:
     raise_open_files_limit()
     device = torch.device(args.device)
     if args.parent_pid:
-        threading.Thread(target=_exit_without, args=(args.parent_pid,), daemon=True).start()
+        threading.Thread(target=exit_without, args=(args.parent_pid,), daemon=True).start()
     ports = [args.port + i if args.port else 0 for i in range(args.servers)]
-    listeners = [Listener(args.host, port, device) for port in ports]
+    listeners = [Listener(args.host, port, FakeServer(device)) for port in ports]
     if args.sleep_s:
         fault = {"sleep_s": args.sleep_s, "updates": 1 if args.sleep_version is not None else -1}
         listeners[args.sleep_server].fake.fault(fault | {"version": args.sleep_version})
@@ -202,7 +203,7 @@ def serve(args) -> None:
     listeners[0].serve_forever()
 
 
-def _exit_without(parent: int) -> None:
+def exit_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
