@@ -3,19 +3,13 @@
 import asyncio
 import concurrent.futures
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-import torch
-from aiohttp import web
 
+from tests.embedded_servers import MODEL_DIR, ServerThread
 from torchtitan.grpo.engines.control import ServerControl
-from torchtitan.grpo.engines.embedded.generator import Generator
-from torchtitan.grpo.engines.embedded.model import load_model
-from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
@@ -25,46 +19,8 @@ from torchtitan.grpo.rollouts.collector import AnyFrom, Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
 from torchtitan.grpo.rollouts.samples import Prompt, Sample
 
-MODEL_DIR = Path(__file__).parents[2] / "train_configs" / "tiny_qwen3"
 VERSION = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
-
-
-class ServerThread:
-    """An embedded server on an event loop of its own."""
-
-    def __init__(self) -> None:
-        model = load_model(MODEL_DIR, torch.device("cpu"), torch.float32)
-        self.generator = Generator(model, max_sequences=64, max_model_len=128)
-        self.generator.version = str(VERSION)
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.call(self._start())
-
-    def call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
-
-    async def _start(self) -> None:
-        app = EmbeddedApp(self.generator, "tiny").application()
-        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-
-    def kill(self) -> None:
-        """As the network sees a kill -9: nobody listens, and all connections are reset."""
-        self.call(self._reset_connections())
-        self.close()
-
-    async def _reset_connections(self) -> None:
-        for site in list(self.runner.sites):
-            await site.stop()
-        for connection in list(self.runner.server.connections):
-            connection.transport.abort()
-
-    def close(self) -> None:
-        self.call(self.runner.cleanup())
-        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class CountingClient(VllmClient):
@@ -101,7 +57,7 @@ class AnswerLength:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[ServerThread]]:
-    servers = [ServerThread(), ServerThread()]
+    servers = [ServerThread(VERSION), ServerThread(VERSION)]
     yield servers
     for server in servers:
         server.close()
@@ -118,13 +74,12 @@ def new_server() -> Iterator[Callable[[], ServerThread]]:
     made: list[ServerThread] = []
 
     def new() -> ServerThread:
-        made.append(ServerThread())
+        made.append(ServerThread(VERSION))
         return made[-1]
 
     yield new
     for server in made:
-        if not server.loop.is_closed() and server.loop.is_running():
-            server.close()
+        server.close()
 
 
 @pytest.fixture
@@ -350,6 +305,20 @@ def test_those_who_wait_keep_their_order(make_collector, new_server, in_thread) 
         future.result(20)
     assert [name[0] for name, _ in server.client.asked] == list("abcd")
     assert server.client.most_in_flight == 1
+
+
+def test_later_turns_go_before_groups_that_have_not_begun(make_collector) -> None:
+    async def two_turns(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        await client.generate(prompt.token_ids)
+        return await single_turn(client, prompt)
+
+    collector = make_collector(max_concurrent_requests=1, environment=two_turns)
+    server = collector.fleet.servers[0]
+    collector.fleet.withdraw(collector.fleet.servers[1], "not yet", lost=False)
+    collector.collect(prompts_of(5), PARAMS, "a")
+    turns = [(name.split("-")[1], name.endswith("-turn1")) for name, _ in server.client.asked]
+    # A turn ends and gives its place to the next group before its own second turn can wait for one.
+    assert max(turns.index((f"{i:06d}", True)) - turns.index((f"{i:06d}", False)) for i in range(5)) <= 2
 
 
 def test_the_wait_for_a_place_is_no_wait_for_a_server(make_collector, new_server, in_thread) -> None:

@@ -35,9 +35,15 @@ class Scorer(Protocol):
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that waits for a server. `eligible_at`: when a server that it may go to was last seen."""
+    """A request that waits for a server.
+
+    Attributes:
+        goes_on: Its group is under way: this is a later turn, or is sent again.
+        eligible_at: When a server that it may go to was last seen.
+    """
 
     start: "Start"
+    goes_on: bool
     server: asyncio.Future[Server]
     eligible_at: float
 
@@ -76,8 +82,9 @@ class Collector:
 
     Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have a
     place free and have acknowledged the weights that it needs. While there is none it waits, first come, first
-    served, without taking the place of one that need not; at most `request_timeout_s` with no server that it might ever
-    go to, and not at all once fewer servers than `[rollout] min_servers` are left.
+    served, but those of groups under way before others, without taking the place of one that need not; at most
+    `request_timeout_s` with no server that it might ever go to, and not at all once fewer servers than `[rollout]
+    min_servers` are left.
 
     Retries: a request that its server fails (`EngineError`) makes that server suspected, which takes it out of traffic,
     and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. Requests under
@@ -215,7 +222,7 @@ class Collector:
 
         async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
             first = None if suffix else cohort
-            return await self._answer(prompt, token_ids, params, request_id + suffix, start, first)
+            return await self._answer(prompt, token_ids, params, request_id + suffix, start, bool(suffix), first)
 
         client = RolloutClient(self.tokenizer, params, prompt, ask)
         try:
@@ -262,6 +269,7 @@ class Collector:
         params: SamplingParams,
         request_id: str,
         start: Start,
+        later_turn: bool,
         cohort: tuple[Server, tuple[str, int]] | None,
     ) -> list[Completion]:
         """Ask the assigned server as part of its cohort, or else the best there is; again if that fails."""
@@ -272,7 +280,7 @@ class Collector:
                 server, named = cohort
                 self._occupy(server, start)
             else:
-                server = await self._acquire(start)
+                server = await self._acquire(start, goes_on=later_turn or failures > 0)
             try:
                 own_id = f"{request_id}-retry-{failures}" if failures else request_id
                 return await self._ask(server, token_ids, params, own_id, named)
@@ -309,10 +317,10 @@ class Collector:
         finally:
             self._running[server].discard(request)
 
-    async def _acquire(self, start: Start) -> Server:
+    async def _acquire(self, start: Start, goes_on: bool = False) -> Server:
         """A place at a server, taken; `_release` gives it back."""
         self.fleet.check()
-        ticket = Ticket(start, self._loop.create_future(), self._loop.time())
+        ticket = Ticket(start, goes_on, self._loop.create_future(), self._loop.time())
         self._waiting[ticket] = None
         self._dispatch()
         if not ticket.server.done():
@@ -343,12 +351,12 @@ class Collector:
         )
 
     def _dispatch(self) -> None:
-        """Give free places to those who wait, in the order in which they came."""
+        """Give free places to those who wait: to groups under way first, in the order in which they came."""
         if not self._waiting:
             return
         places = [server for server in self.fleet.eligible(-1) if self._has_place(server)]
         newest = max((server.version for server in places), default=-1)
-        for ticket in list(self._waiting):
+        for ticket in sorted(self._waiting, key=lambda ticket: not ticket.goes_on):
             if not places:
                 return
             min_version = ticket.start.min_version()

@@ -1,0 +1,603 @@
+"""The rollout stream, its collector and buffer against embedded servers that run in this process."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.embedded_servers import MODEL_DIR, ServerThread
+from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.job_config import AsyncGrpo, Data, Grpo, Rollout
+from torchtitan.grpo.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.rollouts.collector import AnyFrom, Collector
+from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
+from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
+from torchtitan.grpo.rollouts.stream import RolloutStream
+
+B = 4
+PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
+DATA = Data(source="arithmetic", size=600, chat_template=False)
+REQUEST_TIMEOUT_S = 20.0
+
+
+class OddIndices:
+    """Two answers of a group get different rewards, unless the prompt's index is among the `dull` ones."""
+
+    def __init__(self) -> None:
+        self.dull: Callable[[int], bool] = lambda index: False
+
+    def score(self, samples: list[Sample]) -> None:
+        for number, sample in enumerate(samples):
+            sample.reward = 0.0 if self.dull(sample.prompt.index) else float(number)
+
+
+def has_signal(group: Group) -> bool:
+    return len({sample.reward for sample in group}) > 1
+
+
+class Held:
+    """The environment of single answers, which keeps some groups from being complete.
+
+    Attributes:
+        before, after: Prompts that are held before they ask, and after their answers came.
+        given_up: Prompts whose rollout was cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.before: Callable[[int], bool] = lambda index: False
+        self.after: Callable[[int], bool] = lambda index: False
+        self.given_up: set[int] = set()
+
+    async def rollout(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        try:
+            while self.before(prompt.index):
+                await asyncio.sleep(0.01)
+            samples = await single_turn(client, prompt)
+            while self.after(prompt.index):
+                await asyncio.sleep(0.01)
+            return samples
+        except asyncio.CancelledError:
+            self.given_up.add(prompt.index)
+            raise
+
+
+class Run:
+    """A stream with all that it needs, over given servers."""
+
+    def __init__(
+        self,
+        servers: list[ServerThread],
+        grpo: Grpo | None = None,
+        ahead: AsyncGrpo | None = None,
+        environment: Environment = single_turn,
+        max_concurrent_requests: int = 64,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        group_timeout_s: float = 60.0,
+        steps: int = 100,
+        min_servers: int = 1,
+        params: SamplingParams = PARAMS,
+    ) -> None:
+        def make(url: str) -> Server:
+            server = Server(url, ServerControl(url, timeout_s=10))
+            server.client = VllmClient(url, None, request_timeout_s, lambda: server.version)
+            return server
+
+        self.threads = servers
+        self.fleet = Fleet([server.url for server in servers], make, min_servers)
+        self.rewards = OddIndices()
+        tokenizer = load_tokenizer(str(MODEL_DIR))
+        self.collector = Collector(
+            self.fleet,
+            self.rewards,
+            tokenizer,
+            max_concurrent_requests,
+            request_timeout_s,
+            environment,
+            "tests:run",
+        )
+        self.prompts = PromptSource(DATA, tokenizer, seed=3)
+        self.order = [prompt.index for prompt in PromptSource(DATA, tokenizer, seed=3).next(500)]
+        """Prompts in the order in which they are asked."""
+        self.stream = RolloutStream(
+            self.collector,
+            self.prompts,
+            params,
+            grpo or Grpo(prompts_per_step=B, group_size=2),
+            ahead or AsyncGrpo(),
+            Rollout(request_timeout_seconds=request_timeout_s, group_timeout_seconds=group_timeout_s),
+            steps,
+            has_signal,
+        )
+
+    def publish(self, version: int) -> None:
+        """Every server takes new weights: from the next token on they are of this version."""
+        for thread, server in zip(self.threads, self.fleet.servers, strict=True):
+            thread.generator.version = str(version)
+            self.fleet.admit(server, version)
+
+    def count(self, name: str) -> float:
+        return self.stream.metrics()[f"rollout/{name}"]
+
+    def rests(self) -> bool:
+        return self.count("groups_asked") == self.count("groups_finished")
+
+    def in_flight(self) -> list[int]:
+        return [server.in_flight for server in self.fleet.servers]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerThread]]:
+    servers = [ServerThread(0), ServerThread(0)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def make_run(servers) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(admitted: bool = True, **kwargs) -> Run:
+        made.append(Run(kwargs.pop("servers", servers), **kwargs))
+        if admitted:
+            made[-1].publish(0)
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.collector.close()
+
+
+def ahead_by(max_age: int, **kwargs) -> AsyncGrpo:
+    return AsyncGrpo(enabled=True, max_trajectory_age_steps=max_age, **({"run_ahead": "full"} | kwargs))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def indices(batch: list[Group]) -> list[int]:
+    return [group[0].prompt.index for group in batch]
+
+
+def contents(batch: list[Group]) -> list[list[tuple]]:
+    return [
+        [(sample.prompt.index, sample.token_ids, sample.logprobs, sample.versions) for sample in group]
+        for group in batch
+    ]
+
+
+# Without [async_grpo]
+
+
+def test_a_step_is_what_the_collector_answers_to_its_prompts_to_the_last_bit(make_run) -> None:
+    runs, batches = [make_run(), make_run()], []
+    for run in runs:
+        taken = []
+        for version in range(3):
+            run.publish(version)
+            taken.append(contents(run.stream.take(version)))
+        batches.append(taken)
+    assert batches[0] == batches[1]
+    collector, prompts = make_run().collector, runs[0].order
+    source = PromptSource(DATA, collector.tokenizer, seed=3)
+    for version in range(3):
+        runs[0].publish(version)  # the servers are the same
+        groups = collector.collect(source.next(B), PARAMS, f"step{version + 1}")
+        assert contents(groups) == batches[0][version]
+        assert indices(groups) == prompts[version * B : version * B + B]
+        assert {version for group in groups for sample in group for version in sample.versions} == {version}
+
+
+def test_nothing_is_asked_before_a_step_wants_it(make_run) -> None:
+    run = make_run()
+    time.sleep(0.2)
+    assert run.count("groups_asked") == 0
+    for version in range(2):
+        run.publish(version)
+        run.stream.take(version)
+        run.publish(version + 1)
+        time.sleep(0.1)
+        assert run.count("groups_asked") == run.count("groups_finished") == B * (version + 1)
+
+
+def test_a_step_waits_for_servers_with_its_weights(make_run) -> None:
+    run = make_run()
+    run.stream.take(0)
+    with_weights = threading.Timer(0.5, run.publish, [1])
+    with_weights.start()
+    begin = time.monotonic()
+    batch = run.stream.take(1)
+    assert time.monotonic() - begin >= 0.4
+    assert {version for group in batch for sample in group for version in sample.versions} == {1}
+
+
+def test_steps_come_in_their_order(make_run) -> None:
+    with pytest.raises(AssertionError, match="the step at version 2 comes after that at -1"):
+        make_run().stream.take(2)
+
+
+# Servers that are not there
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
+def test_without_servers_the_wait_is_bounded_whatever_the_fleet_says(make_run, ahead) -> None:
+    run = make_run(admitted=False, ahead=ahead, request_timeout_s=1.0)
+    stop = threading.Event()
+
+    def rumours() -> None:
+        while not stop.wait(0.1):
+            run.fleet.withdraw(run.fleet.servers[0], "still loading", lost=False)
+
+    thread = threading.Thread(target=rumours)
+    thread.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(EngineError, match=r"after 1 s of .*request_timeout_seconds\): http.*still loading"):
+            run.stream.take(0)
+    finally:
+        stop.set()
+        thread.join()
+    assert 1.0 <= time.monotonic() - begin < 10
+
+
+def test_servers_with_old_weights_do_not_help_a_step_without_ages(make_run) -> None:
+    run = make_run(request_timeout_s=1.0)
+    run.stream.take(0)
+    with pytest.raises(EngineError, match=r"weights new enough to train version 1 after 1 s .*in traffic, version 0"):
+        run.stream.take(1)
+
+
+def test_too_few_servers_end_a_step(make_run) -> None:
+    run = make_run(admitted=False, min_servers=2)
+    threading.Timer(0.3, run.fleet.withdraw, [run.fleet.servers[1], "connection refused"]).start()
+    with pytest.raises(FleetError, match=r"min_servers = 2: .*connection refused"):
+        run.stream.take(0)
+
+
+# Ahead of the trainer
+
+
+def test_groups_of_later_steps_are_under_way_while_the_trainer_trains(make_run) -> None:
+    held = Held()
+    run = make_run(ahead=ahead_by(1), environment=held.rollout)
+    assert run.count("groups_asked") == 0
+    held.after = lambda index: index in run.order[B:]
+    assert indices(run.stream.take(0)) == run.order[:B]
+    wait_until(lambda: run.count("groups_in_flight") == B)
+    assert run.count("groups_asked") == 2 * B, "no more may begin at version 0"
+    run.publish(1)
+    wait_until(lambda: run.count("groups_in_flight") == 2 * B)
+    held.after = lambda index: False
+    batch = run.stream.take(1)
+    assert indices(batch) == run.order[B : 2 * B]
+    assert {version for group in batch for sample in group for version in sample.versions} == {0}
+
+
+def test_no_group_is_asked_beyond_the_last_step(make_run) -> None:
+    run = make_run(ahead=ahead_by(1), steps=3)
+    for version in range(3):
+        run.publish(version)
+        run.stream.take(version)
+    time.sleep(0.1)
+    assert run.count("groups_asked") == run.count("groups_finished") == 3 * B
+
+
+def test_groups_are_asked_no_further_ahead_than_the_trainer_needs(make_run) -> None:
+    held = Held()
+    outstanding = {}
+    for run_ahead in ("full", "auto"):
+        run = make_run(ahead=ahead_by(3, run_ahead=run_ahead), environment=held.rollout)
+        for version in range(14):
+            run.publish(version)
+            run.stream.take(version)
+            wait_until(run.rests)
+        outstanding[run_ahead] = run.count("groups_ready")
+    assert outstanding["full"] == 3 * B
+    assert outstanding["auto"] <= B + B // 4, "a step's groups are there in time without any more"
+    held.after = lambda index: True
+    for version in range(14, 17):  # now each step has to wait
+        run.publish(version)
+        threading.Timer(0.3, lambda: setattr(held, "after", lambda index: False)).start()
+        run.stream.take(version)
+        held.after = lambda index: True
+    assert run.count("groups_in_flight") + run.count("groups_ready") > B + B // 4
+
+
+@pytest.mark.parametrize("late", ["wait", "drop"])
+def test_a_group_that_would_be_too_old(make_run, late) -> None:
+    held = Held()
+    run = make_run(ahead=ahead_by(1, late_groups=late), environment=held.rollout)
+    stuck = run.order[B]
+    held.after = lambda index: index in run.order[B:]
+    run.stream.take(0)
+    held.after = lambda index: index == stuck
+    run.publish(1)
+    wait_until(lambda: run.count("groups_ready") == 2 * B - 1)
+    release = threading.Timer(1.0, lambda: setattr(held, "after", lambda index: False))
+    release.start()
+    begin = time.monotonic()
+    batch = run.stream.take(1)
+    if late == "wait":
+        assert time.monotonic() - begin >= 0.8
+        assert indices(batch) == run.order[B : 2 * B]
+        assert (run.count("groups_late"), held.given_up) == (0, set())
+    else:
+        assert time.monotonic() - begin < 0.8
+        assert indices(batch) == run.order[B + 1 : 2 * B + 1]
+        wait_until(lambda: held.given_up == {stuck})
+        assert run.count("groups_late") == 1
+    release.join()
+    run.publish(2)
+    assert stuck not in indices(run.stream.take(2))
+
+
+# Groups that are replaced
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(2)], ids=["sync", "ahead"])
+def test_groups_without_a_signal_are_replaced(make_run, ahead) -> None:
+    run = make_run(grpo=replacing(4.0), ahead=ahead)
+    run.rewards.dull = lambda index: index % 2 == 0
+    trained = []
+    for version in range(4):
+        run.publish(version)
+        batch = run.stream.take(version)
+        assert len(batch) == B and all(has_signal(group) for group in batch)
+        assert indices(batch) == sorted(indices(batch), key=run.order.index)
+        trained += indices(batch)
+    assert len(set(trained)) == len(trained)
+    asked = int(run.count("groups_asked"))
+    dull = sum(index % 2 == 0 for index in run.order[:asked])
+    assert 0 < run.count("groups_replaced") <= dull
+    if not ahead.enabled:
+        assert run.count("groups_replaced") == dull == asked - 4 * B
+        assert trained == [index for index in run.order[:asked] if index % 2]
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
+def test_replacing_ends_at_its_limit(make_run, ahead) -> None:
+    run = make_run(grpo=replacing(2.5), ahead=ahead)
+    run.rewards.dull = lambda index: True
+    for version in range(3):
+        run.publish(version)
+        assert len(run.stream.take(version)) == B
+    replaced, asked = run.count("groups_replaced"), run.count("groups_asked")
+    if ahead.enabled:
+        assert 3 * 6 <= replaced <= 4 * 6  # those of the step to come may have ended by now
+    else:
+        assert (replaced, asked) == (3 * 6, 3 * 10)
+
+
+def replacing(limit: float) -> Grpo:
+    return Grpo(prompts_per_step=B, group_size=2, zero_variance_groups="replace", replace_limit=limit)
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
+def test_surplus_groups_are_taken_or_given_up_when_too_old(make_run, ahead) -> None:
+    held = Held()
+    run = make_run(grpo=Grpo(prompts_per_step=B, group_size=2, oversampling=0.5), ahead=ahead, environment=held.rollout)
+    stuck = {run.order[0], run.order[2]}
+    held.after = lambda index: index in stuck or index in run.order[B + 2 :]
+    trained = []
+    for version in range(4):
+        run.publish(version)
+        batch = run.stream.take(version)
+        held.after = stuck.__contains__
+        assert all(version - min(sample.versions) <= run.stream._buffer.max_age for group in batch for sample in group)
+        trained += indices(batch)
+    wait_until(lambda: held.given_up >= stuck)
+    assert trained[:B] == [index for index in run.order[: B + 2] if index not in stuck]
+    assert len(set(trained)) == 4 * B and not stuck & set(trained)
+    assert 2 <= run.count("groups_late") <= 2 * 4, "the surplus of each step"
+    wait_until(lambda: run.in_flight() == [0, 0])
+
+
+def test_a_group_that_takes_too_long_is_given_up_and_replaced(make_run) -> None:
+    held = Held()
+    run = make_run(environment=held.rollout, group_timeout_s=1.0)
+    held.before, held.after = (lambda index: index == run.order[0]), (lambda index: index == run.order[2])
+    batch = run.stream.take(0)
+    assert set(indices(batch)) == {run.order[i] for i in (1, 3, 4, 5)}
+    assert held.given_up == {run.order[0], run.order[2]}
+    assert run.count("groups_timed_out") == 2
+    assert run.in_flight() == [0, 0]
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
+def test_when_every_group_takes_too_long_the_run_is_told(make_run, ahead) -> None:
+    held = Held()
+    held.before = lambda index: True
+    run = make_run(ahead=ahead, environment=held.rollout, group_timeout_s=0.5)
+    with pytest.raises(EngineError, match=r"\[rollout\] group_timeout_seconds = 0.5, as all groups of a step"):
+        run.stream.take(0)
+
+
+def test_the_time_of_a_group_begins_with_its_first_request(make_run, servers) -> None:
+    run = make_run(servers=servers[:1], group_timeout_s=1.0, max_concurrent_requests=1)
+
+    async def occupy() -> None:
+        server = await run.collector._acquire(AnyFrom())
+        asyncio.get_running_loop().call_later(1.5, run.collector._release, server)
+
+    run.collector.call(occupy())
+    begin = time.monotonic()
+    assert indices(run.stream.take(0)) == run.order[:B]
+    assert time.monotonic() - begin >= 1.4
+    assert run.count("groups_timed_out") == 0
+
+
+def test_an_environment_that_fails_ends_the_step(make_run) -> None:
+    async def failing(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        raise KeyError("tool")
+
+    run = make_run(environment=failing)
+    with pytest.raises(ValueError, match=rf"'tests:run': prompt {run.order[0]}: KeyError: 'tool'"):
+        run.stream.take(0)
+
+
+# Resumes
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(2)], ids=["sync", "ahead"])
+def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead) -> None:
+    held = Held()
+    first = make_run(ahead=ahead, environment=held.rollout)
+    held.after = lambda index: index in first.order[B:]
+    trained = indices(first.stream.take(0))
+    held.after = lambda index: index in first.order[B + 1 : 2 * B : 2]
+    if ahead.enabled:
+        wait_until(lambda: first.count("groups_ready") == 2 * B - 2)
+        assert first.count("groups_in_flight") == 2
+    state = json.loads(json.dumps(first.stream.state_dict()))
+    first.collector.close()
+
+    second = make_run(ahead=ahead, environment=Held().rollout, admitted=False)
+    second.stream.load_state_dict(state)
+    assert second.count("groups_ready") == (2 * B - 2 if ahead.enabled else 0)
+    complete = [contents([entry.group]) for entry in second.stream._buffer.entries.values() if entry.group]
+    batches = []
+    for version in range(1, 5):
+        second.publish(version)
+        batches.append(second.stream.take(version))
+        trained += indices(batches[-1])
+    assert sorted(trained, key=second.order.index) == second.order[: 5 * B]
+    taken = [contents([group]) for batch in batches for group in batch]
+    assert all(group in taken for group in complete), "what was complete is trained on as it was"
+
+
+# All at once
+
+
+class World:
+    """Servers get new weights when they get them; they are withdrawn, suspected and killed, and come back.
+
+    Of several servers at most one is away at a time, so that no request fails three times for no fault of its own.
+    """
+
+    def __init__(self, run: Run, seed: int) -> None:
+        self.run, self.random = run, random.Random(seed)
+        self.newest = 0
+        self.events = {"withdrawn": 0, "suspected": 0, "killed": 0}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._turn)
+
+    def __enter__(self) -> "World":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def _turn(self) -> None:
+        away, back_at = None, 0.0
+        while not self._stop.wait(0.03):
+            for i, server in enumerate(self.run.fleet.servers):
+                if i != away and server.version < self.newest and self.random.random() < 0.15:
+                    self._update(i)
+            if away is not None and time.monotonic() >= back_at:
+                self._update(away)
+                away = None
+            elif away is None and self.random.random() < 0.05:
+                away, back_at = self.random.randrange(len(self.run.threads)), time.monotonic() + self.random.random()
+                self._break(away)
+
+    def _update(self, i: int) -> None:
+        version = self.newest
+        if not self.run.threads[i].loop.is_running():
+            self.run.threads[i] = ServerThread(version, self.run.threads[i].port)
+        self.run.threads[i].generator.version = str(version)
+        self.run.fleet.admit(self.run.fleet.servers[i], version)
+
+    def _break(self, i: int) -> None:
+        event = self.random.choice(list(self.events))
+        self.events[event] += 1
+        server = self.run.fleet.servers[i]
+        if event == "withdrawn":
+            self.run.fleet.withdraw(server, "no answer", lost=self.random.random() < 0.5)
+        elif event == "suspected":
+            self.run.fleet.suspect(server, EngineError("a rumour"))
+        else:
+            self.run.threads[i].kill()
+
+
+async def wavering(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+    """Three turns with pauses, a few of them long, so that answers grow over several weight versions."""
+
+    async def sample(seed: int) -> Sample:
+        chance, turns = random.Random(seed), Turns(prompt)
+        for turn in range(3):
+            (completion,) = await client.generate(turns.token_ids, max_tokens=2)
+            turns.sampled(completion)
+            if turn < 2:
+                await asyncio.sleep(chance.random() * (1.2 if chance.random() < 0.1 else 0.1))
+                turns.given([5])
+        return turns.sample()
+
+    return list(await asyncio.gather(*[sample(prompt.index * 10 + i) for i in range(client.params.n)]))
+
+
+@pytest.mark.parametrize(
+    ("max_age", "late", "oversampling", "run_ahead"),
+    [(1, "wait", 0.0, "full"), (3, "wait", 0.0, "auto"), (1, "drop", 0.5, "full")],
+    ids=str,
+)
+def test_no_weather_ages_loses_or_repeats_a_group(max_age: int, late: str, oversampling: float, run_ahead: str) -> None:
+    chance = random.Random(max_age)
+    threads = [ServerThread(0) for _ in range(3)]
+    run = Run(
+        threads,
+        Grpo(prompts_per_step=B, group_size=2, oversampling=oversampling),
+        ahead_by(max_age, late_groups=late, run_ahead=run_ahead),
+        environment=wavering,
+        max_concurrent_requests=12,
+        params=SamplingParams(n=2, temperature=1.0, max_tokens=8, seed=17, ignore_eos=True),
+    )
+    run.publish(0)
+    trained: list[int] = []
+    ages: set[int] = set()
+    mixed = 0
+    end = time.monotonic() + 10
+    version = 0
+    with World(run, seed=max_age) as world:
+        while time.monotonic() < end:
+            batch = run.stream.take(version)
+            assert len(batch) == B
+            for sample in (sample for group in batch for sample in group):
+                assert max(sample.versions) <= version
+                ages |= {version - v for v in sample.versions}
+                mixed += len(set(sample.versions)) > 1
+            trained += indices(batch)
+            time.sleep(chance.random() * 0.3)
+            version += 1
+            world.newest = version
+    counts = run.stream.metrics()
+    pending = [entry.prompt.index for entry in run.stream._buffer.entries.values()]
+    asked = run.stream._buffer.next_number
+    run.collector.close()
+    for thread in run.threads:
+        thread.close()
+    assert version >= 8 and min(world.events.values()) >= 1, (version, world.events)
+    assert max(ages) <= max_age
+    if run_ahead == "full":
+        assert ages == set(range(max_age + 1)), "the bound was never reached"
+    assert mixed > 0, "no answer saw an update"
+    assert len(set(trained)) == len(trained) == version * B
+    assert not set(trained) & set(pending)
+    assert set(trained) | set(pending) <= set(run.order[:asked])
+    assert counts["rollout/groups_timed_out"] == 0
+    assert len(trained) + len(pending) + counts["rollout/groups_late"] == asked
+    if late == "wait":
+        assert counts["rollout/groups_late"] == 0
+    print({"steps": version, "retried": counts["rollout/retried"], "ages": ages, "mixed": mixed} | world.events)
