@@ -226,6 +226,14 @@ def test_one_old_token_of_one_sample_is_enough() -> None:
         buffer.take()
 
 
+def test_tokens_of_an_environment_have_no_age() -> None:
+    buffer = StalenessBuffer(1, 1, 1)
+    buffer.version = 7
+    (entry,) = began(buffer, 6, 1)
+    buffer.finish(entry, [Sample(entry.prompt, [5, 6, 7], [0.0, -1.0, 0.0], [0, 6, 6], "stop", [False, True, False])])
+    assert buffer.take() == ([entry], [])
+
+
 @pytest.mark.parametrize("surplus", [0, 1, 3])
 def test_a_group_may_not_begin_on_weights_that_are_too_old(surplus: int) -> None:
     buffer = StalenessBuffer(2, 1, 8, surplus=surplus)

@@ -189,7 +189,8 @@ class StalenessBuffer:
 
     def _check_ages(self, entry: Entry) -> None:
         for sample in entry.group:
-            oldest = min(sample.versions, default=self.version)
+            mask = sample.loss_mask or [True] * len(sample.versions)  # what an environment said has no age
+            oldest = min((v for v, sampled in zip(sample.versions, mask, strict=True) if sampled), default=self.version)
             if self.version - oldest > self.max_age:
                 raise AssertionError(
                     f"group {entry.number} has a token sampled at version {oldest}, older than "
