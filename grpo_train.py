@@ -304,7 +304,7 @@ class Trainer:
         """
         grpo, temperature = self.config.grpo, self.config.rollout.temperature
         kl_in_reward = self.reference is not None and grpo.kl_placement == "reward"
-        needs_old = len(minibatches) > 1 or kl_in_reward
+        needs_old = kl_in_reward or (len(minibatches) > 1 and grpo.proximal_logprobs == "recompute")
 
         def fixed(row: Microbatch) -> FixedLogprobs:
             old = self.model(row, temperature)[0] if needs_old else None

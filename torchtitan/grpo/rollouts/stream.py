@@ -13,6 +13,7 @@ from torchtitan.grpo.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.prompts import PromptSource
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.samples import Group
 from torchtitan.tools.logging import logger
 
@@ -86,10 +87,10 @@ class RolloutStream:
             surplus,
         )
         self._per_step, self._surplus, self._steps = per_step, surplus, steps
-        self._paced = ahead.run_ahead == "auto" and ahead.enabled
-        self._outstanding_max = (
-            2 * per_step + surplus if self._paced else (self._buffer.max_age + 2) * per_step + surplus
-        )
+        self._pace = None
+        if ahead.enabled and ahead.run_ahead == "auto":
+            self._pace = Pace(per_step, ahead.max_trajectory_age_steps, surplus)
+        self._taken_at: float | None = None
         self._nonce = secrets.token_hex(4)  # request ids must differ from those of another run on the same servers
         self._wanted = 0
         self._replaced_this_step = self._timed_out_this_step = 0
@@ -155,9 +156,9 @@ class RolloutStream:
     async def _take(self, version: int) -> list[Group]:
         if version != self._buffer.version:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
-        first, self._wanted = self._wanted == 0, version + 1
+        asked_at = asyncio.get_running_loop().time()
+        self._wanted = version + 1
         self._fill()
-        waits = self._buffer.ready() is None and not first
         while self._failure is None and self._buffer.ready() is None:
             if self._tasks:
                 self._changed.clear()
@@ -172,20 +173,13 @@ class RolloutStream:
             if entry in self._tasks:
                 self._tasks.pop(entry).cancel()
         self._replaced_this_step = self._timed_out_this_step = 0
-        if self._paced:
-            self._keep_pace(waits)
+        now = asyncio.get_running_loop().time()
+        if self._pace is not None and self._taken_at is not None:
+            spare = sum(entry.group is not None for entry in self._buffer.entries.values())
+            self._pace.step(now - asked_at, now - self._taken_at, spare)
+        self._taken_at = now
         self._fill()
         return [entry.group for entry in taken]
-
-    def _keep_pace(self, waited: bool) -> None:
-        """Run ahead further if the trainer had to wait, less far if groups lie ready that no step wanted yet."""
-        quarter = -(-self._per_step // 4)
-        spare = sum(entry.group is not None for entry in self._buffer.entries.values())
-        if waited:
-            most = (self._buffer.max_age + 2) * self._per_step + self._surplus
-            self._outstanding_max = min(self._outstanding_max + 2 * quarter, most)
-        elif spare > quarter:
-            self._outstanding_max = max(self._outstanding_max - quarter, self._per_step + self._surplus)
 
     async def _wait_for_server(self) -> None:
         """Nothing is under way, and nothing can be asked: until it can. Other changes of the fleet prolong nothing."""
@@ -214,11 +208,9 @@ class RolloutStream:
         waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in self._tasks]
         asked = buffer.consumed + len(buffer.entries)
         steps = self._steps if self._ahead else self._wanted
-        count = min(
-            buffer.room(max(versions)),
-            steps * self._per_step + self._surplus - asked,
-            self._outstanding_max - len(buffer.entries),
-        )
+        count = min(buffer.room(max(versions)), steps * self._per_step + self._surplus - asked)
+        if self._pace is not None:
+            count = min(count, self._pace.groups - len(buffer.entries))
         try:
             new = [buffer.add(prompt) for prompt in self._prompts.next(count)] if count > 0 else []
         except Exception as error:
