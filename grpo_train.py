@@ -488,6 +488,7 @@ class Trainer:
                 rollout.request_timeout_seconds,
                 self.environment,
                 rollout.environment,
+                rollout.group_timeout_seconds,
             )
             self.resources.callback(self.collector.close)
             self.rollouts = RolloutStream(

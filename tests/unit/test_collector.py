@@ -616,3 +616,18 @@ def test_seeds() -> None:
     assert all(0 <= seed < 1 << 56 for seed in seeds)
     assert prompt_seed(1, "a", 2, 0) == prompt_seed(1, "a", 2, 0) != prompt_seed(2, "a", 2, 0)
     assert prompt_seed(None, "a", 2, 0) is None
+
+
+def test_a_group_that_takes_too_long_ends_its_collection(make_collector) -> None:
+    async def stuck(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        if prompt.index == 12:
+            await asyncio.sleep(60)
+        return await single_turn(client, prompt)
+
+    collector = make_collector()
+    collector.environment, collector.group_timeout_s = stuck, 0.5
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match=r"^prompt 12 took longer than \[rollout\] group_timeout_seconds = 0.5"):
+        collector.collect(prompts_of(4), PARAMS, "a")
+    assert time.monotonic() - begin < 10
+    assert in_flight(collector) == [0, 0]

@@ -55,7 +55,7 @@ def validation_metrics(greedy: list[Group], sampled: list[Group], full_reward: f
         "validation/greedy_reward": fmean(group[0].reward for group in greedy),
         "validation/sampled_reward": fmean(sample.reward for group in sampled for sample in group),
         f"validation/pass_at_{k}": fmean(reward >= full_reward - 1e-6 for reward in best),
-        "validation/answer_tokens_mean": fmean(len(group[0].token_ids) for group in greedy),
+        "validation/answer_tokens_mean": fmean(group[0].sampled_tokens for group in greedy),
     }
 
 

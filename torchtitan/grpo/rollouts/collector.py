@@ -61,18 +61,31 @@ class Start(Protocol):
 
 @dataclass
 class AnyFrom:
-    """Weights of this version or newer."""
+    """Weights of this version or newer.
+
+    Attributes:
+        limit: Of the group's time; from its first request on `timeout_s`. The wait for that one's server is no fault of
+            the group, and does not count.
+    """
 
     version: int = -1
+    limit: asyncio.Timeout | None = None
+    timeout_s: float = 0.0
+    is_under_way: bool = False
 
     def min_version(self) -> int:
         return self.version
 
     def waits(self) -> None:
-        pass
+        self._end_at(None)
 
     def begun(self, version: int) -> None:
-        pass
+        self._end_at(asyncio.get_running_loop().time() + self.timeout_s)
+        self.is_under_way = True
+
+    def _end_at(self, time: float | None) -> None:
+        if self.limit is not None and not self.is_under_way and not self.limit.expired():
+            self.limit.reschedule(time)
 
 
 class Collector:
@@ -100,6 +113,7 @@ class Collector:
         max_concurrent_requests: Requests in flight at one server. The others wait here.
         request_timeout_s: Longest wait of a request for a server to send it to; the clients bound the request itself.
         environment: How a prompt becomes samples, and its name.
+        group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
     """
 
     def __init__(
@@ -111,6 +125,7 @@ class Collector:
         request_timeout_s: float,
         environment: Environment = single_turn,
         environment_name: str = "",
+        group_timeout_s: float = 1200.0,
     ) -> None:
         self.fleet = fleet
         self.rewards = rewards
@@ -119,6 +134,7 @@ class Collector:
         self.request_timeout_s = request_timeout_s
         self.environment = environment
         self.environment_name = environment_name
+        self.group_timeout_s = group_timeout_s
         self.retried = 0
         """Requests that were sent again."""
         self.busy_s: dict[str, float] = defaultdict(float)
@@ -153,7 +169,7 @@ class Collector:
                 every server if none became eligible in time. The other requests are cancelled.
             FleetError: Too few servers are left.
         """
-        return self.call(self._collect(prompts, params, tag, AnyFrom(min_version)))
+        return self.call(self._collect(prompts, params, tag, min_version))
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the collector's event loop and wait for it; an interrupt cancels it."""
@@ -237,19 +253,19 @@ class Collector:
         group = checked(samples, self.environment_name, params.max_tokens)
         return await self._loop.run_in_executor(self._scoring, self._score, group)
 
-    async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, start: AnyFrom) -> list[Group]:
+    async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:
         if not prompts:
             return []
-        self._release(await self._acquire(start))  # the first time there is a server
+        self._release(await self._acquire(AnyFrom(min_version)))  # the first time there is a server
         # The tag may come again (another run on the same server, a repeated step); request ids must not.
         nonce = secrets.token_hex(4)
-        cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", start.version)
+        cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version)
         seen: Counter[int] = Counter()
         tasks = []
         for i, prompt in enumerate(prompts):
             own = replace(params, seed=prompt_seed(params.seed, tag, prompt.index, seen[prompt.index]))
             seen[prompt.index] += 1
-            group = self.group(prompt, own, f"{tag}-{i:06d}-{nonce}", start, cohorts[i])
+            group = self._timed_group(prompt, own, f"{tag}-{i:06d}-{nonce}", min_version, cohorts[i])
             tasks.append(asyncio.create_task(group))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -261,6 +277,23 @@ class Collector:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [task.result() for task in tasks]
+
+    async def _timed_group(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        min_version: int,
+        cohort: tuple[Server, tuple[str, int]] | None,
+    ) -> Group:
+        try:
+            async with asyncio.timeout(self.group_timeout_s) as limit:
+                start = AnyFrom(min_version, limit, self.group_timeout_s)
+                return await self.group(prompt, params, request_id, start, cohort)
+        except TimeoutError as error:
+            raise EngineError(
+                f"prompt {prompt.index} took longer than [rollout] group_timeout_seconds = {self.group_timeout_s:g}"
+            ) from error
 
     async def _answer(
         self,

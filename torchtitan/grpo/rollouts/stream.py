@@ -12,30 +12,24 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.prompts import PromptSource
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
-from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import AnyFrom, Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.samples import Group
 from torchtitan.tools.logging import logger
 
 
-class Start:
-    """What the collector asks and says about the weights of one group. Its time limit does not count the wait for the
-    server of its first request: that is how far ahead groups are asked, and no fault of the group."""
+class Start(AnyFrom):
+    """The weights of one group are its buffer's business."""
 
     def __init__(self, buffer: StalenessBuffer, entry: Entry, limit: asyncio.Timeout, timeout_s: float) -> None:
+        super().__init__(limit=limit, timeout_s=timeout_s)
         self._buffer, self._entry = buffer, entry
-        self._limit, self._timeout_s = limit, timeout_s
 
     def min_version(self) -> int:
         return self._buffer.min_version(self._entry)
 
-    def waits(self) -> None:
-        if self._entry.begun is None and not self._limit.expired():
-            self._limit.reschedule(None)
-
     def begun(self, version: int) -> None:
-        if self._entry.begun is None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        super().begun(version)
         self._buffer.begin(self._entry, version)
 
 
