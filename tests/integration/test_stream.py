@@ -276,6 +276,7 @@ def test_groups_of_later_steps_are_under_way_while_the_trainer_trains(make_run) 
     assert indices(run.stream.take(0)) == run.order[:B]
     wait_until(lambda: run.count("groups_in_flight") == B)
     assert run.count("groups_asked") == 2 * B, "no more may begin at version 0"
+    wait_until(lambda: run.in_flight() == [0, 0])
     run.publish(1)
     wait_until(lambda: run.count("groups_in_flight") == 2 * B)
     held.after = lambda index: False
@@ -374,7 +375,8 @@ def test_replacing_ends_at_its_limit(make_run, ahead) -> None:
         assert len(run.stream.take(version)) == B
     replaced, asked = run.count("groups_replaced"), run.count("groups_asked")
     if ahead.enabled:
-        assert 3 * 6 <= replaced <= 4 * 6  # those of the step to come may have ended by now
+        # Groups of a step to come may have ended by now, and some that this step did not replace serve the next one.
+        assert 6 <= replaced <= 4 * 6
     else:
         assert (replaced, asked) == (3 * 6, 3 * 10)
 
