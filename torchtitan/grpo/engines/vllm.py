@@ -2,15 +2,16 @@
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from torchtitan.grpo.engines.control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams, error_text
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.samples import FinishReason
 
 GENERATE_ROUTE = "/inference/v1/generate"
 COHORT_HEADER = "X-Rollout-Cohort"
@@ -98,16 +99,17 @@ class VllmClient:
             raise EngineError(f"{self.url}: request {request_id}: {type(error).__name__}: {error}") from error
         if status != 200:
             self._raise_for_status(status, payload, request_id)
-        choices = json.loads(payload)["choices"]
-        foreign = [
-            s["version"] for c in choices for s in c.get("weight_versions") or [] if not s["version"].isdecimal()
-        ]
+        try:
+            choices = _REPLY.decode(payload).choices
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {error}") from error
+        foreign = [span.version for c in choices for span in c.weight_versions or [] if not span.version.isdecimal()]
         if foreign and version >= 0:
             raise EngineError(
                 f"{self.url}: request {request_id} was answered by weights {foreign[0]!r} in place of version "
                 f"{version}: the server was restarted and serves other weights"
             )
-        completions = [_completion(choice, version) for choice in sorted(choices, key=lambda choice: choice["index"])]
+        completions = [_completion(choice, version) for choice in sorted(choices, key=lambda choice: choice.index)]
         for completion in completions:
             if len(completion.logprobs) != len(completion.token_ids):
                 raise EngineError(
@@ -155,17 +157,49 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _completion(choice: dict[str, Any], version: int) -> Completion:
-    token_ids = choice["token_ids"] or []
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Reply(msgspec.Struct):
+    """What is read of an answer. Parsing shares the interpreter with the trainer: this is several times faster than
+    `json`, which makes a dictionary of each token."""
+
+    choices: list[_Choice]
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+
+
+def _completion(choice: _Choice, version: int) -> Completion:
+    token_ids = choice.token_ids or []
     versions = [version] * len(token_ids)
-    for span in choice.get("weight_versions") or []:
+    for span in choice.weight_versions or []:
         # Ours are decimal; servers start with a name of their own ("default"), and have it while `version` is -1.
-        if span["version"].isdecimal():
-            versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
-    content = (choice["logprobs"] or {}).get("content") or []
+        if span.version.isdecimal():
+            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+    content = (choice.logprobs and choice.logprobs.content) or []
     return Completion(
         token_ids=token_ids,
-        logprobs=[entry["logprob"] for entry in content],
-        finish_reason=choice["finish_reason"] or "abort",
+        logprobs=[token.logprob for token in content],
+        finish_reason=choice.finish_reason or "abort",
         versions=versions,
     )
