@@ -18,12 +18,12 @@ def load_function(key: str, name: str, *parameters: str) -> Callable[..., Any]:
     Raises:
         UserError: There is no such function, or it does not take these arguments.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not function_name:
+    module_name, _, function_name = name.partition(":")
+    if not (module_name and function_name):
         raise UserError(f'{key}: "{name}" must be "module:function"')
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError, ValueError) as error:  # ValueError: no module's name, such as "."
         raise UserError(f'{key}: "{name}": cannot import {module_name!r}: {error}') from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -297,6 +297,7 @@ class SampleLog:
 
 def _sample_record(step: int, sample: Sample, advantage: float) -> dict[str, Any]:
     """One line of `samples.jsonl`. `versions`: the oldest and newest weight version that sampled a token of it."""
+    versions = sample.sampled_versions
     return {
         "step": step,
         "prompt_index": sample.prompt.index,
@@ -308,6 +309,6 @@ def _sample_record(step: int, sample: Sample, advantage: float) -> dict[str, Any
         "reward_failures": sample.reward_failures,
         "advantage": advantage,
         "finish_reason": sample.finish_reason,
-        "answer_tokens": len(sample.token_ids),
-        "versions": [min(sample.versions), max(sample.versions)] if sample.versions else [],
+        "answer_tokens": sample.sampled_tokens,
+        "versions": [min(versions), max(versions)] if versions else [],
     }

@@ -1,7 +1,6 @@
 """What a step's groups and summed losses say, as flat metrics. Names are explained in `docs/metrics.md`."""
 
 from collections import Counter
-from itertools import compress
 from statistics import fmean, pstdev
 
 from torchtitan.grpo.advantages import zero_variance
@@ -35,8 +34,7 @@ def rollout_metrics(groups: list[Group], version: int, max_age: int) -> dict[str
     }
     ages: Counter[int] = Counter()
     for sample in samples:
-        sampled_by = sample.versions if sample.loss_mask is None else compress(sample.versions, sample.loss_mask)
-        ages.update({version - v: tokens for v, tokens in Counter(sampled_by).items()})
+        ages.update({version - v: tokens for v, tokens in Counter(sample.sampled_versions).items()})
     if ages:
         tokens = ages.total()
         metrics |= {"rollout/age_mean": sum(a * n for a, n in ages.items()) / tokens, "rollout/age_max": max(ages)}

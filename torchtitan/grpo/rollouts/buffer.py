@@ -189,8 +189,7 @@ class StalenessBuffer:
 
     def _check_ages(self, entry: Entry) -> None:
         for sample in entry.group:
-            mask = sample.loss_mask or [True] * len(sample.versions)  # what an environment said has no age
-            oldest = min((v for v, sampled in zip(sample.versions, mask, strict=True) if sampled), default=self.version)
+            oldest = min(sample.sampled_versions, default=self.version)
             if self.version - oldest > self.max_age:
                 raise AssertionError(
                     f"group {entry.number} has a token sampled at version {oldest}, older than "

@@ -1,6 +1,7 @@
 """What moves between prompts, engines, rewards and packing."""
 
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -54,8 +55,13 @@ class Sample:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the model sampled."""
-        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+        """How many tokens the model sampled."""
+        return len(self.sampled_versions)
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """The weight version of each token that the model sampled: what an environment said has none."""
+        return self.versions if self.loss_mask is None else list(compress(self.versions, self.loss_mask))
 
 
 Group = list[Sample]
