@@ -209,7 +209,8 @@ class Trainer:
             metrics |= sync_metrics(reports, self.fleet) | self.rollouts.metrics()
         times = self.ledger.close_step()
         if self.is_rank0:
-            metrics |= server_metrics(self.collector.take_busy_seconds(), reports, times["time/step_s"])
+            busy_s = self.collector.take_busy_seconds()
+            metrics |= server_metrics(self.fleet, busy_s, reports, times["time/step_s"])
         if groups and times.get("time/step_s"):
             metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
         self.metrics.log(self.step, metrics | times)

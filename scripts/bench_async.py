@@ -21,6 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench_common.arguments import address, device, positive, seconds
+
 SHAPES = ["tiny", "0.6b", "1.7b", "4b", "8b"]
 MODES = ["sync", "async", "in_flight", "in_flight_keep_kv"]
 PRESETS: dict[str, dict[str, Any]] = {
@@ -115,10 +117,11 @@ Four, 2 + 2: --trainers 0 1 --servers 2 3. Servers that run already: --urls; the
 
 CURVES_HELP = """What staleness costs in reward: the quickstart task, sync and with growing age, over seeds; CPU only.
 
-Variants: sync; async with in-flight updates and each of --ages; the last age without importance correction. Held-out
-greedy reward before the first and after the last step, mean and standard deviation over seeds; seconds are the wall
-clock of the GRPO steps without validation, which mean something only if --jobs leaves each run cores of its own (a
-run has two busy processes). Runs have OMP_NUM_THREADS=1 unless it is set. One JSON line a run with --json.
+Variants: sync; async with in-flight updates and each of --ages; the last age with `run_ahead = "full"`, so that answers
+are as old as they may be, and then without importance correction too. Held-out greedy reward before the first and
+after the last step, mean and standard deviation over seeds; seconds are the wall clock of the GRPO steps without
+validation, which mean something only if --jobs leaves each run cores of its own (a run has two busy processes). Runs
+have OMP_NUM_THREADS=1 unless it is set. One JSON line a run with --json. --variants picks some of these by name.
 
   CUDA_VISIBLE_DEVICES="" python scripts/bench_async.py curves --out /tmp/curves --json /tmp/curves.jsonl --jobs 5
 
@@ -126,32 +129,6 @@ A quick look: curves --out /tmp/c --seeds 0 -- --training.steps 30 --validation.
 """
 
 MODEL_HELP = """A model folder with random weights that end an answer with a chosen probability at each token."""
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is under 1")
-    return value
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value:g} is not a positive number")
-    return value
-
-
-def address(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no base address: write http://host:port")
-    return text.rstrip("/")
-
-
-def device(text: str) -> str:
-    if text != "cpu" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor the index of a GPU")
-    return text
 
 
 def end(text: str) -> float | None:
@@ -204,6 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
     curves.add_argument("--config", default="train_configs/quickstart.toml", help="default: the quickstart")
     curves.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     curves.add_argument("--ages", nargs="+", type=positive, default=[1, 2, 4])
+    curves.add_argument("--variants", nargs="+", metavar="NAME", help="of these, such as sync or age_4; default: all")
     curves.add_argument("--jobs", type=positive, default=1, help="runs at the same time (default 1)")
     curves.set_defaults(time_limit_s=14400.0, run_limit_s=1800.0)
 
@@ -286,7 +264,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     faulthandler.dump_traceback_later(args.time_limit_s + 120, exit=True)
-    from weight_sync_bench.output import Output
+    from bench_common.output import Output
 
     args.out.mkdir(parents=True, exist_ok=True)
     out = Output(True, args.json)

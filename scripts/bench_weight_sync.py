@@ -23,6 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench_common.arguments import address, device, positive, seconds
+
 SHAPES = ["tiny", "0.6b", "1.7b", "4b", "8b"]
 
 REFIT = """Time of a whole refit: FSDP2 shards on 1 to N trainer ranks -> verified, loaded and in service everywhere.
@@ -116,32 +118,6 @@ update is being loaded: it sleeps, or ends the whole process with SIGKILL. Witho
 """
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is under 1")
-    return value
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value:g} is not a positive number of seconds")
-    return value
-
-
-def address(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no base address: write http://host:port")
-    return text
-
-
-def receiver_device(text: str) -> str:
-    if text != "cpu" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor the index of a GPU")
-    return text
-
-
 def build_parser() -> argparse.ArgumentParser:
     formatter = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(description=__doc__, **formatter)
@@ -164,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     trainer.add_argument(
         "--receivers",
         nargs="+",
-        type=receiver_device,
+        type=device,
         default=[],
         metavar="GPU",
         help="start one receiver process on each of these devices: indices of GPUs (as nvidia-smi has them), or cpu",
@@ -291,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
         raw_receiver(args)
         return 0
 
-    from weight_sync_bench.output import Output
+    from bench_common.output import Output
 
     if args.command == "vllm-nccl":
         from weight_sync_bench.baselines import vllm_nccl

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from async_bench.modes import Flags
 from async_bench.processes import read_lines, train
-from weight_sync_bench.output import Output, Row
+from bench_common.output import Output, Row
+
+from torchtitan.grpo.errors import UserError
 
 COLUMNS = {
     "variant": "variant",
@@ -28,7 +30,9 @@ def variants(ages: list[int]) -> dict[str, Flags]:
     ahead: Flags = {"async_grpo.enabled": True, "weight_sync.async_weight_update": True}
     table: dict[str, Flags] = {"sync": {"async_grpo.enabled": False, "weight_sync.async_weight_update": False}}
     table |= {f"age_{age}": ahead | {"async_grpo.max_trajectory_age_steps": age} for age in ages}
-    return table | {f"age_{ages[-1]}_uncorrected": table[f"age_{ages[-1]}"] | {"grpo.importance_correction": "none"}}
+    full = table[f"age_{ages[-1]}"] | {"async_grpo.run_ahead": "full"}
+    uncorrected = full | {"grpo.importance_correction": "none"}
+    return table | {f"age_{ages[-1]}_full": full, f"age_{ages[-1]}_full_uncorrected": uncorrected}
 
 
 def curves(args: argparse.Namespace, out: Output) -> int:
@@ -36,6 +40,11 @@ def curves(args: argparse.Namespace, out: Output) -> int:
     deadline = time.monotonic() + args.time_limit_s
     folder = args.out.resolve()
     table = variants(args.ages)
+    if args.variants:
+        unknown = [name for name in args.variants if name not in table]
+        if unknown:
+            raise UserError(f"--variants {' '.join(unknown)}: there are {', '.join(table)}")
+        table = {name: table[name] for name in args.variants}
     # By seed first: if time runs out, what is there compares all variants.
     runs = [(variant, seed) for seed in args.seeds for variant in table]
     speaking = threading.Lock()

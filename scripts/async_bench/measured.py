@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable
 
-from weight_sync_bench.output import Row
+from bench_common.output import Row
 
 MODES = ("sync", "async", "in_flight", "in_flight_keep_kv")
 MEASURED = {

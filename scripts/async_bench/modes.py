@@ -15,7 +15,7 @@ from async_bench.generation import Ask, generated_tokens, generation_rate
 from async_bench.long_tail import LENGTHS, draw_lengths
 from async_bench.measured import BOUND, MEASURED, compare, in_order, summarise
 from async_bench.processes import Server, healthy, read_lines, train
-from weight_sync_bench.output import Output, Row
+from bench_common.output import Output, Row
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.prompts import end_token_ids, load_tokenizer

@@ -7,12 +7,12 @@ import time
 from urllib.parse import urlsplit
 
 import torch
+from bench_common.output import Output, Row, cell, medians
 
 from torchtitan.grpo.engines.control import ServerControl, ServerError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.transport import Group, host_store, join_store, wait
 
-from .output import Output, Row, cell, medians
 from .receivers import Child
 from .trainer import bounded, hf_tensors, shape_source
 

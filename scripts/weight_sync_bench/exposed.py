@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 import requests
 import torch
+from bench_common.output import Output, Row
 
 from torchtitan.grpo import job_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack
 
-from .output import Output, Row
 from .trainer import Ranks, Servers, build, connected, hf_tensors, shape_source
 
 TARGET_MS = 5.0

@@ -4,11 +4,12 @@ import itertools
 import time
 from contextlib import ExitStack
 
+from bench_common.output import Output, Row, cell, medians
+
 from torchtitan.grpo import job_config
 from torchtitan.grpo.errors import UserError
 
 from .baselines import raw_broadcasts
-from .output import Output, Row, cell, medians
 from .trainer import Ranks, Servers, build, change, connected, shape_source
 
 COLUMNS = {

@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
+from bench_common.output import Output, Row, growth_exponent, line_through
+
 from torchtitan.grpo import job_config
 from torchtitan.grpo.errors import UserError
 
-from .output import Output, Row, growth_exponent, line_through
 from .receivers import Receivers, raise_open_files_limit
 from .trainer import Ranks, build, change, connected, shape_source
 

@@ -195,8 +195,8 @@ def test_curves_are_means_over_seeds():
     assert sync["reward"] == pytest.approx(0.85) and sync["spread"] == pytest.approx(0.0707, abs=1e-4)
     assert ahead["ratio"] == pytest.approx(0.6)
     table = curves.variants([1, 4])
-    assert list(table) == ["sync", "age_1", "age_4", "age_4_uncorrected"]
-    assert table["age_4_uncorrected"] == table["age_4"] | {"grpo.importance_correction": "none"}
+    assert list(table) == ["sync", "age_1", "age_4", "age_4_full", "age_4_full_uncorrected"]
+    assert table["age_4_full_uncorrected"] == table["age_4_full"] | {"grpo.importance_correction": "none"}
     lines = [
         {"sft/step": 20, "sft/loss": 1.0},
         {"step": 0, "validation/greedy_reward": 0.3, "time/step_s": 40.0},

@@ -16,7 +16,8 @@ SCRIPT = ROOT / "scripts" / "bench_weight_sync.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import bench_weight_sync as bench  # noqa: E402
-from weight_sync_bench import exposed, output, receivers, refit, scale, trainer  # noqa: E402
+from bench_common import output  # noqa: E402
+from weight_sync_bench import exposed, receivers, refit, scale, trainer  # noqa: E402
 
 from torchtitan.grpo.errors import UserError  # noqa: E402
 
@@ -34,7 +35,7 @@ H200_BYTES = 150_000_000_000
         ("refit --receivers cpu --num-buffers 0", "0 is under 1"),
         ("refit --receivers cpu --servers 1 3", "--servers 3: --urls and --receivers give 1"),
         ("refit --receivers cpu --shape 3b", "invalid choice: '3b'"),
-        ("refit --receivers cpu --timeout-s 0", "0 is not a positive number of seconds"),
+        ("refit --receivers cpu --timeout-s 0", "0 is not a positive number"),
         ("vllm-nccl", "--url"),
         ("exposed", "exposed needs servers"),
         ("exposed --receivers cpu --tokens 64 --document-tokens 128", "--tokens 64 is under --document-tokens 128"),

@@ -2,7 +2,13 @@ import pytest
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.rollouts.samples import Prompt, Sample
-from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, sync_metrics, validation_metrics
+from torchtitan.grpo.statistics import (
+    policy_metrics,
+    rollout_metrics,
+    server_metrics,
+    sync_metrics,
+    validation_metrics,
+)
 from torchtitan.grpo.weight_sync.report import SyncReport
 
 PROMPT = Prompt(index=0, token_ids=[1, 2], text="1+1=", answer="2")
@@ -110,3 +116,24 @@ def test_a_step_without_a_push_still_says_who_is_there():
     metrics = sync_metrics([], fleet)
     assert (metrics["sync/pushes"], metrics["sync/servers_lost"], metrics["sync/version"]) == (0, 1, -1)
     assert not any(name.startswith("server/") for name in metrics)
+
+
+def test_busy_share_leaves_out_standing_still_and_idle_servers_count():
+    fleet = Fleet(["http://a:1", "http://b:2", "http://c:3"], lambda url: Server(url, None))
+    for server in fleet.servers[:2]:
+        fleet.admit(server, 4)
+    pushed = SyncReport(4, 2**30, 3, {"total": 2.0}, {"http://a:1": phases(1.0) | {"stopped": 2.0}})
+    metrics = server_metrics(fleet, {"http://a:1": 10.0}, [pushed], 10.0)
+    assert metrics == pytest.approx(
+        {"server/a_1/busy_share": 0.8, "server/b_2/busy_share": 0.0, "rollout/busy_share": 0.4}
+    )
+    assert server_metrics(fleet, {}, [], 0.0) == {}
+
+
+def test_an_environments_tokens_have_no_age_and_are_no_answer_tokens():
+    given = sample(1.0, 3)
+    given.versions, given.loss_mask = [3, 0, 5], [True, False, True]
+    metrics = rollout_metrics([[given]], 5, 2)
+    assert metrics["rollout/answer_tokens"] == 2
+    assert metrics["rollout/age_max"] == 2
+    assert sum(metrics[f"rollout/age_{age}_fraction"] for age in range(3)) == pytest.approx(1.0)

@@ -102,19 +102,22 @@ def _age_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
     return metrics
 
 
-def server_metrics(busy_s: dict[str, float], reports: list[SyncReport], step_s: float) -> dict[str, float]:
+def server_metrics(
+    fleet: Fleet, busy_s: dict[str, float], reports: list[SyncReport], step_s: float
+) -> dict[str, float]:
     """How much of the step each server computed answers: it had requests of ours, and did not stand still for weights.
 
     Args:
-        busy_s: Seconds with requests in flight, by server (`Collector.take_busy_seconds`).
+        busy_s: Seconds with requests in flight, by server that had some (`Collector.take_busy_seconds`).
     """
     stopped_s: Counter[str] = Counter()
     for report in reports:
         for url, phases in report.servers.items():
-            stopped_s[url] += phases["total"] - phases["pause"]
-    if not busy_s or not step_s:
+            stopped_s[url] += phases["stopped"]
+    urls = [server.url for server in fleet.servers if server.in_traffic or server.url in busy_s]
+    if not urls or not step_s:
         return {}
-    shares = {url: min(1.0, max(0.0, seconds - stopped_s[url]) / step_s) for url, seconds in busy_s.items()}
+    shares = {url: min(1.0, max(0.0, busy_s.get(url, 0.0) - stopped_s[url]) / step_s) for url in urls}
     metrics = {f"server/{_server_name(url)}/busy_share": share for url, share in shares.items()}
     return metrics | {"rollout/busy_share": fmean(shares.values())}
 
