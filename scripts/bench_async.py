@@ -100,7 +100,7 @@ are not measured, since servers run empty when nothing more is to be asked:
                 (--bound-s each); training by the seconds of `train` in the mode that needs fewest a token. Requests
                 have no seeds, in any mode; what seeds cost is measured beside
   step, rollout (waiting for answers), train, sync (what a publish kept the trainer)   medians; `most`: the longest sync
-  servers busy  share of the time that servers had requests under way, rollout/busy_share
+  servers busy  share of the time that servers had requests under way, server/busy_share
   age, oldest   mean and greatest age of the trained tokens, in versions
 
 --out keeps everything: model, prompts, logs, one folder a mode. A later call with the same --out takes model and bound

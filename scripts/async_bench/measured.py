@@ -71,7 +71,7 @@ def summarise(lines: list[Row], warmup: int, last: int, devices: int) -> Row | N
         "train_s": median("time/train_s"),
         "sync_ms": median("time/sync_s", 1e3),
         "sync_ms_max": 1e3 * max(each("time/sync_s"), default=0.0),
-        "busy": statistics.fmean(each("rollout/busy_share")) if each("rollout/busy_share") else None,
+        "busy": statistics.fmean(each("server/busy_share")) if each("server/busy_share") else None,
         "age_mean": statistics.fmean(each("rollout/age_mean")) if each("rollout/age_mean") else None,
         "age_max": max(each("rollout/age_max"), default=None),
         "answer_mean": tokens / sum(s["rollout/answer_tokens"] / s["rollout/answer_tokens_mean"] for s in steps),

@@ -125,7 +125,7 @@ def test_busy_share_leaves_out_standing_still_and_idle_servers_count():
     pushed = SyncReport(4, 2**30, 3, {"total": 2.0}, {"http://a:1": phases(1.0) | {"stopped": 2.0}})
     metrics = server_metrics(fleet, {"http://a:1": 10.0}, [pushed], 10.0)
     assert metrics == pytest.approx(
-        {"server/a_1/busy_share": 0.8, "server/b_2/busy_share": 0.0, "rollout/busy_share": 0.4}
+        {"server/a_1/busy_share": 0.8, "server/b_2/busy_share": 0.0, "server/busy_share": 0.4}
     )
     assert server_metrics(fleet, {}, [], 0.0) == {}
 

@@ -33,7 +33,7 @@ PROGRESS = (
     ("validation/greedy_reward", "held-out", "{:.3f}"),
     ("throughput/answer_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("rollout/answer_tokens_mean", "answer tokens", "{:.1f}"),
-    ("rollout/busy_share", "servers busy", "{:.0%}"),
+    ("server/busy_share", "servers busy", "{:.0%}"),
     ("policy/kl", "kl", "{:.4f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
     ("policy/clip_fraction", "clipped", "{:.2%}"),

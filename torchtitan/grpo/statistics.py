@@ -119,7 +119,7 @@ def server_metrics(
         return {}
     shares = {url: min(1.0, max(0.0, busy_s.get(url, 0.0) - stopped_s[url]) / step_s) for url in urls}
     metrics = {f"server/{_server_name(url)}/busy_share": share for url, share in shares.items()}
-    return metrics | {"rollout/busy_share": fmean(shares.values())}
+    return metrics | {"server/busy_share": fmean(shares.values())}
 
 
 def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
