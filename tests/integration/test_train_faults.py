@@ -13,15 +13,10 @@ import pytest
 
 from tests.integration.trainer_runs import BACKGROUND, ROOT, attempt, endless, processes_of, servers_of, train
 
-MODES = {"sync": {}, "background": BACKGROUND}
+SYNC: dict[str, str | None] = {}
 
 
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    return MODES[request.param]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("mode", "number"), [(SYNC, signal.SIGTERM), (BACKGROUND, signal.SIGINT)])
 def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
     with endless(tmp_path / "run", mode) as run:
         (server,) = servers_of(run.folder)
@@ -36,7 +31,7 @@ def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
         run.wait_until_gone(15)
 
 
-@pytest.mark.parametrize("part", ["launcher", "trainer"])
+@pytest.mark.parametrize(("mode", "part"), [(SYNC, "trainer"), (BACKGROUND, "launcher")])
 def test_what_is_killed_leaves_nothing_behind(mode, part, tmp_path):
     with endless(tmp_path / "run", mode) as run:
         if part == "launcher":
@@ -56,7 +51,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("number", ENDS)
+@pytest.mark.parametrize(
+    ("mode", "number"), [(SYNC, signal.SIGSTOP), (BACKGROUND, signal.SIGKILL), (BACKGROUND, signal.SIGSTOP)]
+)
 def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_path):
     limits = {"--weight_sync.timeout_seconds": "6", "--rollout.request_timeout_seconds": "6"}
     with endless(tmp_path / "run", mode | limits) as run:
@@ -116,12 +113,10 @@ def refused(tmp_path: Path, flags: dict[str, str | None], *words: str, limit_s: 
 
 BAD = {
     "key": ({"--grpo.groupsize": "4"}, ("--grpo.groupsize", "--grpo.group_size")),
-    "range": ({"--weight_sync.num_buffers": "0"}, ("[weight_sync] num_buffers", "at least 1")),
-    "folder": ({"--model.hf_assets_path": "no/such"}, ("hf_assets_path", "no/such")),
     "no weights": ({"--model.weights": "hf"}, ("train_configs/tiny_qwen3", "safetensors")),
     "data": ({"--data.source": "jsonl", "--data.path": "no.jsonl"}, ("[data] path", "no.jsonl")),
     "reward": ({"--reward.functions": "exact_mach"}, ("exact_mach", "exact_match")),
-    "length": ({"--training.seq_len": "4096", "--training.tokens_per_microbatch": "0"}, ("seq_len", "512")),
+    "environment": ({"--rollout.environment": "no_such:rollout"}, ("[rollout] environment", "no_such")),
 }
 
 

@@ -309,6 +309,6 @@ def _sample_record(step: int, sample: Sample, advantage: float) -> dict[str, Any
         "reward_failures": sample.reward_failures,
         "advantage": advantage,
         "finish_reason": sample.finish_reason,
-        "answer_tokens": sample.sampled_tokens,
+        "answer_tokens": len(sample.token_ids),
         "versions": [min(versions), max(versions)] if versions else [],
     }
