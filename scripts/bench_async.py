@@ -34,21 +34,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prompts": 32,
         "samples": 16,
         "prompt_tokens": 140,
-        "age": 4,
+        "age": 8,
         "lr": 1e-6,
         "microbatch_tokens": 16384,
-        "sequences": 1024,
+        "sequences": 2560,
     },
     "lognormal": {
         "shape": "0.6b",
         "lengths": "lognormal",
-        "mean": 512.0,
-        "sigma": 0.8,
-        "max_answer": 4096,
+        "mean": 256.0,
+        "sigma": 1.0,
+        "max_answer": 2048,
         "prompts": 32,
         "samples": 16,
         "prompt_tokens": 140,
-        "age": 4,
+        "age": 8,
         "lr": 1e-6,
         "microbatch_tokens": 16384,
         "sequences": 1024,
@@ -106,6 +106,10 @@ are not measured, since servers run empty when nothing more is to be asked:
 --out keeps everything: model, prompts, logs, one folder a mode. A later call with the same --out takes model and bound
 from there, adds its modes, and prints the table of all: so modes can be measured in several short calls.
 
+Both presets allow 8 versions: an answer of 2,048 tokens is under way for about that many steps, and with fewer the
+trainer waits for it. A prompt's whole group is one request, of whose answers two thirds have ended when the longest
+does, so that `trl` has requests for 2,560 answers under way to keep several hundred running.
+
 Two H200s, the work of TRL's AsyncGRPOTrainer measurement (docs/benchmarks.md), and a heavier tail:
 
   python scripts/bench_async.py modes --preset trl --trainers 0 --servers 1 --out /tmp/trl
@@ -159,7 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--prompt-tokens", type=positive)
     modes.add_argument("--age", type=positive, help="max_trajectory_age_steps of the in-flight modes")
     modes.add_argument("--label", default="", help="part of the runs' names, for runs with other words after --")
-    modes.add_argument("--steps", type=positive, default=12, help="up to the last one measured (12)")
+    modes.add_argument("--steps", type=positive, help="up to the last one measured (default --warmup + 6)")
     modes.add_argument("--warmup", type=positive, help="first steps, not measured (default --age + 1, at least 4)")
     modes.add_argument("--lr", type=seconds)
     modes.add_argument("--seed", type=int, default=0)
@@ -208,6 +212,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             if f"--{name.replace('_', '-')}" not in given:
                 setattr(args, name, value)
         args.warmup = args.warmup or max(4, args.age + 1)
+        args.steps = args.steps or args.warmup + 6
         if args.steps <= args.warmup:
             parser.error(f"--steps {args.steps}: there are none after the first --warmup {args.warmup}")
         if args.bound_s < 0:
