@@ -509,7 +509,7 @@ class Trainer:
             self.fleet,
             self.device,
             self.source.tied,
-            max_lag=self.max_age,
+            max_lag=(self.max_age + 1) // 2,  # an answer needs the other half to end in time
             in_flight=config.async_grpo.in_flight_weight_updates or not config.async_grpo.enabled,
             recompute_kv=config.async_grpo.recompute_kv_cache_after_weight_updates,
             drain_timeout_s=rollout.request_timeout_seconds,
