@@ -205,8 +205,9 @@ class Rollout:
     """Rollouts of several turns: `module:function` of an `async def rollout(client, prompt)` that returns samples.
     Empty: each prompt is answered once."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
-    """Give each request a seed of its own, from `debug.seed`, so that a run's answers repeat. On a GPU vLLM is slower
-    then; `auto` does so but for vLLM with `[async_grpo]`, where arrival times decide anyway."""
+    """Give each request a seed of its own, from `debug.seed`, so that a run's answers repeat. vLLM is slower then: it
+    draws for one sequence after the other. `auto` does so but for vLLM with `[async_grpo]`, where arrival times decide
+    anyway."""
     max_concurrent_requests: int = 256
     """Requests in flight at one server; each asks for one prompt's whole group, or for what an environment asks."""
     request_timeout_seconds: float = 600.0
