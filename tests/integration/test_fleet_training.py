@@ -82,7 +82,7 @@ def servers(tmp_path: Path) -> Iterator[Callable[[str], list[RecordingServer]]]:
             for server in started:
                 stack.callback(server.close)
             for server in started:
-                ServerControl(server.url).wait_healthy(60, server.process)
+                ServerControl(server.url).wait_healthy(120, server.process)
             return started
 
         yield start
