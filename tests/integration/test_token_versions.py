@@ -43,7 +43,8 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 
 PROMPT = [5 + i % 400 for i in range(300)]
 """Longer than two blocks of vLLM's cache (128 tokens on CPU): a request that shares it would find them there."""
-LONG = SamplingParams(n=3, temperature=1.0, max_tokens=600, seed=3, ignore_eos=True)
+LONG = SamplingParams(n=3, temperature=1.0, max_tokens=600, ignore_eos=True)
+"""Without a seed: vLLM's CPU build (0.32) ends when it computes a seeded request again in more than one pass."""
 TOLERANCE = float(os.environ.get("SERVER_TOLERANCE", "1e-4"))
 DIFFERENT = 0.1
 """Mean difference in nat from which weights, or keys and values, count as others."""
@@ -247,7 +248,7 @@ def test_our_count_is_vllms(served: Served, request: pytest.FixtureRequest):
 
 def choices(served: Served, *, salt: str = "none", **sampling: int) -> list[dict]:
     """Choices of the server's reply as they are; by default one answer of 16 tokens."""
-    params = {"n": 1, "max_tokens": 16, "temperature": 1.0, "seed": 3, "logprobs": 0, "ignore_eos": True}
+    params = {"n": 1, "max_tokens": 16, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "cache_salt": salt, "sampling_params": params | {"output_kind": 2} | sampling}
     reply = requests.post(served.control.url + GENERATE_ROUTE, json=body, timeout=120)
     reply.raise_for_status()
