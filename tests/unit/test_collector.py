@@ -15,7 +15,7 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.prompts import load_tokenizer
-from torchtitan.grpo.rollouts.collector import AnyFrom, Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import HOLD_S, AnyFrom, Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
 from torchtitan.grpo.rollouts.samples import Prompt, Sample
 
@@ -631,3 +631,27 @@ def test_a_group_that_takes_too_long_ends_its_collection(make_collector) -> None
         collector.collect(prompts_of(4), PARAMS, "a")
     assert time.monotonic() - begin < 10
     assert in_flight(collector) == [0, 0]
+
+
+def test_the_first_server_with_new_weights_gets_its_share_only(make_collector, new_server, servers, in_thread) -> None:
+    collector = make_collector([servers[0].url, servers[1].url])
+    first, second = collector.fleet.servers
+    first.control.pause()  # nothing ends there before the other has the weights, too
+    future = in_thread(collector.collect, prompts_of(8), PARAMS, "a", VERSION + 1)
+    time.sleep(0.1)
+    collector.fleet.admit(first, VERSION + 1)
+    time.sleep(0.1)
+    collector.fleet.admit(second, VERSION + 1)
+    wait_until(lambda: second.client.finished >= 4)
+    first.control.resume()
+    assert len(future.result(10)) == 8
+    assert (first.client.started, second.client.started) == (4, 4)
+
+    # One that does not follow holds nobody up for long.
+    future = in_thread(collector.collect, prompts_of(8), PARAMS, "b", VERSION + 2)
+    time.sleep(0.1)
+    asked = second.client.started
+    begin = time.monotonic()
+    collector.fleet.admit(first, VERSION + 2)
+    assert len(future.result(10)) == 8
+    assert time.monotonic() - begin < HOLD_S + 5 and second.client.started == asked

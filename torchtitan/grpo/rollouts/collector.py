@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often a request is sent before its failure is the collection's."""
+HOLD_S = 0.5
+"""How long a request waits for its fair share of servers, when some have just got new weights and others not yet."""
 SCORING_THREADS = 16
 CLOSE_TIMEOUT_S = 10.0
 
@@ -40,12 +42,14 @@ class Ticket:
     Attributes:
         goes_on: Its group is under way: this is a later turn, or is sent again.
         eligible_at: When a server that it may go to was last seen.
+        held_at: Since when one is left to others, since servers that are about to be eligible are less busy.
     """
 
     start: "Start"
     goes_on: bool
     server: asyncio.Future[Server]
     eligible_at: float
+    held_at: float | None = None
 
 
 class Start(Protocol):
@@ -94,10 +98,11 @@ class Collector:
     The event loop runs in a thread of its own, and everything happens there; nothing polls.
 
     Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have a
-    place free and have acknowledged the weights that it needs. While there is none it waits, first come, first
-    served, but those of groups under way before others, without taking the place of one that need not; at most
-    `request_timeout_s` with no server that it might ever go to, and not at all once fewer servers than `[rollout]
-    min_servers` are left.
+    place free and have acknowledged the weights that it needs. New weights reach servers one after the other: the first
+    that has them gets its share of what waits for them, and more only if the others take longer than `HOLD_S`. While
+    there is no server for it a request waits, first come, first served, but those of groups under way before others,
+    without taking the place of one that need not; at most `request_timeout_s` with no server that it might ever go to,
+    and not at all once fewer servers than `[rollout] min_servers` are left.
 
     Retries: a request that its server fails (`EngineError`) makes that server suspected, which takes it out of traffic,
     and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. Requests under
@@ -143,6 +148,7 @@ class Collector:
         self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
         self._busy_since: dict[Server, float] = {}
         self._waiting: dict[Ticket, None] = {}
+        self._hold_ends: asyncio.TimerHandle | None = None
         self._newest = self._newest_in_traffic()
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
@@ -209,7 +215,8 @@ class Collector:
     # ------------------------------------------------------------------------------------------ on the event loop
 
     def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
-        """For `count` groups that start together: the server of each and its cohort there, None without places.
+        """For `count` groups that start together: the server of each and its cohort there, None without places for all,
+        and while not all servers have the weights.
 
         None with an environment too: when it asks, and how often, is its own business, and a cohort waits for all.
         """
@@ -217,7 +224,7 @@ class Collector:
             return [None] * count
         load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
         free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
-        if self._waiting or free < count:
+        if self._waiting or free < count or len(load) < len(self.fleet.eligible(-1)):
             return [None] * count
         servers = []
         for _ in range(count):
@@ -387,8 +394,12 @@ class Collector:
         """Give free places to those who wait: to groups under way first, in the order in which they came."""
         if not self._waiting:
             return
-        places = [server for server in self.fleet.eligible(-1) if self._has_place(server)]
+        in_traffic = self.fleet.eligible(-1)
+        places = [server for server in in_traffic if self._has_place(server)]
         newest = max((server.version for server in places), default=-1)
+        oldest = min((server.version for server in in_traffic), default=-1)
+        share = (sum(server.in_flight for server in in_traffic) + len(self._waiting)) / max(1, len(in_traffic))
+        now, held = self._loop.time(), False
         for ticket in sorted(self._waiting, key=lambda ticket: not ticket.goes_on):
             if not places:
                 return
@@ -398,12 +409,23 @@ class Collector:
             server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
             if server is None:  # it has left traffic this moment; its change calls here again
                 continue
+            if oldest < min_version and server.in_flight >= share:
+                ticket.held_at = now if ticket.held_at is None else ticket.held_at
+                if now < ticket.held_at + HOLD_S:
+                    held = True
+                    continue
             self._occupy(server, ticket.start)
             del self._waiting[ticket]
             ticket.server.set_result(server)
             if not self._has_place(server):
                 places.remove(server)
                 newest = max((server.version for server in places), default=-1)
+        if held and self._hold_ends is None:
+            self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
+
+    def _end_hold(self) -> None:
+        self._hold_ends = None
+        self._dispatch()
 
     def _newest_in_traffic(self) -> int:
         return max((server.version for server in self.fleet.eligible(-1)), default=-2)
