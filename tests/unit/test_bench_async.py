@@ -36,7 +36,7 @@ from torchtitan.grpo.rollouts.samples import Prompt  # noqa: E402
         ("modes", "--out"),
         ("modes --out x --modes asynch", "invalid choice: 'asynch'"),
         ("modes --out x --preset tlr", "invalid choice: 'tlr'"),
-        ("modes --out x --steps 4", "none after the first --warmup 5"),
+        ("modes --out x --steps 4", "none after the first --warmup 9"),
         ("modes --out x --trainers 0 1 --servers 1", "GPU 1 is in --trainers and in --servers"),
         ("modes --out x --trainers cpu cpu", "--trainers cpu is one rank"),
         ("modes --out x --servers cuda:1", "neither cpu nor the index of a GPU"),
@@ -69,7 +69,7 @@ def test_flags_win_over_presets_and_the_trainer_s_over_both():
     args = bench.parse_arguments(words.split())
     assert (args.mean, args.age, args.prompts, args.trainers, args.warmup) == (40.0, 3, 8, ["cpu"], 4)
     assert args.flags == {"training.max_norm": "0.5", "compile.enable": "true", "job.x": "false"}
-    assert bench.parse_arguments(["modes", "--out", "x"]).warmup == 5  # the servers' first answers all start together
+    assert bench.parse_arguments(["modes", "--out", "x"]).warmup == 9  # the servers' first answers all start together
 
 
 @pytest.mark.parametrize("preset", list(bench.PRESETS))
