@@ -16,8 +16,9 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.job_config import AsyncGrpo, Data, Grpo, Rollout
 from torchtitan.grpo.prompts import PromptSource, load_tokenizer
-from torchtitan.grpo.rollouts.collector import AnyFrom, Collector
+from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
+from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
 from torchtitan.grpo.rollouts.stream import RolloutStream
 
@@ -429,8 +430,8 @@ def test_the_time_of_a_group_begins_with_its_first_request(make_run, servers) ->
     run = make_run(servers=servers[:1], group_timeout_s=1.0, max_concurrent_requests=1)
 
     async def occupy() -> None:
-        server = await run.collector._acquire(AnyFrom())
-        asyncio.get_running_loop().call_later(1.5, run.collector._release, server)
+        server = await run.collector.router._acquire(AnyFrom())
+        asyncio.get_running_loop().call_later(1.5, run.collector.router._release, server)
 
     run.collector.call(occupy())
     begin = time.monotonic()

@@ -15,8 +15,9 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.prompts import load_tokenizer
-from torchtitan.grpo.rollouts.collector import HOLD_S, AnyFrom, Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
+from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
 from torchtitan.grpo.rollouts.samples import Prompt, Sample
 
 VERSION = 4
@@ -203,7 +204,7 @@ def test_a_dead_server_is_suspected_and_the_others_answer(make_collector, server
     collector = make_collector([servers[0].url, dead_urls[0]])
     alive, dead = collector.fleet.servers
     assert tokens(collector.collect(prompts_of(4), PARAMS, "a")) == expected  # the same seeds
-    assert collector.retried == dead.client.started == 2
+    assert collector.router.retried == dead.client.started == 2
     assert dead.suspected and not dead.in_traffic and not dead.lost
     assert f"a request failed: {dead.url}: request a-00000" in dead.reason
     assert alive.in_traffic
@@ -224,7 +225,7 @@ def test_three_failures_are_the_collections(make_collector, servers, dead_urls) 
     assert time.monotonic() - begin < 10
     assert [server.client.started for server in collector.fleet.servers] == [1, 1, 1, 0]
     assert [server.suspected for server in collector.fleet.servers] == [True, True, True, False]
-    assert collector.retried == 2
+    assert collector.router.retried == 2
     assert in_flight(collector) == [0] * 4
 
 
@@ -240,7 +241,7 @@ def test_a_server_that_dies_mid_request(make_collector, servers, new_server, in_
     assert tokens(future.result(20)) == expected
     assert first.suspected and not first.in_traffic
     assert second.in_traffic and second.client.started == 6
-    assert collector.retried == 3
+    assert collector.router.retried == 3
 
 
 def test_requests_on_a_withdrawn_server_are_left_alone(make_collector, new_server, servers, in_thread) -> None:
@@ -254,7 +255,7 @@ def test_requests_on_a_withdrawn_server_are_left_alone(make_collector, new_serve
     assert not future.done()
     slow.control.resume()
     assert len(future.result(20)) == 2
-    assert (slow.client.started, other.client.started, collector.retried) == (1, 4, 0)
+    assert (slow.client.started, other.client.started, collector.router.retried) == (1, 4, 0)
 
 
 def test_an_assigned_server_that_leaves_before_it_is_asked(make_collector) -> None:
@@ -270,7 +271,7 @@ def test_an_assigned_server_that_leaves_before_it_is_asked(make_collector) -> No
         )
 
     collector.call(collect())
-    assert (first.client.started, second.client.started, collector.retried) == (4, 0, 0)
+    assert (first.client.started, second.client.started, collector.router.retried) == (4, 0, 0)
     assert [cohort and cohort[1] for _, cohort in first.client.asked] == [2, None, 2, None]
 
 
@@ -286,7 +287,7 @@ def test_requests_at_a_lost_server_are_sent_again_at_once(make_collector, new_se
     collector.fleet.withdraw(first, "no answer to a control request")
     assert tokens(future.result(20)) == expected
     assert time.monotonic() - begin < 5, "request_timeout_s is 30"
-    assert (second.client.started, collector.retried) == (6, 3)
+    assert (second.client.started, collector.router.retried) == (6, 3)
     assert first.client.finished == 3
     assert (first.lost, first.suspected, first.reason) == (True, False, "no answer to a control request")
     assert in_flight(collector) == [0, 0]
@@ -299,7 +300,7 @@ def test_those_who_wait_keep_their_order(make_collector, new_server, in_thread) 
     futures = []
     for tag in "abcd":
         futures.append(in_thread(collector.collect, prompts_of(1), PARAMS, tag))
-        wait_until(lambda: server.in_flight + len(collector._waiting) == len(futures))
+        wait_until(lambda: server.in_flight + len(collector.router._waiting) == len(futures))
     server.control.resume()
     for future in futures:
         future.result(20)
@@ -342,17 +343,17 @@ def test_a_request_given_up_while_it_waits_takes_no_place(make_collector, new_se
     server = collector.fleet.servers[0]
 
     async def give_up(given_a_place: bool) -> int:
-        await collector._acquire(AnyFrom())
-        waiting = asyncio.create_task(collector._acquire(AnyFrom()))
+        await collector.router._acquire(AnyFrom())
+        waiting = asyncio.create_task(collector.router._acquire(AnyFrom()))
         await asyncio.sleep(0)
         if given_a_place:
-            collector._release(server)
+            collector.router._release(server)
             assert server.in_flight == 1, "it is the waiting one's, which does not know yet"
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert waiting.cancelled() and not collector._waiting
+        assert waiting.cancelled() and not collector.router._waiting
         if not given_a_place:
-            collector._release(server)
+            collector.router._release(server)
         return server.in_flight
 
     assert collector.call(give_up(given_a_place=False)) == 0
@@ -575,7 +576,7 @@ def test_a_refused_prompt_is_named_and_not_sent_again(make_collector) -> None:
     with pytest.raises(UserError, match=r"prompt 77 at http://.*--max-model-len is 128"):
         collector.collect([*prompts_of(3), long], PARAMS, "a")
     assert [server.client.started for server in collector.fleet.servers] == [2, 2]
-    assert collector.retried == 0
+    assert collector.router.retried == 0
     assert all(server.in_traffic and not server.suspected for server in collector.fleet.servers)
 
 

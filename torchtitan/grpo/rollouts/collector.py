@@ -1,14 +1,14 @@
-"""Asking the servers: prompts in, scored groups of answers out."""
+"""Prompts in, scored groups of answers out."""
 
 import asyncio
 import contextlib
 import hashlib
 import secrets
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -17,14 +17,11 @@ from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
+from torchtitan.grpo.rollouts.router import AnyFrom, Router, Start
 from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
 
 T = TypeVar("T")
 
-ATTEMPTS = 3
-"""How often a request is sent before its failure is the collection's."""
-HOLD_S = 0.5
-"""How long a request waits for its fair share of servers, when some have just got new weights and others not yet."""
 SCORING_THREADS = 16
 CLOSE_TIMEOUT_S = 10.0
 
@@ -35,88 +32,17 @@ class Scorer(Protocol):
     def score(self, samples: list[Sample]) -> None: ...
 
 
-@dataclass(eq=False)
-class Ticket:
-    """A request that waits for a server.
-
-    Attributes:
-        goes_on: Its group is under way: this is a later turn, or is sent again.
-        eligible_at: When a server that it may go to was last seen.
-        held_at: Since when one is left to others, since servers that are about to be eligible are less busy.
-    """
-
-    start: "Start"
-    goes_on: bool
-    server: asyncio.Future[Server]
-    eligible_at: float
-    held_at: float | None = None
-
-
-class Start(Protocol):
-    """Which weights the requests of a group need, and what to call when one has to wait for a server, and when it is
-    given one of a version."""
-
-    def min_version(self) -> int: ...
-
-    def waits(self) -> None: ...
-
-    def begun(self, version: int) -> None: ...
-
-
-@dataclass
-class AnyFrom:
-    """Weights of this version or newer.
-
-    Attributes:
-        limit: Of the group's time; from its first request on `timeout_s`. The wait for that one's server is no fault of
-            the group, and does not count.
-    """
-
-    version: int = -1
-    limit: asyncio.Timeout | None = None
-    timeout_s: float = 0.0
-    is_under_way: bool = False
-
-    def min_version(self) -> int:
-        return self.version
-
-    def waits(self) -> None:
-        self._end_at(None)
-
-    def begun(self, version: int) -> None:
-        self._end_at(asyncio.get_running_loop().time() + self.timeout_s)
-        self.is_under_way = True
-
-    def _end_at(self, time: float | None) -> None:
-        if self.limit is not None and not self.is_under_way and not self.limit.expired():
-            self.limit.reschedule(time)
-
-
 class Collector:
-    """Sends requests to servers and gathers their answers into groups, decoded and scored.
+    """Has prompts answered, by a `Router`, and gathers the answers into groups, decoded and scored.
 
     The event loop runs in a thread of its own, and everything happens there; nothing polls.
-
-    Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have a
-    place free and have acknowledged the weights that it needs. New weights reach servers one after the other: the first
-    that has them gets its share of what waits for them, and more only if the others take longer than `HOLD_S`. While
-    there is no server for it a request waits, first come, first served, but those of groups under way before others,
-    without taking the place of one that need not; at most `request_timeout_s` with no server that it might ever go to,
-    and not at all once fewer servers than `[rollout] min_servers` are left.
-
-    Retries: a request that its server fails (`EngineError`) makes that server suspected, which takes it out of traffic,
-    and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. Requests under
-    way at a server that weight sync finds lost are sent again at once; at one that is merely out of traffic they go on.
-    What a server refuses for a reason that the user can mend (`UserError`) is not sent again.
 
     When all prompts of a `collect` find a place they are assigned to the servers that are eligible then and announced
     to each as one cohort, which the embedded server starts as one batch: then results do not depend on arrival times
     even in the last bit, as long as no request has to go elsewhere.
 
     Args:
-        fleet: The servers, with their clients; the collector closes the clients, and alone uses them.
-        max_concurrent_requests: Requests in flight at one server. The others wait here.
-        request_timeout_s: Longest wait of a request for a server to send it to; the clients bound the request itself.
+        fleet, max_concurrent_requests, request_timeout_s: See `Router`.
         environment: How a prompt becomes samples, and its name.
         group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
     """
@@ -135,23 +61,12 @@ class Collector:
         self.fleet = fleet
         self.rewards = rewards
         self.tokenizer = tokenizer
-        self.max_concurrent_requests = max_concurrent_requests
-        self.request_timeout_s = request_timeout_s
         self.environment = environment
         self.environment_name = environment_name
         self.group_timeout_s = group_timeout_s
-        self.retried = 0
-        """Requests that were sent again."""
-        self.busy_s: dict[str, float] = defaultdict(float)
-        """Seconds with a request of ours in flight, by server; `take_busy_seconds` empties it."""
-        self._used: set[Server] = set()
-        self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
-        self._busy_since: dict[Server, float] = {}
-        self._waiting: dict[Ticket, None] = {}
-        self._hold_ends: asyncio.TimerHandle | None = None
-        self._newest = self._newest_in_traffic()
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
+        self.router = Router(fleet, max_concurrent_requests, request_timeout_s, self._loop)
         self._scoring = ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
         self._thread.start()
@@ -193,12 +108,7 @@ class Collector:
         """Seconds in which each server had a request of ours, since the last call."""
 
         async def take() -> dict[str, float]:
-            now = self._loop.time()
-            for server, since in self._busy_since.items():
-                self.busy_s[server.url] += now - since
-                self._busy_since[server] = now
-            taken, self.busy_s = dict(self.busy_s), defaultdict(float)
-            return taken
+            return self.router.take_busy_seconds()
 
         return self.call(take())
 
@@ -215,23 +125,11 @@ class Collector:
     # ------------------------------------------------------------------------------------------ on the event loop
 
     def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
-        """For `count` groups that start together: the server of each and its cohort there, None without places for all,
-        and while not all servers have the weights.
-
-        None with an environment too: when it asks, and how often, is its own business, and a cohort waits for all.
-        """
+        """For groups that start together, as `Router.cohorts`. None with an environment: when it asks, and how often,
+        is its own business, and a cohort waits for all."""
         if self.environment is not single_turn:
             return [None] * count
-        load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
-        free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
-        if self._waiting or free < count or len(load) < len(self.fleet.eligible(-1)):
-            return [None] * count
-        servers = []
-        for _ in range(count):
-            servers.append(min(load, key=load.__getitem__))
-            load[servers[-1]] += 1
-        sizes = Counter(servers)
-        return [(server, (name, sizes[server])) for server in servers]
+        return self.router.cohorts(count, name, min_version)
 
     async def group(
         self,
@@ -245,7 +143,7 @@ class Collector:
 
         async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
             first = None if suffix else cohort
-            return await self._answer(prompt, token_ids, params, request_id + suffix, start, bool(suffix), first)
+            return await self.router.answer(prompt, token_ids, params, request_id + suffix, start, bool(suffix), first)
 
         client = RolloutClient(self.tokenizer, params, prompt, ask)
         try:
@@ -263,7 +161,7 @@ class Collector:
     async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:
         if not prompts:
             return []
-        self._release(await self._acquire(AnyFrom(min_version)))  # the first time there is a server
+        await self.router.until_served(AnyFrom(min_version))
         # The tag may come again (another run on the same server, a repeated step); request ids must not.
         nonce = secrets.token_hex(4)
         cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version)
@@ -302,170 +200,13 @@ class Collector:
                 f"prompt {prompt.index} took longer than [rollout] group_timeout_seconds = {self.group_timeout_s:g}"
             ) from error
 
-    async def _answer(
-        self,
-        prompt: Prompt,
-        token_ids: list[int],
-        params: SamplingParams,
-        request_id: str,
-        start: Start,
-        later_turn: bool,
-        cohort: tuple[Server, tuple[str, int]] | None,
-    ) -> list[Completion]:
-        """Ask the assigned server as part of its cohort, or else the best there is; again if that fails."""
-        failures = 0
-        while True:
-            named = None
-            if cohort is not None and cohort[0].serves(start.min_version()):  # the others wait for it: no place is due
-                server, named = cohort
-                self._occupy(server, start)
-            else:
-                server = await self._acquire(start, goes_on=later_turn or failures > 0)
-            try:
-                own_id = f"{request_id}-retry-{failures}" if failures else request_id
-                return await self._ask(server, token_ids, params, own_id, named)
-            except UserError as error:
-                raise UserError(f"prompt {prompt.index} at {server.url}: {error}") from error
-            except EngineError as error:
-                self.fleet.suspect(server, error)
-                failures += 1
-                if failures == ATTEMPTS:
-                    raise EngineError(f"prompt {prompt.index} at {server.url}: {error}") from error
-            finally:
-                self._release(server)
-            cohort = None
-            self.retried += 1
-
-    async def _ask(
-        self,
-        server: Server,
-        token_ids: list[int],
-        params: SamplingParams,
-        request_id: str,
-        cohort: tuple[str, int] | None,
-    ) -> list[Completion]:
-        """One request, given up when its server is lost."""
-        self._used.add(server)
-        request = asyncio.create_task(server.client.generate(token_ids, params, request_id, cohort))
-        self._running[server].add(request)
-        try:
-            return await request
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-            raise EngineError(f"{server.url}: request {request_id} was given up: {server.reason}") from None
-        finally:
-            self._running[server].discard(request)
-
-    async def _acquire(self, start: Start, goes_on: bool = False) -> Server:
-        """A place at a server, taken; `_release` gives it back."""
-        self.fleet.check()
-        ticket = Ticket(start, goes_on, self._loop.create_future(), self._loop.time())
-        self._waiting[ticket] = None
-        self._dispatch()
-        if not ticket.server.done():
-            start.waits()
-        try:
-            while not ticket.server.done():
-                left_s = ticket.eligible_at + self.request_timeout_s - self._loop.time()
-                await asyncio.wait([ticket.server], timeout=max(left_s, 0.0))
-                if ticket.server.done():
-                    break
-                if self.fleet.eligible(start.min_version()):
-                    ticket.eligible_at = self._loop.time()
-                elif self._loop.time() - ticket.eligible_at >= self.request_timeout_s:
-                    raise self._none_eligible(start.min_version())
-            return ticket.server.result()
-        except asyncio.CancelledError:
-            if ticket.server.done() and not ticket.server.exception():
-                self._release(ticket.server.result())
-            raise
-        finally:
-            self._waiting.pop(ticket, None)
-
-    def _none_eligible(self, min_version: int) -> EngineError:
-        wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
-        return EngineError(
-            f"no server in traffic{wanted} after {self.request_timeout_s:g} s of waiting "
-            f"([rollout] request_timeout_seconds): {self.fleet.describe()}"
-        )
-
-    def _dispatch(self) -> None:
-        """Give free places to those who wait: to groups under way first, in the order in which they came."""
-        if not self._waiting:
-            return
-        in_traffic = self.fleet.eligible(-1)
-        places = [server for server in in_traffic if self._has_place(server)]
-        newest = max((server.version for server in places), default=-1)
-        oldest = min((server.version for server in in_traffic), default=-1)
-        share = (sum(server.in_flight for server in in_traffic) + len(self._waiting)) / max(1, len(in_traffic))
-        now, held = self._loop.time(), False
-        for ticket in sorted(self._waiting, key=lambda ticket: not ticket.goes_on):
-            if not places:
-                return
-            min_version = ticket.start.min_version()
-            if min_version > newest:
-                continue  # most of those who wait, if many do: this is all that they cost
-            server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
-            if server is None:  # it has left traffic this moment; its change calls here again
-                continue
-            if oldest < min_version and server.in_flight >= share:
-                ticket.held_at = now if ticket.held_at is None else ticket.held_at
-                if now < ticket.held_at + HOLD_S:
-                    held = True
-                    continue
-            self._occupy(server, ticket.start)
-            del self._waiting[ticket]
-            ticket.server.set_result(server)
-            if not self._has_place(server):
-                places.remove(server)
-                newest = max((server.version for server in places), default=-1)
-        if held and self._hold_ends is None:
-            self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
-
-    def _end_hold(self) -> None:
-        self._hold_ends = None
-        self._dispatch()
-
-    def _newest_in_traffic(self) -> int:
-        return max((server.version for server in self.fleet.eligible(-1)), default=-2)
-
-    def _has_place(self, server: Server) -> bool:
-        return server.in_flight < self.max_concurrent_requests
-
-    def _occupy(self, server: Server, start: Start) -> None:
-        if server.in_flight == 0:
-            self._busy_since[server] = self._loop.time()
-        server.in_flight += 1
-        start.begun(server.version)
-
-    def _release(self, server: Server) -> None:
-        server.in_flight -= 1
-        if server.in_flight == 0:
-            self.busy_s[server.url] += self._loop.time() - self._busy_since.pop(server)
-        self._dispatch()
-
     def _on_fleet_change(self) -> None:
         """The fleet's listener, on any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._look_at_fleet)
 
     def _look_at_fleet(self) -> None:
-        for server, requests in self._running.items():
-            if server.lost:
-                for request in requests:
-                    request.cancel()
-        before, self._newest = self._newest, self._newest_in_traffic()
-        for ticket in self._waiting:
-            if ticket.start.min_version() <= max(before, self._newest):
-                ticket.eligible_at = self._loop.time()
-        try:
-            self.fleet.check()
-        except Exception as error:
-            for ticket in self._waiting:
-                ticket.server.set_exception(error)
-            self._waiting.clear()
-        self._dispatch()
+        self.router.look_at_fleet()
         for listener in self._listeners:
             listener()
 
@@ -480,9 +221,7 @@ class Collector:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for server in self._used | set(self.fleet.servers):  # those that left the list have been used, or never opened
-            if server.client is not None:
-                await server.client.close()
+        await self.router.close()
 
 
 def prompt_seed(seed: int | None, tag: str, index: int, occurrence: int) -> int | None:

@@ -12,8 +12,9 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.prompts import PromptSource
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
-from torchtitan.grpo.rollouts.collector import AnyFrom, Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
+from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.samples import Group
 from torchtitan.tools.logging import logger
 
@@ -115,7 +116,7 @@ class RolloutStream:
             begun = sum(entry.begun is not None for entry in entries)
             names = ("asked", "finished", "replaced", "late", "timed_out")
             return {f"rollout/groups_{name}": self.counts[name] for name in names} | {
-                "rollout/retried": self._collector.retried,
+                "rollout/retried": self._collector.router.retried,
                 "rollout/groups_ready": complete,
                 "rollout/groups_in_flight": begun - complete,
                 "rollout/groups_queued": len(entries) - begun,

@@ -1,0 +1,309 @@
+"""Which server a request goes to, and when again: places, waiting, retries."""
+
+import asyncio
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.samples import Prompt
+
+ATTEMPTS = 3
+"""How often a request is sent before its failure is the collection's."""
+HOLD_S = 0.5
+"""How long a request waits for its fair share of servers, when some have just got new weights and others not yet."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that waits for a server.
+
+    Attributes:
+        goes_on: Its group is under way: this is a later turn, or is sent again.
+        eligible_at: When a server that it may go to was last seen.
+        held_at: Since when one is left to others, since servers that are about to be eligible are less busy.
+    """
+
+    start: "Start"
+    goes_on: bool
+    server: asyncio.Future[Server]
+    eligible_at: float
+    held_at: float | None = None
+
+
+class Start(Protocol):
+    """Which weights the requests of a group need, and what to call when one has to wait for a server, and when it is
+    given one of a version."""
+
+    def min_version(self) -> int: ...
+
+    def waits(self) -> None: ...
+
+    def begun(self, version: int) -> None: ...
+
+
+@dataclass
+class AnyFrom:
+    """Weights of this version or newer.
+
+    Attributes:
+        limit: Of the group's time; from its first request on `timeout_s`. The wait for that one's server is no fault of
+            the group, and does not count.
+    """
+
+    version: int = -1
+    limit: asyncio.Timeout | None = None
+    timeout_s: float = 0.0
+    is_under_way: bool = False
+
+    def min_version(self) -> int:
+        return self.version
+
+    def waits(self) -> None:
+        self._end_at(None)
+
+    def begun(self, version: int) -> None:
+        self._end_at(asyncio.get_running_loop().time() + self.timeout_s)
+        self.is_under_way = True
+
+    def _end_at(self, time: float | None) -> None:
+        if self.limit is not None and not self.is_under_way and not self.limit.expired():
+            self.limit.reschedule(time)
+
+
+class Router:
+    """Sends requests to the servers of a fleet. Everything happens on one event loop; nothing polls.
+
+    Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have a
+    place free and have acknowledged the weights that it needs. New weights reach servers one after the other: the first
+    that has them gets its share of what waits for them, and more only if the others take longer than `HOLD_S`. While
+    there is no server for it a request waits, first come, first served, but those of groups under way before others,
+    without taking the place of one that need not; at most `request_timeout_s` with no server that it might ever go to,
+    and not at all once fewer servers than `[rollout] min_servers` are left.
+
+    Retries: a request that its server fails (`EngineError`) makes that server suspected, which takes it out of traffic,
+    and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. Requests under
+    way at a server that weight sync finds lost are sent again at once; at one that is merely out of traffic they go on.
+    What a server refuses for a reason that the user can mend (`UserError`) is not sent again.
+
+    Args:
+        fleet: The servers, with their clients; the router closes the clients, and alone uses them.
+        max_concurrent_requests: Requests in flight at one server. The others wait here.
+        request_timeout_s: Longest wait of a request for a server to send it to; the clients bound the request itself.
+        loop: Runs all of this.
+
+    Attributes:
+        retried: Requests that were sent again.
+    """
+
+    def __init__(
+        self, fleet: Fleet, max_concurrent_requests: int, request_timeout_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.fleet = fleet
+        self.max_concurrent_requests = max_concurrent_requests
+        self.request_timeout_s = request_timeout_s
+        self.retried = 0
+        self._loop = loop
+        self._used: set[Server] = set()
+        self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
+        self._busy_s: dict[str, float] = defaultdict(float)
+        self._busy_since: dict[Server, float] = {}
+        self._waiting: dict[Ticket, None] = {}
+        self._hold_ends: asyncio.TimerHandle | None = None
+        self._newest = self._newest_in_traffic()
+
+    def take_busy_seconds(self) -> dict[str, float]:
+        """Seconds in which each server had a request of ours, since the last call."""
+        now = self._loop.time()
+        for server, since in self._busy_since.items():
+            self._busy_s[server.url] += now - since
+            self._busy_since[server] = now
+        taken, self._busy_s = dict(self._busy_s), defaultdict(float)
+        return taken
+
+    def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
+        """For `count` requests that start together: the server of each and its cohort there, None without places for
+        all, and while not all servers have the weights."""
+        load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
+        free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
+        if self._waiting or free < count or len(load) < len(self.fleet.eligible(-1)):
+            return [None] * count
+        servers = []
+        for _ in range(count):
+            servers.append(min(load, key=load.__getitem__))
+            load[servers[-1]] += 1
+        sizes = Counter(servers)
+        return [(server, (name, sizes[server])) for server in servers]
+
+    async def until_served(self, start: "Start") -> None:
+        """Wait until there is a server for such a request."""
+        self._release(await self._acquire(start))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for server in self._used | set(self.fleet.servers):  # those that left the list have been used, or never opened
+            if server.client is not None:
+                await server.client.close()
+
+    async def answer(
+        self,
+        prompt: Prompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        start: Start,
+        later_turn: bool,
+        cohort: tuple[Server, tuple[str, int]] | None,
+    ) -> list[Completion]:
+        """Ask the assigned server as part of its cohort, or else the best there is; again if that fails."""
+        failures = 0
+        while True:
+            named = None
+            if cohort is not None and cohort[0].serves(start.min_version()):  # the others wait for it: no place is due
+                server, named = cohort
+                self._occupy(server, start)
+            else:
+                server = await self._acquire(start, goes_on=later_turn or failures > 0)
+            try:
+                own_id = f"{request_id}-retry-{failures}" if failures else request_id
+                return await self._ask(server, token_ids, params, own_id, named)
+            except UserError as error:
+                raise UserError(f"prompt {prompt.index} at {server.url}: {error}") from error
+            except EngineError as error:
+                self.fleet.suspect(server, error)
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise EngineError(f"prompt {prompt.index} at {server.url}: {error}") from error
+            finally:
+                self._release(server)
+            cohort = None
+            self.retried += 1
+
+    def look_at_fleet(self) -> None:
+        """The fleet has changed: give up what is under way at lost servers, and see who can be served now."""
+        for server, requests in self._running.items():
+            if server.lost:
+                for request in requests:
+                    request.cancel()
+        before, self._newest = self._newest, self._newest_in_traffic()
+        for ticket in self._waiting:
+            if ticket.start.min_version() <= max(before, self._newest):
+                ticket.eligible_at = self._loop.time()
+        try:
+            self.fleet.check()
+        except Exception as error:
+            for ticket in self._waiting:
+                ticket.server.set_exception(error)
+            self._waiting.clear()
+        self._dispatch()
+
+    async def _ask(
+        self,
+        server: Server,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        cohort: tuple[str, int] | None,
+    ) -> list[Completion]:
+        """One request, given up when its server is lost."""
+        self._used.add(server)
+        request = asyncio.create_task(server.client.generate(token_ids, params, request_id, cohort))
+        self._running[server].add(request)
+        try:
+            return await request
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise EngineError(f"{server.url}: request {request_id} was given up: {server.reason}") from None
+        finally:
+            self._running[server].discard(request)
+
+    async def _acquire(self, start: Start, goes_on: bool = False) -> Server:
+        """A place at a server, taken; `_release` gives it back."""
+        self.fleet.check()
+        ticket = Ticket(start, goes_on, self._loop.create_future(), self._loop.time())
+        self._waiting[ticket] = None
+        self._dispatch()
+        if not ticket.server.done():
+            start.waits()
+        try:
+            while not ticket.server.done():
+                left_s = ticket.eligible_at + self.request_timeout_s - self._loop.time()
+                await asyncio.wait([ticket.server], timeout=max(left_s, 0.0))
+                if ticket.server.done():
+                    break
+                if self.fleet.eligible(start.min_version()):
+                    ticket.eligible_at = self._loop.time()
+                elif self._loop.time() - ticket.eligible_at >= self.request_timeout_s:
+                    raise self._none_eligible(start.min_version())
+            return ticket.server.result()
+        except asyncio.CancelledError:
+            if ticket.server.done() and not ticket.server.exception():
+                self._release(ticket.server.result())
+            raise
+        finally:
+            self._waiting.pop(ticket, None)
+
+    def _none_eligible(self, min_version: int) -> EngineError:
+        wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
+        return EngineError(
+            f"no server in traffic{wanted} after {self.request_timeout_s:g} s of waiting "
+            f"([rollout] request_timeout_seconds): {self.fleet.describe()}"
+        )
+
+    def _dispatch(self) -> None:
+        """Give free places to those who wait: to groups under way first, in the order in which they came."""
+        if not self._waiting:
+            return
+        in_traffic = self.fleet.eligible(-1)
+        places = [server for server in in_traffic if self._has_place(server)]
+        newest = max((server.version for server in places), default=-1)
+        oldest = min((server.version for server in in_traffic), default=-1)
+        share = (sum(server.in_flight for server in in_traffic) + len(self._waiting)) / max(1, len(in_traffic))
+        now, held = self._loop.time(), False
+        for ticket in sorted(self._waiting, key=lambda ticket: not ticket.goes_on):
+            if not places:
+                return
+            min_version = ticket.start.min_version()
+            if min_version > newest:
+                continue  # most of those who wait, if many do: this is all that they cost
+            server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
+            if server is None:  # it has left traffic this moment; its change calls here again
+                continue
+            if oldest < min_version and server.in_flight >= share:
+                ticket.held_at = now if ticket.held_at is None else ticket.held_at
+                if now < ticket.held_at + HOLD_S:
+                    held = True
+                    continue
+            self._occupy(server, ticket.start)
+            del self._waiting[ticket]
+            ticket.server.set_result(server)
+            if not self._has_place(server):
+                places.remove(server)
+                newest = max((server.version for server in places), default=-1)
+        if held and self._hold_ends is None:
+            self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
+
+    def _end_hold(self) -> None:
+        self._hold_ends = None
+        self._dispatch()
+
+    def _newest_in_traffic(self) -> int:
+        return max((server.version for server in self.fleet.eligible(-1)), default=-2)
+
+    def _has_place(self, server: Server) -> bool:
+        return server.in_flight < self.max_concurrent_requests
+
+    def _occupy(self, server: Server, start: Start) -> None:
+        if server.in_flight == 0:
+            self._busy_since[server] = self._loop.time()
+        server.in_flight += 1
+        start.begun(server.version)
+
+    def _release(self, server: Server) -> None:
+        server.in_flight -= 1
+        if server.in_flight == 0:
+            self._busy_s[server.url] += self._loop.time() - self._busy_since.pop(server)
+        self._dispatch()
