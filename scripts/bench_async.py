@@ -25,34 +25,19 @@ from bench_common.arguments import address, device, positive, seconds
 
 SHAPES = ["tiny", "0.6b", "1.7b", "4b", "8b"]
 MODES = ["sync", "async", "in_flight", "in_flight_keep_kv"]
+H200: dict[str, Any] = {
+    "shape": "0.6b",
+    "max_answer": 2048,
+    "prompts": 32,
+    "samples": 16,
+    "prompt_tokens": 140,
+    "age": 8,
+    "lr": 1e-6,
+    "microbatch_tokens": 16384,
+}
 PRESETS: dict[str, dict[str, Any]] = {
-    "trl": {
-        "shape": "0.6b",
-        "lengths": "geometric",
-        "mean": 300.0,
-        "max_answer": 2048,
-        "prompts": 32,
-        "samples": 16,
-        "prompt_tokens": 140,
-        "age": 8,
-        "lr": 1e-6,
-        "microbatch_tokens": 16384,
-        "sequences": 2560,
-    },
-    "lognormal": {
-        "shape": "0.6b",
-        "lengths": "lognormal",
-        "mean": 256.0,
-        "sigma": 1.0,
-        "max_answer": 2048,
-        "prompts": 32,
-        "samples": 16,
-        "prompt_tokens": 140,
-        "age": 8,
-        "lr": 1e-6,
-        "microbatch_tokens": 16384,
-        "sequences": 1024,
-    },
+    "trl": H200 | {"lengths": "geometric", "mean": 300.0, "sequences": 2560},
+    "lognormal": H200 | {"lengths": "lognormal", "mean": 256.0, "sigma": 1.0, "sequences": 1024},
     "cpu": {
         "shape": "tiny",
         "lengths": "geometric",

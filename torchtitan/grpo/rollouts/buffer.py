@@ -9,7 +9,7 @@ optimizer steps: the step that makes version v + 1 trains at version v, and has 
 
 So the groups whose deadline has come are never more than a step takes: nothing has to be dropped, and no step is
 trained on older tokens than the bound, however long an answer takes. (Admission by version is AReaL's, arXiv
-2505.24298; there it bounds the mean, here the deadlines bound every token.)
+2505.24298; the deadlines, by which the bound holds for every token, are this project's.)
 """
 
 from collections.abc import Callable
