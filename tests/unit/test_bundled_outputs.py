@@ -1,0 +1,134 @@
+"""Entries of vLLM's engine, by classes of the same shape: what is sent when, and that nothing is lost or reordered."""
+
+import enum
+import random
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+
+from torchtitan.grpo.engines.bundled_outputs import VARIABLE, Bundles, _tokens
+
+
+class Reason(enum.IntEnum):
+    STOP = 0  # as vLLM's is: falsy
+
+
+class Logprobs(NamedTuple):
+    ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    bounds: list[int] | None = None
+
+
+class Entry(msgspec.Struct):
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Any = None
+    finish_reason: Reason | None = None
+    prefill_stats: Any = None
+    experts: Any = None
+    num_nans: int = 0
+
+
+def entry(request: str, *tokens: int, **others: Any) -> Entry:
+    ids = np.array(tokens, dtype=np.int32)[:, None]
+    return Entry(request, list(tokens), Logprobs(ids, -ids / 10, ids[:, 0] * 2), **others)
+
+
+def bundles(tokens: int = 4) -> Bundles:
+    return Bundles(tokens, Entry, lambda request: not request.startswith("stream"))
+
+
+def sent(held: Bundles, *entries: Entry) -> list[tuple[str, list[int]]]:
+    return [(e.request_id, e.new_token_ids) for e in held.pass_through(0, entries)]
+
+
+def test_tokens_wait_until_there_are_enough_or_the_answer_ends() -> None:
+    held = bundles()
+    assert [sent(held, entry("a", i)) for i in range(1, 5)] == [[], [], [], [("a", [1, 2, 3, 4])]]
+    assert sent(held, entry("a", 5)) == []
+    assert sent(held, entry("a", 6, finish_reason=Reason.STOP)) == [("a", [5, 6])]
+    assert sent(held, entry("a", 7, finish_reason=Reason.STOP)) == [("a", [7])]  # another request of that name
+    assert held.take() == {}
+
+
+def test_log_probabilities_stay_with_their_tokens() -> None:
+    held = bundles(3)
+    held.pass_through(0, [entry("a", 1), entry("b", 9)])
+    held.pass_through(0, [entry("a", 2)])
+    (whole,) = held.pass_through(0, [entry("a", 3, 4)])
+    assert whole.new_token_ids == [1, 2, 3, 4]
+    assert whole.new_logprobs.ids.tolist() == [[1], [2], [3], [4]]
+    np.testing.assert_allclose(whole.new_logprobs.logprobs[:, 0], [-0.1, -0.2, -0.3, -0.4])
+    assert whole.new_logprobs.ranks.tolist() == [2, 4, 6, 8]
+    assert whole.new_logprobs.bounds is None
+    without = Entry("c", [1]), Entry("c", [2], finish_reason=Reason.STOP)
+    assert [e.new_logprobs for step in without for e in held.pass_through(0, [step])] == [None]
+
+
+def test_an_entry_with_more_than_tokens_is_sent_with_what_waited() -> None:
+    held = bundles()
+    assert sent(held, entry("a", 1, prefill_stats="cached")) == [("a", [1])]
+    assert sent(held, entry("a", 2)) == []
+    assert sent(held, entry("a", 3, experts=np.zeros(5))) == [("a", [2, 3])]
+    assert sent(held, entry("a", 4)) == []
+    assert sent(held, entry("a", 5, num_nans=1)) == [("a", [4, 5])]
+    assert sent(held, entry("a", 6)) == []
+    assert sent(held, Entry("a", [], finish_reason=Reason.STOP)) == [("a", [6])]
+
+
+def test_a_request_whose_tokens_are_read_at_once_does_not_wait() -> None:
+    assert sent(bundles(), entry("stream", 1), entry("a", 2)) == [("stream", [1])]
+
+
+def test_all_that_waits_can_be_taken_and_the_aborted_forgotten() -> None:
+    held = bundles()
+    held.pass_through(0, [entry("a", 1), entry("b", 2)])
+    held.pass_through(1, [entry("c", 3)])
+    held.keep_only({"a", "c"})
+    taken = held.take()
+    assert {client: [(e.request_id, e.new_token_ids) for e in entries] for client, entries in taken.items()} == {
+        0: [("a", [1])],
+        1: [("c", [3])],
+    }
+    assert taken[0][0].finish_reason is None
+    assert held.take() == {}
+    assert sent(held, entry("b", 3, finish_reason=Reason.STOP)) == [("b", [3])]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_arrives_once_and_in_order(seed: int) -> None:
+    random_ = random.Random(seed)
+    held = bundles(random_.randint(2, 9))
+    made = {f"r{i}": list(range(100 * i, 100 * i + random_.randint(1, 40))) for i in range(6)}
+    arrived: dict[str, list[int]] = {name: [] for name in made}
+    rest = {name: list(tokens) for name, tokens in made.items()}
+    while rest:
+        step = []
+        for name in list(rest):
+            if random_.random() < 0.7:
+                count = random_.randint(1, 2)
+                tokens, rest[name] = rest[name][:count], rest[name][count:]
+                step.append(entry(name, *tokens, finish_reason=None if rest[name] else Reason.STOP))
+                if not rest[name]:
+                    del rest[name]
+        entries = held.pass_through(0, step)
+        if random_.random() < 0.1:
+            entries += held.take().get(0, [])
+        for e in entries:
+            arrived[e.request_id] += e.new_token_ids
+            assert e.new_logprobs.ids[:, 0].tolist() == e.new_token_ids
+    assert arrived == made
+
+
+def test_the_variable_is_a_positive_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert _tokens() == 32
+    monkeypatch.setenv(VARIABLE, "1")
+    assert _tokens() == 1
+    for wrong in ("0", "-3", "many", ""):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(ValueError, match="at least 1"):
+            _tokens()
