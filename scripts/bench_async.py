@@ -74,8 +74,9 @@ Model, data, seeds, number of steps and the limits on requests are the same for 
 
 Rewards are a coin flipped by the answer's bytes, so that every group has a gradient and nothing is learned.
 
-Columns, over steps --warmup + 1 to --steps (validation and checkpoints are off). Async runs go on for some steps that
-are not measured, since servers run empty when nothing more is to be asked:
+Columns, over --steps steps after --warmup (validation and checkpoints are off). Async runs ask as far ahead as their
+age allows from the start (`run_ahead = "full"`), and go on for some steps that are not measured, since servers run
+empty when nothing more is to be asked:
 
   tokens/s      all answer tokens of these steps over all their wall clock, whatever happened in it; `a GPU`: over
                 trainer and server devices; `median`: of the steps' own rates
@@ -148,8 +149,8 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--prompt-tokens", type=positive)
     modes.add_argument("--age", type=positive, help="max_trajectory_age_steps of the in-flight modes")
     modes.add_argument("--label", default="", help="part of the runs' names, for runs with other words after --")
-    modes.add_argument("--steps", type=positive, help="up to the last one measured (default --warmup + 6)")
-    modes.add_argument("--warmup", type=positive, help="first steps, not measured (default --age + 1, at least 4)")
+    modes.add_argument("--steps", type=positive, default=6, help="that are measured (default 6)")
+    modes.add_argument("--warmup", type=positive, help="steps before them (default: the mode's age + 1, at least 4)")
     modes.add_argument("--lr", type=seconds)
     modes.add_argument("--seed", type=int, default=0)
     modes.add_argument("--microbatch-tokens", type=positive, help="[training] tokens_per_microbatch")
@@ -196,10 +197,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         for name, value in PRESETS[args.preset].items():
             if f"--{name.replace('_', '-')}" not in given:
                 setattr(args, name, value)
-        args.warmup = args.warmup or max(4, args.age + 1)
-        args.steps = args.steps or args.warmup + 6
-        if args.steps <= args.warmup:
-            parser.error(f"--steps {args.steps}: there are none after the first --warmup {args.warmup}")
         if args.bound_s < 0:
             parser.error(f"--bound-s {args.bound_s:g} is negative")
         for name in ("trainers", "servers"):

@@ -10,7 +10,8 @@
 #           share of a step: PROMPTS (default 32) x ANSWERS (8) of TOKENS (16) tokens a step
 #
 # More flags go to the trainer as they are, as in --weight_sync.transport gloo for servers that NCCL does not reach.
-# STEPS (default 6, async 30) sets the length, KEEP=folder keeps logs and metrics there. Exit 0 only if every check held.
+# STEPS (default 6, async 30) sets the length, KEEP=folder keeps logs and metrics there; SERVER_URL, a vLLM server that runs
+# already and serves the folder MODEL, is used in place of one started here. Exit 0 only if every check held.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/verify_common.sh"
@@ -19,7 +20,7 @@ if [ $# -gt 0 ]; then shift; fi
 case $mode in
     server | fsdp) defaults=(6 64 8 256) ;;
     async) defaults=(30 32 8 16) ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
     *) echo "error: unknown mode $mode; server, fsdp or async" >&2; exit 2 ;;
 esac
 cd "$(repo_root)"
@@ -29,9 +30,10 @@ if [ "$gpus" -lt 2 ]; then echo "error: needs two GPUs, found $gpus" >&2; exit 1
 
 steps=${STEPS:-${defaults[0]}} prompts=${PROMPTS:-${defaults[1]}}
 answers=${ANSWERS:-${defaults[2]}} tokens=${TOKENS:-${defaults[3]}}
-"$python" scripts/make_tiny_model.py "$work/model" --layers 28 --dim 1024 --ffn-dim 3072 --heads 16 --kv-heads 8 \
+model=${MODEL:-$work/model}
+[ -n "${MODEL:-}" ] || "$python" scripts/make_tiny_model.py "$model" --layers 28 --dim 1024 --ffn-dim 3072 --heads 16 --kv-heads 8 \
     --head-dim 128 --vocab-size 151936 --max-tokens 2048 >/dev/null
-flags=(--model.hf_assets_path "$work/model" --training.steps "$steps")
+flags=(--model.hf_assets_path "$model" --training.steps "$steps")
 flags+=(--training.mixed_precision_param bfloat16 --training.seq_len 512 --training.tokens_per_microbatch 16384)
 flags+=(--sft.steps 0 --validation.prompts 16 --validation.freq "$steps")
 flags+=(--grpo.prompts_per_step "$prompts" --grpo.group_size "$answers" --rollout.max_answer_tokens "$tokens")
@@ -41,7 +43,8 @@ flags+=(--grpo.zero_variance_groups keep --grpo.entropy_coef 0.01 "$@")
 ranks=2
 if [ "$mode" != fsdp ]; then
     ranks=1
-    serve_vllm "$work/model" --gpu 1 --max-model-len 2048 --gpu-memory-utilization 0.6
+    url=${SERVER_URL:-}
+    [ -n "$url" ] || serve_vllm "$model" --gpu 1 --max-model-len 2048 --gpu-memory-utilization 0.6
     flags+=(--rollout.engine vllm --rollout.urls "$url")
 fi
 # Mismatch: bfloat16 on both sides, and other kernels round differently; in async also weights one step old.

@@ -33,20 +33,25 @@ def in_order(names: Iterable[str]) -> list[str]:
     """Names of runs, "in_flight_age4:label", in the order of the modes, then of the ages, then of the labels."""
 
     def place(name: str) -> tuple[int, int, str]:
-        run, _, label = name.partition(":")
-        mode, _, age = run.partition("_age")
-        return MODES.index(mode), int(age or 0), label
+        mode, age = mode_and_age(name)
+        return MODES.index(mode), age, name
 
     return sorted(names, key=place)
 
 
-def summarise(lines: list[Row], warmup: int, last: int, devices: int) -> Row | None:
-    """One mode's row from its metrics.jsonl, steps `warmup` + 1 to `last`; None if there are none.
+def mode_and_age(name: str) -> tuple[str, int]:
+    """Of a run's name; the age of modes that have one of their own is 0."""
+    mode, _, age = name.partition(":")[0].partition("_age")
+    return mode, int(age or 0)
 
-    tokens/s is all answer tokens of these steps over all their wall clock, from the log of step `warmup` to that of the
-    last one, with whatever happened between.
+
+def summarise(lines: list[Row], measured: range, devices: int) -> Row | None:
+    """One mode's row from its metrics.jsonl, the steps `measured`; None if there are none.
+
+    tokens/s is all answer tokens of these steps over all their wall clock, from the log of the step before the first to
+    that of the last, with whatever happened between.
     """
-    steps = [line for line in lines if warmup < line.get("step", 0) <= last and "time/step_s" in line]
+    steps = [line for line in lines if line.get("step", 0) in measured and "time/step_s" in line]
     if not steps:
         return None
     tokens = sum(line["rollout/answer_tokens"] for line in steps)

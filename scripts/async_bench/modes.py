@@ -13,7 +13,7 @@ from typing import Any
 
 from async_bench.generation import Ask, generated_tokens, generation_rate
 from async_bench.long_tail import LENGTHS, draw_lengths
-from async_bench.measured import BOUND, MEASURED, compare, in_order, summarise
+from async_bench.measured import BOUND, MEASURED, compare, in_order, mode_and_age, summarise
 from async_bench.processes import Server, healthy, read_lines, train
 from bench_common.output import Output, Row
 
@@ -33,6 +33,7 @@ def mode_flags(mode: str, age: int) -> Flags:
         "async_grpo.enabled": True,
         "weight_sync.async_weight_update": True,
         "async_grpo.max_trajectory_age_steps": max_age(mode, age),
+        "async_grpo.run_ahead": "full",  # where `auto` comes to when servers are the bottleneck, from the first step on
         "async_grpo.in_flight_weight_updates": mode != "async",
         "async_grpo.recompute_kv_cache_after_weight_updates": mode != "in_flight_keep_kv",
     }
@@ -40,6 +41,12 @@ def mode_flags(mode: str, age: int) -> Flags:
 
 def max_age(mode: str, age: int) -> int:
     return {"sync": 0, "async": 1}.get(mode, age)
+
+
+def measured_steps(age: int, args: argparse.Namespace) -> range:
+    """Those after the warm-up: the servers' first answers all start together."""
+    warmup = args.warmup or max(4, age + 1)
+    return range(warmup + 1, warmup + args.steps + 1)
 
 
 def run_name(mode: str, age: int, label: str) -> str:
@@ -58,7 +65,6 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "data.answer_column": "",
         "data.chat_template": False,
         "data.max_prompt_tokens": prompt_tokens,
-        "training.steps": args.steps,
         "training.seq_len": longest,
         "training.tokens_per_microbatch": max(args.microbatch_tokens, longest),
         "training.mixed_precision_param": "float32" if args.trainers == ["cpu"] else "bfloat16",
@@ -147,7 +153,7 @@ def prepare(folder: Path, args: argparse.Namespace, out: Output) -> None:
             raise UserError(f"the model was not made: {error}") from error
         (folder / "model" / "complete").touch()
         out.say(f"  {time.monotonic() - start:.0f} s")
-    rows = prompt_rows(args, count=args.prompts * (args.steps + 2 * args.age))
+    rows = prompt_rows(args, count=args.prompts * (measured_steps(args.age, args)[-1] + 2 * args.age))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -211,7 +217,9 @@ def run_mode(
 ) -> str:
     """One run; its metrics stay in a folder of its name. Returns what went wrong."""
     # Further steps that are not measured: in the last ones servers are asked for nothing new and run empty.
-    flags = flags | {"training.steps": args.steps + max_age(mode, args.age)} | mode_flags(mode, args.age)
+    age = max_age(mode, args.age)
+    measured = measured_steps(age, args)
+    flags = flags | {"training.steps": measured[-1] + age} | mode_flags(mode, args.age)
     flags |= args.flags
     name = run_name(mode, args.age, args.label)
     run = folder / name
@@ -223,7 +231,7 @@ def run_mode(
     counted: list[tuple[float, float | None]] = []
 
     def show(line: Mapping[str, float]) -> None:
-        if line.get("step") in (args.warmup, args.steps):
+        if line.get("step") in (measured[0] - 1, measured[-1]):
             counted.append((time.monotonic(), generated_tokens(urls)))
         if line.get("step", 0) > 0 and "time/step_s" in line:
             rate = line["rollout/answer_tokens"] / line["time/step_s"]
@@ -251,7 +259,9 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
     rows = []
     found = {path.parent.name for path in folder.glob("*/metrics.jsonl")}
     for name in in_order(found):
-        row = summarise(read_lines(folder / name / "metrics.jsonl"), args.warmup, args.steps, _devices(args))
+        mode, age = mode_and_age(name)
+        steps = measured_steps(max_age(mode, age), args)
+        row = summarise(read_lines(folder / name / "metrics.jsonl"), steps, _devices(args))
         if row is not None:
             generated = read_lines(folder / name / "generated.json")
             rows.append({"mode": name} | row | (generated[0] if generated else {}))
@@ -268,5 +278,5 @@ def describe(args: argparse.Namespace) -> str:
     servers = _devices(args) - len(args.trainers)
     return (
         f"{args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most {args.max_answer}; "
-        f"{len(args.trainers)} + {servers} devices; steps {args.warmup + 1} to {args.steps}"
+        f"{len(args.trainers)} + {servers} devices; {args.steps} steps"
     )

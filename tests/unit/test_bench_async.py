@@ -36,7 +36,7 @@ from torchtitan.grpo.rollouts.samples import Prompt  # noqa: E402
         ("modes", "--out"),
         ("modes --out x --modes asynch", "invalid choice: 'asynch'"),
         ("modes --out x --preset tlr", "invalid choice: 'tlr'"),
-        ("modes --out x --steps 4", "none after the first --warmup 9"),
+        ("modes --out x --steps 0", "0 is under 1"),
         ("modes --out x --trainers 0 1 --servers 1", "GPU 1 is in --trainers and in --servers"),
         ("modes --out x --trainers cpu cpu", "--trainers cpu is one rank"),
         ("modes --out x --servers cuda:1", "neither cpu nor the index of a GPU"),
@@ -67,9 +67,8 @@ def test_every_subcommand_has_help(command, capsys):
 def test_flags_win_over_presets_and_the_trainer_s_over_both():
     words = "modes --out x --preset cpu --mean=40 --age 3 -- --training.max_norm 0.5 --compile.enable --job.no-x"
     args = bench.parse_arguments(words.split())
-    assert (args.mean, args.age, args.prompts, args.trainers, args.warmup) == (40.0, 3, 8, ["cpu"], 4)
+    assert (args.mean, args.age, args.prompts, args.trainers) == (40.0, 3, 8, ["cpu"])
     assert args.flags == {"training.max_norm": "0.5", "compile.enable": "true", "job.x": "false"}
-    assert bench.parse_arguments(["modes", "--out", "x"]).warmup == 9  # the servers' first answers all start together
 
 
 @pytest.mark.parametrize("preset", list(bench.PRESETS))
@@ -82,6 +81,15 @@ def test_every_mode_of_every_preset_is_a_configuration_that_the_trainer_takes(pr
     assert config.async_grpo.in_flight_weight_updates == (mode != "async")
     samples_a_request = 1 if args.lengths == "lognormal" else args.samples
     assert config.rollout.max_concurrent_requests * samples_a_request == args.sequences
+
+
+def test_each_mode_is_warmed_up_for_as_long_as_its_answers_may_age():
+    args = bench.parse_arguments(["modes", "--out", "x"])
+    ages = [modes.max_age(*measured.mode_and_age(name)) for name in ("sync", "async:label", "in_flight_age8")]
+    assert ages == [0, 1, 8]
+    assert [modes.measured_steps(age, args) for age in ages] == [range(5, 11), range(5, 11), range(10, 16)]
+    args = bench.parse_arguments(["modes", "--out", "x", "--warmup", "1", "--steps", "2"])
+    assert [modes.measured_steps(age, args) for age in ages] == [range(2, 4)] * 3
 
 
 def test_lengths_are_log_normal_and_belong_to_prompt_and_sample():
@@ -150,14 +158,14 @@ def test_summary_is_all_tokens_over_all_time_of_the_steps_measured():
         step(3, 100, 3.0),
         step(4, 9999, 1.0),
     ]
-    row = measured.summarise(lines, warmup=1, last=3, devices=2)
+    row = measured.summarise(lines, range(2, 4), devices=2)
     assert (row["steps"], row["tokens"], row["seconds"]) == (2, 500, 5.0)
     assert (row["tokens_per_s"], row["tokens_per_s_gpu"]) == (100.0, 50.0)
     assert row["tokens_per_s_median"] == pytest.approx((200 + 100 / 3) / 2)
     assert row["train_tokens_per_s"] == 250.0
     assert (row["sync_ms"], row["sync_ms_max"]) == (pytest.approx(25.0), pytest.approx(30.0))
     assert row["busy"] is None and row["answer_mean"] == 10.0 and row["answer_max"] == 6
-    assert measured.summarise(lines[:2], warmup=1, last=3, devices=2) is None
+    assert measured.summarise(lines[:2], range(2, 4), devices=2) is None
 
 
 def test_modes_are_compared_with_sync_and_with_the_bound():
@@ -232,7 +240,7 @@ def test_two_modes_end_to_end_on_a_cpu(tmp_path):
         "--max-answer",
         "40",
         "--steps",
-        "4",
+        "2",
         "--warmup",
         "2",
         "--age",
