@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from torchtitan.grpo.engines.bundled_outputs import VARIABLE, Bundles, _tokens
+from torchtitan.grpo.engines.bundled_outputs import INLINE_BYTES, VARIABLE, Bundles, _tokens
 
 
 class Reason(enum.IntEnum):
@@ -96,6 +96,22 @@ def test_all_that_waits_can_be_taken_and_the_aborted_forgotten() -> None:
     assert taken[0][0].finish_reason is None
     assert held.take() == {}
     assert sent(held, entry("b", 3, finish_reason=Reason.STOP)) == [("b", [3])]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 6, 40])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_no_array_of_a_bundle_is_sent_beside_its_message(columns: int, dtype: type) -> None:
+    """`columns`: other requests of the batch may have asked for more log-probabilities a token."""
+    held = bundles(64)
+    alone = columns * np.dtype(dtype).itemsize
+    sizes = []
+    for i in range(200):
+        ids = np.full((1, columns), i, dtype=dtype)
+        end = Reason.STOP if i == 199 else None
+        step = [Entry("a", [i], Logprobs(ids, ids.astype(np.float32), ids[:, 0]), end)]
+        sizes += [e.new_logprobs.ids.nbytes for e in held.pass_through(0, step)]
+    assert max(sizes) < max(INLINE_BYTES, alone + 1)
+    assert alone > INLINE_BYTES / 2 or max(sizes) > INLINE_BYTES / 2
 
 
 @pytest.mark.parametrize("seed", range(20))

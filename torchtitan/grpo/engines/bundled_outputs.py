@@ -30,6 +30,11 @@ VARIABLE = "BUNDLE_TOKENS"
 DEFAULT = 32
 """Unpacking costs little from here on, and what is kept back when weights change is sent in a few milliseconds."""
 
+INLINE_BYTES = 256
+"""Arrays from here on travel as parts of their own behind a message's first part. vLLM before 0.32 then takes the last
+part's departure for all parts', and may write its next message over a first part that is still being sent: one that is
+large, as when everything that was kept back is sent at once. So no bundle's array becomes as large."""
+
 _MAY_WAIT = ("request_id", "new_token_ids", "new_logprobs")
 """Fields of an entry that may wait. One with anything in another field is sent at once."""
 
@@ -39,11 +44,13 @@ class _Bundle:
     client: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    array_bytes: int = 0
 
     def add(self, entry: Any) -> None:
         self.token_ids += entry.new_token_ids
         if entry.new_logprobs is not None:
             self.logprobs.append(entry.new_logprobs)
+            self.array_bytes += _array_bytes(entry)
 
     def into(self, entry: Any) -> Any:
         """The entry, with all that was kept back before its own tokens. Log-probabilities join along their first
@@ -103,7 +110,9 @@ class Bundles:
             if not self._may_wait(request):
                 return entry
             bundle = self._bundles[request] = _Bundle(client)
-        if len(bundle.token_ids) + len(entry.new_token_ids) < self._tokens:
+        # Twice: there must be room for one more entry, with which the bundle is sent.
+        small = bundle.array_bytes + 2 * _array_bytes(entry) < INLINE_BYTES
+        if small and len(bundle.token_ids) + len(entry.new_token_ids) < self._tokens:
             bundle.add(entry)
             return None
         del self._bundles[request]
@@ -114,6 +123,11 @@ class Bundles:
             return self._others(entry) == self._nothing
         except (ValueError, RuntimeError):  # an array, which is not simply equal to None
             return False
+
+
+def _array_bytes(entry: Any) -> int:
+    """Of the largest array of its log-probabilities."""
+    return 0 if entry.new_logprobs is None else max(array.nbytes for array in entry.new_logprobs[:3])
 
 
 def install() -> None:
