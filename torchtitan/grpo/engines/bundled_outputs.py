@@ -126,8 +126,8 @@ class Bundles:
 
 
 def _array_bytes(entry: Any) -> int:
-    """Of the largest array of its log-probabilities."""
-    return 0 if entry.new_logprobs is None else max(array.nbytes for array in entry.new_logprobs[:3])
+    """Of the token ids that its log-probabilities belong to: the other arrays are no larger."""
+    return 0 if entry.new_logprobs is None else entry.new_logprobs[0].nbytes
 
 
 def install() -> None:
