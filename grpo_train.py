@@ -36,6 +36,7 @@ from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.gradients import accumulate_gradients
 from torchtitan.grpo.ledger import Ledger
 from torchtitan.grpo.metrics import MetricsLogger, SampleLog
 from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_config
@@ -60,6 +61,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
 
 FixedLogprobs = tuple[torch.Tensor | None, torch.Tensor | None]
+LossAndSums = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class Trainer:
@@ -162,10 +164,13 @@ class Trainer:
         with self.ledger.stage("train"):
             for rows, fixed in zip(minibatches, fixed_logprobs, strict=True):
                 self.optimizers.zero_grad()
-                for row, (old_logprobs, reference_logprobs) in zip(rows, fixed, strict=True):
-                    loss, row_sums = self._loss(row, old_logprobs, reference_logprobs)
-                    loss.backward()
-                    sums = {name: sums.get(name, 0) + value for name, value in row_sums.items()}
+
+                def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
+                    logprobs, entropy = self.model(row, self.config.rollout.temperature)
+                    return losses.row_loss(logprobs, entropy, row, self.config.grpo, *fixed[index], self.max_age)
+
+                added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
+                sums = {name: sums.get(name, 0) + value for name, value in added.items()}
                 if not self.sampler_checked:
                     self._check_sampler(self._sum_over_data_ranks(sums))
                 grad_norm = dist_utils.clip_grad_norm_(
@@ -261,41 +266,6 @@ class Trainer:
 
     def _has_signal(self, group: Group) -> bool:
         return not zero_variance([self._shaped_reward(sample) for sample in group])
-
-    def _loss(
-        self, row: Microbatch, old_logprobs: torch.Tensor | None, reference_logprobs: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """One packed row's share of the step's loss, and detached sums for metrics."""
-        grpo, answer = self.config.grpo, row.loss_mask
-        sampler_logprobs, sample_ids = row.sampler_logprobs[answer], row.sample_ids[answer]
-        logprobs, entropy = self.model(row, self.config.rollout.temperature)
-        trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-        correction = (
-            trainer_logprobs,
-            sampler_logprobs,
-            sample_ids,
-            grpo.importance_correction,
-            grpo.importance_level,
-            grpo.importance_min,
-            grpo.importance_max,
-        )
-        loss, sums = losses.policy_loss(
-            logprobs,
-            sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
-            row.advantages[answer],
-            row.weights[answer],
-            sample_ids,
-            grpo,
-            importance=losses.importance_weights(*correction),
-            reference_logprobs=reference_logprobs,
-            entropy=entropy,
-        )
-        tokens = trainer_logprobs, sampler_logprobs, row.weights[answer]
-        sums |= {"loss": loss.detach()} | losses.mismatch_sums(*tokens)
-        if self.max_age:
-            clipped = losses.importance_clipped(*correction)
-            sums |= losses.age_sums(*tokens, row.ages[answer], self.max_age, clipped)
-        return loss, sums
 
     def _fixed_logprobs(self, minibatches: list[list[Microbatch]]) -> list[list[FixedLogprobs]]:
         """Log-probabilities that stay fixed during the step's updates: (old policy's, reference's) for each row.
@@ -411,6 +381,7 @@ class Trainer:
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
         self.data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0
         self.row_tokens = config.training.tokens_per_microbatch or config.training.seq_len
+        self.reduce_once = config.training.reduce_gradients == "step"
         self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
         # Rank 0 may be busy with rollouts, validation or a server's start for as long as these may take.
         self.broadcast = Broadcaster(2 * config.rollout.group_timeout_seconds + config.rollout.start_timeout_seconds)

@@ -11,8 +11,9 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.gradients import accumulate_gradients
 from torchtitan.grpo.models import load_hf_weights, resolve_model
-from torchtitan.grpo.packing import PackedSample, pack
+from torchtitan.grpo.packing import Microbatch, PackedSample, pack
 from torchtitan.grpo.parallelize import build_model
 
 
@@ -26,7 +27,7 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
     return [PackedSample(tokens(p), tokens(a), (-1.0) ** i, 1 / 83, [0.0] * a) for i, (p, a) in enumerate(lengths)]
 
 
-def main(folder: str, tp: int, replicas: int, checkpointing: str, out: str) -> None:
+def main(folder: str, out: str, tp: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool) -> None:
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32", mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=64
@@ -42,17 +43,18 @@ def main(folder: str, tp: int, replicas: int, checkpointing: str, out: str) -> N
     model = build_model(source, config, dims, torch.device("cpu"))
     load_hf_weights(model, source, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = pack(make_samples(source.model_args.vocab_size), 64, world // tp, tp)[data_rank]
+    rows = pack(make_samples(source.model_args.vocab_size), row_tokens, world // tp, tp)[data_rank]
+
+    def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs, entropy = model(row, 0.8)
+        answer = row.loss_mask
+        part = -(row.weights[answer] * (row.advantages[answer] * logprobs + 0.1 * entropy)).sum()
+        return part, {"loss": part.detach()}
+
     seen = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = torch.zeros(())
-        for row in rows:
-            logprobs, entropy = model(row, 0.8)
-            answer = row.loss_mask
-            part = -(row.weights[answer] * (row.advantages[answer] * logprobs + 0.1 * entropy)).sum()
-            part.backward()
-            loss += part.detach()
+        loss = accumulate_gradients(model, rows, loss_of, reduce_once)["loss"]
         if world > tp:
             dist.all_reduce(loss, group=dims.get_mesh("batch").get_group())
         norm = dist_utils.clip_grad_norm_(list(model.parameters()), 0.5, foreach=True)
@@ -65,4 +67,4 @@ def main(folder: str, tp: int, replicas: int, checkpointing: str, out: str) -> N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    main(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))

@@ -39,12 +39,21 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 def run(
-    folder: str, ranks: int, tp: int, out: Path, *, replicas: int = 1, checkpointing: str = "none"
+    folder: str,
+    ranks: int,
+    tp: int,
+    out: Path,
+    *,
+    replicas: int = 1,
+    checkpointing: str = "none",
+    row_tokens: int = 64,
+    reduce_once: bool = False,
 ) -> list[list[float]]:
-    """[[loss, gradient norm]] of three steps on `ranks` gloo ranks."""
+    """[[loss, gradient norm]] of three steps on `ranks` gloo ranks, in packed rows of at most `row_tokens`."""
+    how = {"tp": tp, "replicas": replicas, "checkpointing": checkpointing}
+    how |= {"row_tokens": row_tokens, "reduce_once": reduce_once}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name("parallel_worker.py")), folder, str(tp), str(replicas)]
-    command += [checkpointing, str(out)]
+    command += [str(Path(__file__).with_name("parallel_worker.py")), folder, str(out), json.dumps(how)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=out.parent, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -66,3 +75,15 @@ def test_four_ranks_equal_one_process(folders, tmp_path):
     torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
     replicated = torch.tensor(run(folders["qwen3-tied"], 4, 1, tmp_path / "replicas", replicas=2))
     torch.testing.assert_close(replicated, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2], ids=["sharded", "replicated"])
+def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, replicas, tmp_path):
+    """In rows of 32 tokens: several for each rank. Replicated: pure data parallelism, with nothing sharded."""
+    alone = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "1", row_tokens=64))
+    split = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "split", row_tokens=32))
+    torch.testing.assert_close(split, alone, atol=1e-5, rtol=0)
+    for once in (False, True):
+        out = tmp_path / f"once-{once}"
+        both = torch.tensor(run(folders["qwen3-tied"], 2, 1, out, replicas=replicas, row_tokens=32, reduce_once=once))
+        torch.testing.assert_close(both, alone, atol=1e-5, rtol=0, msg=lambda m, o=once: f"once={o}: {m}")

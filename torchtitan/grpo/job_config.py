@@ -44,6 +44,9 @@ class Training:
     """GRPO steps, each one batch of rollouts. RL is at work within tens of steps, so torchtitan's 10000 is no use."""
     tokens_per_microbatch: int = 0
     """Token budget of one packed forward and backward on one data-parallel rank; 0 means `training.seq_len`."""
+    reduce_gradients: Literal["microbatch", "step"] = "microbatch"
+    """When sharded ranks gather parameters and reduce gradients: for every packed row, or once for the rows of an
+    optimizer step, which saves traffic and keeps a whole model's weights and gradients on every rank meanwhile."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.grpo.job_config import Grpo
+from torchtitan.grpo.packing import Microbatch
 
 LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
 
@@ -224,6 +225,53 @@ def policy_loss(
         metrics["importance_sum"] = total(importance)
         metrics["importance_masked_tokens"] = total(importance == 0)
     return (weights * per_token).sum(), metrics
+
+
+def row_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    row: Microbatch,
+    grpo: Grpo,
+    old_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    max_age: int = 0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One packed row's share of the step's loss, and detached sums for metrics.
+
+    Args:
+        logprobs, entropy: Of the row's answer tokens [A], with gradient.
+        old_logprobs: The trainer's before the step's first optimizer step [A]; None if this is that step.
+        reference_logprobs: Of the reference model [A]; None without one.
+        max_age: `[async_grpo] max_trajectory_age_steps`; 0, synchronous, measures nothing by age.
+    """
+    answer = row.loss_mask
+    sampler_logprobs, sample_ids, weights = row.sampler_logprobs[answer], row.sample_ids[answer], row.weights[answer]
+    trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+    correction = (
+        trainer_logprobs,
+        sampler_logprobs,
+        sample_ids,
+        grpo.importance_correction,
+        grpo.importance_level,
+        grpo.importance_min,
+        grpo.importance_max,
+    )
+    loss, sums = policy_loss(
+        logprobs,
+        sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
+        row.advantages[answer],
+        weights,
+        sample_ids,
+        grpo,
+        importance=importance_weights(*correction),
+        reference_logprobs=reference_logprobs,
+        entropy=entropy,
+    )
+    tokens = trainer_logprobs, sampler_logprobs, weights
+    sums |= {"loss": loss.detach()} | mismatch_sums(*tokens)
+    if max_age:
+        sums |= age_sums(*tokens, row.ages[answer], max_age, importance_clipped(*correction))
+    return loss, sums
 
 
 def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
