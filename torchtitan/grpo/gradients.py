@@ -1,0 +1,38 @@
+"""Gradients of one optimizer step, summed over its packed rows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.grpo.packing import Microbatch
+
+
+def accumulate_gradients(
+    model: nn.Module,
+    rows: Sequence[Microbatch],
+    loss_of: Callable[[int, Microbatch], tuple[Tensor, dict[str, Tensor]]],
+    reduce_once: bool,
+) -> dict[str, Tensor]:
+    """Forward and backward of every row. The host runs ahead of the device: nothing here waits for it.
+
+    Args:
+        loss_of: (index, row) -> the row's share of the step's loss, and detached sums for metrics.
+        reduce_once: Under FSDP2 keep whole parameters and whole gradients from the first row to the last, and gather
+            and reduce them once a step instead of once a row (ZeRO stage 1). It costs a whole model's parameters in
+            compute dtype and gradients in reduce dtype on every rank.
+    Returns:
+        The sums over the rows, on the device.
+    """
+    sharded = isinstance(model, FSDPModule)
+    sums: dict[str, Tensor] = {}
+    for index, row in enumerate(rows):
+        last = index == len(rows) - 1
+        if sharded:
+            model.set_requires_gradient_sync(last or not reduce_once)
+            model.set_reshard_after_backward(last or not reduce_once)
+        loss, row_sums = loss_of(index, row)
+        loss.backward()
+        sums = {name: sums.get(name, torch.zeros_like(value)) + value for name, value in row_sums.items()}
+    return sums
