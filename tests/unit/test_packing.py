@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.packing import Answers, Microbatch, PackedSample, _move, pack
 
 
 def sample(prompt_tokens: int, answer_tokens: int, seed: int = 0) -> PackedSample:
@@ -70,6 +70,11 @@ def check_rows(microbatches: list[list[Microbatch]], budget_tokens: int, pad_mul
         for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs, row.ages):
             assert (values[off] == 0).all()
         assert not row.loss_mask[row.sample_ids == -1].any()
+        assert row.answer_positions.tolist() == [t for t, trained in enumerate(row.loss_mask.tolist()) if trained]
+        for f in fields(Answers):
+            values = getattr(row, f.name)
+            assert getattr(row.answers, f.name).tolist() == values[row.loss_mask].tolist(), f.name
+            assert getattr(row.answers, f.name).dtype == values.dtype
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -262,13 +267,38 @@ def test_tensor_round_trip(samples, pad_multiple):
         received_floats.copy_(floats)
         assert received_ints.dtype == torch.int64 and received_floats.dtype == torch.float32
         assert_equal(Microbatch.from_tensors(received_ints, received_floats), row)
-        assert_equal(row.to("cpu"), row)
+        assert row.to("cpu") is row
+
+
+@pytest.mark.parametrize("samples", [[], random_samples(9, longest=30, seed=1)], ids=["empty", "filled"])
+@pytest.mark.parametrize("pad_multiple", [1, 32])
+def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
+    """The copy to a device, here to this one: what is read back is what was laid, and one allocation holds it all."""
+    for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
+        names = [f.name for f in fields(Microbatch) if f.name not in ("max_seqlen", "answers")]
+        tensors = [getattr(row, name) for name in names]
+        moved = _move(tensors, torch.device("cpu"))
+        assert len({tensor.untyped_storage().data_ptr() for tensor in moved}) == 1
+        for name, before, after in zip(names, tensors, moved, strict=True):
+            assert before.dtype == after.dtype and torch.equal(before, after), name
+            assert after.storage_offset() * after.element_size() % 16 == 0
+
+
+def test_a_row_on_another_device_keeps_shapes_and_the_longest_document():
+    ((row,),) = pack([sample(3, 2), sample(5, 4)], 32, 1, 16)
+    there = row.to("meta")
+    assert there.max_seqlen == row.max_seqlen == 8
+    for f in fields(Answers):
+        value = getattr(there.answers, f.name)
+        assert value.device.type == "meta" and value.shape == row.answer_positions.shape
+    assert there.tokens.shape == row.tokens.shape and there.loss_mask.dtype == torch.bool
 
 
 def assert_equal(a: Microbatch, b: Microbatch) -> None:
-    for f in fields(Microbatch):
-        x, y = getattr(a, f.name), getattr(b, f.name)
-        if f.name == "max_seqlen":
+    pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(Microbatch) if f.name != "answers"]
+    pairs += [(f.name, getattr(a.answers, f.name), getattr(b.answers, f.name)) for f in fields(Answers)]
+    for name, x, y in pairs:
+        if name == "max_seqlen":
             assert x == y
         else:
-            assert x.dtype == y.dtype and torch.equal(x, y), f.name
+            assert x.dtype == y.dtype and x.device == y.device and torch.equal(x, y), name

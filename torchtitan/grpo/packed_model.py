@@ -118,7 +118,7 @@ def _packed_forward(
     tp_mesh: DeviceMesh | None,
     compile: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy, float32 [answer tokens], at the positions where `row.loss_mask`."""
+    """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`."""
     # Any upper bound will do for the kernel: a constant keeps compiled blocks from being compiled for each row.
     longest = model.model_args.max_seq_len if compile else row.max_seqlen
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
@@ -134,5 +134,5 @@ def _packed_forward(
     weight = model.output.weight
     if isinstance(weight, DTensor):
         weight = weight.to_local()
-    hidden = hidden[0][row.loss_mask]
-    return token_logprobs(hidden, weight, row.targets[row.loss_mask], temperature, mesh=tp_mesh, compile=compile)
+    hidden = hidden[0].index_select(0, row.answer_positions)
+    return token_logprobs(hidden, weight, row.answers.targets, temperature, mesh=tp_mesh, compile=compile)

@@ -8,7 +8,7 @@ predicts nothing that is trained.
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -55,6 +55,25 @@ class PackedSample:
 
 
 @dataclass
+class Answers:
+    """What the loss reads of a row: its values at `Microbatch.answer_positions`, each [A], ready without a host sync.
+
+    Copies of the row's own: what changes an answer's value after packing changes it here.
+
+    Attributes:
+        targets, sample_ids, ages: int64.
+        advantages, weights, sampler_logprobs: float32.
+    """
+
+    targets: Tensor
+    sample_ids: Tensor
+    ages: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sampler_logprobs: Tensor
+
+
+@dataclass
 class Microbatch:
     """One packed row; tensors are [T] unless said. Padding, if any, is last: documents that train nothing.
 
@@ -72,6 +91,9 @@ class Microbatch:
         advantages, weights, sampler_logprobs: float32.
         ages: int64, by how many versions the weights that sampled the target are older than those that are trained.
         sample_index: int64 [n], which of the samples given to `pack` has sample id k.
+        answer_positions: int64 [A], where `loss_mask` is True. To index a tensor with the mask itself makes the host
+            wait for a CUDA device, which alone knows how many there are.
+        answers: The values there.
     """
 
     tokens: Tensor
@@ -86,11 +108,21 @@ class Microbatch:
     sampler_logprobs: Tensor
     ages: Tensor
     sample_index: Tensor
+    answer_positions: Tensor
+    answers: Answers
 
     def to(self, device: torch.device | str) -> "Microbatch":
-        """The same row on `device`; copies from pinned memory do not block."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Microbatch(**{k: v.to(device, non_blocking=True) if k != "max_seqlen" else v for k, v in values.items()})
+        """The same row on `device`: itself if it is there, else by one copy, which does not block towards CUDA."""
+        device = torch.device(device)
+        if self.tokens.device == device:
+            return self
+        names = [f.name for f in fields(self) if f.name not in ("max_seqlen", "answers")]
+        answer_names = [f.name for f in fields(self.answers)]
+        tensors = [getattr(self, name) for name in names] + [getattr(self.answers, name) for name in answer_names]
+        moved = _move(tensors, device)
+        answers = Answers(**dict(zip(answer_names, moved[len(names) :], strict=True)))
+        row = dict(zip(names, moved[: len(names)], strict=True))
+        return Microbatch(**row, max_seqlen=self.max_seqlen, answers=answers)
 
     def to_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Header int64 [3] (integer rows, float rows, T), int64 [rows, T] and float32 [rows, T], to be sent to a rank.
@@ -124,12 +156,14 @@ class Microbatch:
         cu_seqlens = torch.cat([starts, starts.new_tensor([ints.shape[1]])]).int()
         document = (rows["positions"] == 0).cumsum(0) - 1
         index_at_start = rows["sample_index"][starts]
+        rows["sample_ids"] = document.where(rows["sample_index"] >= 0, -1)
+        answer_positions = rows["loss_mask"].nonzero().flatten()
         return Microbatch(
             tokens=rows["tokens"],
             positions=rows["positions"],
             targets=rows["targets"],
             loss_mask=rows["loss_mask"].bool(),
-            sample_ids=document.where(rows["sample_index"] >= 0, -1),
+            sample_ids=rows["sample_ids"],
             cu_seqlens=cu_seqlens,
             max_seqlen=int(cu_seqlens.diff().max()),
             advantages=rows["advantages"],
@@ -137,7 +171,27 @@ class Microbatch:
             sampler_logprobs=rows["sampler_logprobs"],
             ages=rows["ages"],
             sample_index=index_at_start[index_at_start >= 0],
+            answer_positions=answer_positions,
+            answers=Answers(**{f.name: rows[f.name].index_select(0, answer_positions) for f in fields(Answers)}),
         )
+
+
+def _move(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """All tensors on `device` by one copy, as views of one block of bytes; the host's side is pinned for CUDA.
+
+    PyTorch keeps pinned memory and gives it out again only after the copies from it are done.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    # Each starts at a multiple of 16 bytes: torch.compile copies inputs that do not.
+    starts = [0, *accumulate(-(-size // 16) * 16 for size in sizes)]
+    spans = [slice(start, start + size) for start, size in zip(starts[:-1], sizes, strict=True)]
+    to_cuda = device.type == "cuda"
+    source = tensors[0].device
+    block = torch.empty(starts[-1], dtype=torch.uint8, device=source, pin_memory=to_cuda and source.type == "cpu")
+    for tensor, span in zip(tensors, spans, strict=True):
+        block[span].copy_(tensor.contiguous().view(torch.uint8))
+    moved = block.to(device, non_blocking=to_cuda)
+    return [moved[span].view(tensor.dtype) for tensor, span in zip(tensors, spans, strict=True)]
 
 
 def pack(
