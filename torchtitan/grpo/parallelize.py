@@ -87,10 +87,12 @@ def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: Devic
 
 def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
     """One group per block, one for embedding, final norm and output together: tied weights need them together."""
-    if dims.dp_enabled:
+    if dims.dp_shard_enabled:
         mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else "fsdp")
-    else:
-        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+    else:  # torchtitan makes no group for a dimension of one rank; FSDP2 wants one
+        names = ("dp_replicate", "fsdp") if dims.dp_replicate_enabled else ("fsdp",)
+        shape = (dims.dp_replicate, 1) if dims.dp_replicate_enabled else (1,)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
