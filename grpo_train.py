@@ -295,7 +295,7 @@ class Trainer:
             rewards = [self.rewards_by_group[i] for i in part]
             kl = torch.zeros(sum(map(len, rewards)), device=self.device)
             for row, (old, reference) in zip(rows, logprobs, strict=True):
-                sample = row.sample_index[row.sample_ids[row.loss_mask]]
+                sample = row.sample_index[row.answers.sample_ids]
                 kl.index_add_(0, sample, losses.kl_estimate(old, reference, grpo.kl_estimator))
             if self.data_ranks > 1:
                 dist.all_reduce(kl, group=self.dims.get_mesh("batch").get_group())
@@ -304,7 +304,7 @@ class Trainer:
             by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
             advantages = torch.tensor([a for group in by_group for a in group], device=self.device)
             for row in rows:
-                row.advantages[row.loss_mask] = advantages[row.sample_index[row.sample_ids[row.loss_mask]]]
+                row.answers.advantages = advantages[row.sample_index[row.answers.sample_ids]]
 
     def _check_sampler(self, sums: dict[str, float]) -> None:
         """Before the first optimizer step: do sampler and trainer mean the same model and log-probabilities?"""

@@ -47,8 +47,7 @@ def main(folder: str, out: str, tp: int, replicas: int, checkpointing: str, row_
 
     def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logprobs, entropy = model(row, 0.8)
-        answer = row.loss_mask
-        part = -(row.weights[answer] * (row.advantages[answer] * logprobs + 0.1 * entropy)).sum()
+        part = -(row.answers.weights * (row.answers.advantages * logprobs + 0.1 * entropy)).sum()
         return part, {"loss": part.detach()}
 
     seen = []

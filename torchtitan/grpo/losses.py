@@ -244,13 +244,12 @@ def row_loss(
         reference_logprobs: Of the reference model [A]; None without one.
         max_age: `[async_grpo] max_trajectory_age_steps`; 0, synchronous, measures nothing by age.
     """
-    answer = row.loss_mask
-    sampler_logprobs, sample_ids, weights = row.sampler_logprobs[answer], row.sample_ids[answer], row.weights[answer]
+    answers = row.answers
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     correction = (
         trainer_logprobs,
-        sampler_logprobs,
-        sample_ids,
+        answers.sampler_logprobs,
+        answers.sample_ids,
         grpo.importance_correction,
         grpo.importance_level,
         grpo.importance_min,
@@ -258,19 +257,19 @@ def row_loss(
     )
     loss, sums = policy_loss(
         logprobs,
-        sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
-        row.advantages[answer],
-        weights,
-        sample_ids,
+        answers.sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
+        answers.advantages,
+        answers.weights,
+        answers.sample_ids,
         grpo,
         importance=importance_weights(*correction),
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
-    tokens = trainer_logprobs, sampler_logprobs, weights
+    tokens = trainer_logprobs, answers.sampler_logprobs, answers.weights
     sums |= {"loss": loss.detach()} | mismatch_sums(*tokens)
     if max_age:
-        sums |= age_sums(*tokens, row.ages[answer], max_age, importance_clipped(*correction))
+        sums |= age_sums(*tokens, answers.ages, max_age, importance_clipped(*correction))
     return loss, sums
 
 

@@ -34,7 +34,7 @@ def supervised_steps(
         step_loss = torch.zeros((), device=device)
         for row in (row.to(device) for row in next_rows()):
             logprobs, _ = model(row, temperature=1.0)
-            loss = -(row.weights[row.loss_mask] * logprobs).sum()
+            loss = -(row.answers.weights * logprobs).sum()
             loss.backward()
             step_loss += loss.detach()
         dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
