@@ -13,10 +13,11 @@
 #
 # Everything else goes to vLLM as it is and wins over what is set here. VLLM_PYTHON: the Python that has vLLM
 # (default python3). VLLM_API_KEY, if set, is asked of clients ([rollout] api_key_env names it for the trainer).
+# BUNDLE_TOKENS (default 32): so many tokens of an answer leave vLLM's engine together; 1 leaves vLLM as it is.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 model='' port=8000 host=127.0.0.1 device='' gpus='' extra=()
 while [ $# -gt 0 ]; do
     case $1 in
