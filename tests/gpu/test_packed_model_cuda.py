@@ -102,3 +102,80 @@ def test_logprobs_equal_transformers_and_train(folder, precision, compile, toler
         (-model(row, 1.0)[0].sum()).backward()
         optimizer.step()
     assert model(row, 1.0)[0].sum().item() > before + 10
+
+
+def test_the_host_waits_for_nothing_in_forward_and_backward(folder):
+    """From pinned row to gradients: with boolean masks the host waited for the device at every row."""
+    model = build(folder, "bfloat16", compile=False)
+    rows = pack(samples(), 320, 1, 320)[0] + pack([], 320, 1, 320)[0]
+    assert len(rows) >= 3
+    total = torch.zeros((), device=DEVICE)
+
+    def train(row) -> None:
+        row = row.to(DEVICE)
+        logprobs, entropy = model(row, 1.0)
+        loss = (row.answers.weights * (row.answers.advantages * logprobs + 0.1 * entropy)).sum()
+        loss.backward()
+        total.add_(loss.detach())
+
+    train(rows[0])  # what is built on first use may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for row in rows:
+            train(row)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert total.isfinite()
+    assert all(p.grad is None or p.grad.to_local().isfinite().all() for p in model.parameters())
+
+
+def test_rows_moved_in_the_background_arrive_whole():
+    """Many rows in flight at once: pinned memory is not given out again before its copy is done."""
+    rows = [pack([sample], 640, 1, 640)[0][0] for sample in samples()] * 20
+    torch.cuda._sleep(50_000_000)  # the copies queue up behind it
+    moved = [row.to(DEVICE) for row in rows]
+    for there, here in zip(moved, rows, strict=True):
+        assert there.tokens.device == DEVICE and there.max_seqlen == here.max_seqlen
+        for name in (
+            "tokens",
+            "positions",
+            "loss_mask",
+            "cu_seqlens",
+            "answer_positions",
+            "advantages",
+            "sample_index",
+        ):
+            assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
+        for name in ("targets", "weights", "sample_ids"):
+            assert torch.equal(getattr(there.answers, name).cpu(), getattr(here.answers, name)), name
+
+
+def test_compiled_blocks_serve_rows_with_any_number_of_documents(folder):
+    torch._dynamo.reset()
+    model = build(folder, "bfloat16", compile=True)
+    few, many, none = pack(samples()[:2], 640, 1, 640), pack(samples(), 640, 1, 640), pack([], 640, 1, 640)
+    graphs = []
+    for ((row,),) in (few, many, none):
+        model(row.to(DEVICE), 1.0)[0].sum().backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    # row by row, the log-probabilities' own graphs may still be added for their first lengths; the blocks' are not
+    assert graphs[-1] - graphs[0] <= 2
+
+
+def test_a_row_of_padding_takes_little_memory_and_no_gradient(folder):
+    """FlashAttention's backward takes memory for 128 tokens a document: documents of padding must be few."""
+    model = build(folder, "bfloat16", compile=False)
+    peaks = []
+    for batch in ([PackedSample([1] * 100, [1] * 413, 1.0, 1.0, [0.0] * 413)] * 16, []):
+        ((row,),) = pack(batch, 8192, 1, 8192)
+        row = row.to(DEVICE)
+        model.zero_grad()
+        model(row, 1.0)[0].sum().backward()  # allocates what stays
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        before = torch.cuda.memory_allocated(DEVICE)
+        model(row, 1.0)[0].sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated(DEVICE) - before)
+    assert peaks[1] <= 1.5 * peaks[0]
+    assert all(p.grad is None or not p.grad.to_local().any() for p in model.parameters())

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.grpo.models import load_hf_weights, resolve_model
-from torchtitan.grpo.packed_model import Documents, make_packed
+from torchtitan.grpo.packed_model import Documents, _by_length_class, attention_tokens, make_packed
 from torchtitan.grpo.packing import PackedSample, pack
 
 SHAPE = dict(
@@ -31,10 +32,10 @@ def reference_model(family: str, tied: bool):
     return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=rope))
 
 
-def packed_model(folder):
+def packed_model(folder, compile: bool = False):
     source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
     model = source.build()
-    make_packed(model)
+    make_packed(model, compile=compile)
     with torch.no_grad():
         model.init_weights()
     load_hf_weights(model, source, folder)
@@ -95,6 +96,101 @@ def test_a_row_of_padding_alone_gives_no_answer_tokens_and_zero_gradients(tmp_pa
     logprobs.sum().backward()
     assert logprobs.shape == (0,)
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def gradients(model, rows) -> tuple[dict[str, torch.Tensor], float]:
+    """Of a loss like the trainer's: weighted log-probabilities and entropy, summed over rows; and the loss."""
+    model.zero_grad(set_to_none=True)
+    total = 0.0
+    for row in rows:
+        logprobs, entropy = model(row, TEMPERATURE)
+        loss = -(row.answers.weights * (row.answers.advantages * logprobs + 0.1 * entropy)).sum()
+        loss.backward()
+        total += float(loss.detach())
+    return {name: p.grad for name, p in model.named_parameters()}, total
+
+
+@pytest.mark.parametrize("family,tied", [("qwen3", True), ("llama", False)])
+def test_any_split_into_rows_gives_the_same_gradients(family, tied, tmp_path):
+    """Alone, packed, padded, over ranks and by cost: float32 gradients agree to 1e-5 of the largest."""
+    reference_model(family, tied).save_pretrained(tmp_path)
+    model = packed_model(tmp_path)
+    batch = samples([(3, 5), (1, 1), (17, 30), (8, 9), (40, 2), (2, 60), (1, 20), (5, 1)])
+    for i, sample in enumerate(batch):
+        sample.advantage, sample.weight = (-1.0) ** i * (1 + i / 4), 0.02 + i / 200
+    splits = {
+        "alone": [row for sample in batch for row in pack([sample], 64, 1)[0]],
+        "one row": pack(batch, 256, 1)[0],
+        "padded": pack(batch, 128, 1, 128)[0],
+        "two ranks": [row for rows in pack(batch, 64, 2) for row in rows],
+        "four ranks, most of them padding": [row for rows in pack(batch, 256, 4, 256, 10.0) for row in rows],
+    }
+    assert len({len(rows) for rows in splits.values()}) >= 4
+    expected, expected_loss = gradients(model, splits.pop("alone"))
+    for name, rows in splits.items():
+        found, loss = gradients(model, rows)
+        assert loss == pytest.approx(expected_loss, rel=1e-5), name
+        for parameter, grad in found.items():
+            worst = (grad - expected[parameter]).abs().max() / expected[parameter].abs().max()
+            assert worst < 1e-5, f"{name}: {parameter} differs by {worst:.1e}"
+
+
+def test_documents_of_one_token(tmp_path):
+    """Prompts and answers of one token: each attends to itself alone, at position 0, padding or not."""
+    reference = reference_model("qwen3", True)
+    reference.save_pretrained(tmp_path)
+    model = packed_model(tmp_path)
+    batch = samples([(1, 1)] * 5)
+    for pad_multiple in (1, 16):
+        (row,) = pack(batch, 16, 1, pad_multiple)[0]
+        logprobs, entropy = model(row, TEMPERATURE)
+        expected = [alone(reference, batch[i]) for i in row.sample_index.tolist()]
+        torch.testing.assert_close(logprobs, torch.cat([lp for lp, _ in expected]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, torch.cat([h for _, h in expected]), atol=1e-5, rtol=0)
+
+
+@torch.library.custom_op("torchtitan_grpo_test::packed_attention", mutates_args={})
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """Opaque to the compiler and with FlashAttention's arguments, which has no kernel for the CPU."""
+    return _by_length_class(q, k, v, Documents(bounds, bounds, longest, longest), None)
+
+
+@packed_attention.register_fake
+def _(q, k, v, bounds, longest):
+    return torch.empty_like(q)
+
+
+class OpaqueAttention(torch.nn.Module):
+    def forward(self, q, k, v, documents, scale=None):
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        return packed_attention(q, k, v, documents.cu_seq_q, documents.max_q).unsqueeze(0)
+
+
+def test_blocks_are_compiled_once_for_all_rows_of_one_length(tmp_path):
+    """Rows differ in documents, longest document and answer tokens; lengths are the budget's."""
+    reference_model("qwen3", True).save_pretrained(tmp_path)
+    eager, model = packed_model(tmp_path), packed_model(tmp_path, compile=True)
+    torch._dynamo.reset()
+    compiler = CompileCounter()
+    for name, block in list(model.layers.named_children()):
+        block.attention.inner_attention = OpaqueAttention()
+        model.layers.register_module(name, torch.compile(block, backend=compiler, fullgraph=True))
+    for lengths in ([(3, 5), (10, 20)], [(3, 5)] * 5, [(60, 40)], [(1, 1)] * 3, []):
+        (row,) = pack(samples(lengths), 128, 1, 128)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(model(row, 1.0)[0], eager(row, 1.0)[0], atol=1e-5, rtol=0)
+    assert compiler.frame_count == 1
+
+
+@pytest.mark.parametrize("family,tied", [("qwen3", True), ("qwen3", False), ("llama", False)])
+def test_attention_tokens_count_what_a_token_is_multiplied_by(family, tied, tmp_path):
+    reference_model(family, tied).save_pretrained(tmp_path)
+    model = packed_model(tmp_path)
+    head_dim = 32 if family == "qwen3" else 16
+    matrices = sum(p.numel() for name, p in model.layers.named_parameters()) + 64 + 300 * 64  # + norm and output
+    assert attention_tokens(model) == pytest.approx(6 * matrices / (12 * 3 * 4 * head_dim))
 
 
 def test_length_classes_cover_each_token_once_and_at_most_double_the_work():

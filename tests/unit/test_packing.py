@@ -1,4 +1,5 @@
 import itertools
+import math
 import random
 from dataclasses import fields
 
@@ -6,7 +7,15 @@ import pytest
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.packing import Answers, Microbatch, PackedSample, _move, pack
+from torchtitan.grpo.packing import (
+    PADDING_DOCUMENT_TOKENS,
+    Answers,
+    Microbatch,
+    PackedSample,
+    _move,
+    pack,
+    packing_metrics,
+)
 
 
 def sample(prompt_tokens: int, answer_tokens: int, seed: int = 0) -> PackedSample:
@@ -62,9 +71,12 @@ def check_rows(microbatches: list[list[Microbatch]], budget_tokens: int, pad_mul
         assert row.cu_seqlens.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == length
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
         assert row.max_seqlen == max(lengths)
-        assert row.positions.tolist() == [p for n in lengths for p in range(n)]
-        longest = max(lengths[: len(row.sample_index)], default=1)
-        assert all(n <= longest for n in lengths[len(row.sample_index) :])  # padding stays within positions
+        documents, padding = lengths[: len(row.sample_index)], lengths[len(row.sample_index) :]
+        longest = max(documents, default=1)
+        expected = [p for n in documents for p in range(n)]
+        expected += [min(p, max(longest - 1, 1)) for n in padding for p in range(n)]  # within the model's table
+        assert row.positions.tolist() == expected
+        assert all(n <= PADDING_DOCUMENT_TOKENS for n in padding)
         assert (row.sample_ids == -1).sum() == sum(lengths[len(row.sample_index) :])
         off = ~row.loss_mask
         for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs, row.ages):
@@ -248,6 +260,91 @@ def test_as_few_rows_as_either_way_of_packing_finds():
         check_rows(packed, budget_tokens, 1)
         assert [len(row.tokens) for row in packed[0]] == [budget_tokens, budget_tokens]
         assert sorted(unpack(packed)) == list(range(len(lengths)))
+
+
+def by_lengths(*lengths: int) -> list[PackedSample]:
+    return [sample(n, 1) for n in lengths]
+
+
+def row_costs(packed: list[list[Microbatch]], attention_tokens: float) -> list[list[float]]:
+    """By turn and rank, from the lengths of the documents alone."""
+    turns = [[row.cu_seqlens.diff().tolist() for row in turn] for turn in zip(*packed, strict=True)]
+    return [[sum(n + n * n / (2 * attention_tokens) for n in row) for row in turn] for turn in turns]
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 64, 1024])
+@pytest.mark.parametrize("attention_tokens", [50.0, 1000.0, 1e9, math.inf])
+def test_rows_by_cost_hold_every_sample_in_no_more_rows(pad_multiple, attention_tokens):
+    rng = random.Random(5)
+    samples = by_lengths(*(min(1024, int(rng.lognormvariate(4.5, 1))) for _ in range(120)))
+    by_tokens = pack(samples, 1024, 2, pad_multiple)
+    packed = pack(samples, 1024, 2, pad_multiple, attention_tokens)
+    check_rows(packed, 1024, pad_multiple)
+    assert sorted(unpack(packed)) == list(range(120))
+    assert len(packed[0]) <= len(by_tokens[0])
+    duration = lambda rows: sum(map(max, row_costs(rows, attention_tokens)))  # noqa: E731
+    # the attention of padding is measured here and not foreseen there
+    assert duration(packed) <= duration(by_tokens) * (1 + 1e-9 if pad_multiple == 1 else 1.05)
+
+
+def test_long_documents_are_spread_by_their_attention():
+    """One of 64 tokens costs what eight of 16 do, not four."""
+    samples = by_lengths(64, *[16] * 20)
+    per_rank = [row.cu_seqlens.diff().tolist() for (row,) in pack(samples, 512, 2)]
+    assert sum(per_rank[0]) == sum(per_rank[1])  # 192 tokens each
+    (costs,) = row_costs(pack(samples, 512, 2), 16)
+    assert max(costs) > 1.25 * min(costs)
+    (costs,) = row_costs(pack(samples, 512, 2, attention_tokens=16), 16)
+    assert max(costs) <= 1.1 * min(costs)
+
+
+def test_rows_of_one_length_are_balanced_by_attention_alone():
+    """Padding makes their tokens equal: what is left to even out is 120 against twelve times 16."""
+    packed = pack(by_lengths(120, *[16] * 12), 256, 2, 256, attention_tokens=200)
+    documents = [row.cu_seqlens.diff().tolist()[: len(row.sample_index)] for (row,) in packed]
+    assert sorted(documents) == [[16] * 12, [120]]
+
+
+def test_the_row_of_least_cost_may_have_no_room():
+    """100 tokens cost 5100, ten cost 60: the others fill the second row, then go to the dear one."""
+    samples = by_lengths(100, *[10] * 20)
+    packed = pack(samples, 150, 1, attention_tokens=1)
+    check_rows(packed, 150, 1)
+    assert [len(row.tokens) for row in packed[0]] == [150, 150]
+
+
+def test_rows_of_similar_cost_share_a_turn():
+    """Full rows of one long document cost almost twice what those of short ones do: they go in turns of their own."""
+    samples = by_lengths(*[128] * 2, *[8] * 32)
+    costs = row_costs(pack(samples, 128, 2, attention_tokens=64), 64)
+    assert costs == [[256.0, 256.0], [136.0, 136.0]]
+
+
+def test_packing_metrics():
+    one = pack(by_lengths(6, 3), 8, 2, 8)  # rows of 6 + 2 and 3 + 5
+    assert packing_metrics([one]) == {"pack/padding_fraction": 7 / 16, "pack/imbalance": 1.0}
+    # costs with 2: (6 + 9) + (2 + 1) = 18 and (3 + 9 / 4) + (5 + 25 / 4) = 16.5
+    assert packing_metrics([one], 2)["pack/imbalance"] == pytest.approx(18 / 17.25)
+    two = pack(by_lengths(8, 8, 4), 8, 2)  # a turn of 8 and 8 and one of 4 and a token of padding
+    metrics = packing_metrics([one, two])
+    assert metrics["pack/padding_fraction"] == pytest.approx(8 / 37)
+    assert metrics["pack/imbalance"] == pytest.approx((8 + 8 + 4) / (8 + 8 + 2.5))
+
+
+def test_padding_has_few_documents_even_in_an_empty_row():
+    """FlashAttention's backward takes memory by the document: 16k of one token each took more than the model."""
+    for packed in (pack([], 16384, 1, 16384), pack(by_lengths(1, 1), 16384, 1, 16384)):
+        ((row,),) = packed
+        check_rows(packed, 16384, 16384)
+        assert len(row.cu_seqlens) <= 2 + 64 + 1
+        assert row.max_seqlen == PADDING_DOCUMENT_TOKENS and int(row.positions.max()) == 1
+
+
+def test_documents_of_one_token():
+    ((row,),) = pack(by_lengths(1, 1, 1), 8, 1)
+    assert row.cu_seqlens.tolist() == [0, 1, 2, 3] and row.max_seqlen == 1
+    assert row.answer_positions.tolist() == [0, 1, 2]
+    assert row.answers.sample_ids.tolist() == [0, 1, 2]
 
 
 def test_packing_is_deterministic():

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.grpo.logprobs import token_logprobs
-from torchtitan.grpo.packing import Microbatch
+from torchtitan.grpo.packing import PADDING_DOCUMENT_TOKENS, Microbatch
 from torchtitan.models.attention import VarlenMetadata
 
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -110,6 +110,20 @@ def make_packed(model: nn.Module, tp_mesh: DeviceMesh | None = None, *, compile:
     model.forward = types.MethodType(functools.partial(_packed_forward, tp_mesh=tp_mesh, compile=compile), model)
 
 
+def attention_tokens(model: nn.Module) -> float:
+    """The position from which a token's attention costs more than its linear layers, for `packing.pack`.
+
+    Counted in FLOPs: forward and backward take 6 for each parameter that a token is multiplied by, and 12 per layer,
+    head and head dimension for each position that it attends to. A kernel's speed is not taken into account.
+    """
+    args = model.model_args
+    parameters = sum(p.numel() for p in model.parameters())  # of all ranks' shards; a tied weight once
+    if model.output.weight is not model.tok_embeddings.weight:
+        parameters -= model.tok_embeddings.weight.numel()  # a look-up
+    head_dim = getattr(args, "head_dim", args.dim // args.n_heads)
+    return 6 * parameters / (12 * args.n_layers * args.n_heads * head_dim)
+
+
 def _packed_forward(
     model: nn.Module,
     row: Microbatch,
@@ -120,12 +134,16 @@ def _packed_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`."""
     # Any upper bound will do for the kernel: a constant keeps compiled blocks from being compiled for each row.
-    longest = model.model_args.max_seq_len if compile else row.max_seqlen
+    longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
+    if compile:  # nor for each number of documents
+        torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
     rope = model.rope_cache if hasattr(model, "rope_cache") else model.freqs_cis
     # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
     rope = rope[row.positions]
     hidden = model.tok_embeddings(row.tokens.unsqueeze(0))
+    if not rope.is_complex():  # Qwen3's: once, or every block keeps a copy of its own for the backward
+        rope = rope.to(hidden.dtype)
     for block in model.layers.values():
         hidden = block(hidden, rope, documents, None)
     hidden = model.norm(hidden)

@@ -6,6 +6,7 @@ predicts nothing that is trained.
 """
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, chain
@@ -18,6 +19,9 @@ from torchtitan.grpo.errors import UserError
 
 INT_ROWS = ("tokens", "positions", "targets", "loss_mask", "sample_index", "ages")
 FLOAT_ROWS = ("advantages", "weights", "sampler_logprobs")
+# Padding is cut into documents of this length: a longer one costs attention, and FlashAttention's backward takes memory
+# for 128 more tokens a document.
+PADDING_DOCUMENT_TOKENS = 256
 
 
 @dataclass
@@ -82,7 +86,8 @@ class Microbatch:
 
     Attributes:
         tokens: int64, input of the model.
-        positions: int64, 0 at the start of each document.
+        positions: int64, 0 at the start of each document. In padding they end at the row's largest, or at 1 if that is
+            0, so that they stay within the model's table.
         targets: int64, the next token of the document where it is trained, else 0.
         loss_mask: bool, True where the target is an answer token that is trained.
         sample_ids: int64, nondecreasing 0..n-1 over the row's samples, -1 on padding.
@@ -195,19 +200,29 @@ def _move(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def pack(
-    samples: list[PackedSample], budget_tokens: int, num_ranks: int, pad_multiple: int = 1
+    samples: list[PackedSample],
+    budget_tokens: int,
+    num_ranks: int,
+    pad_multiple: int = 1,
+    attention_tokens: float = math.inf,
 ) -> list[list[Microbatch]]:
     """Rows of at most `budget_tokens` for each rank: `result[rank]` is that rank's microbatches, on the CPU.
 
     Every rank gets the same number of rows (sharded parameters are gathered by all ranks at once), at least one; a rank
     with too little work gets rows of padding alone. The longest samples go first into the least loaded of as few rows
-    as hold them that way, or as first-fit-decreasing needs if that is fewer. Rows of similar length go to the ranks in
-    the same turn, because a turn takes as long as its longest row. The result is a function of the arguments alone.
+    as hold them that way, or as first-fit-decreasing needs if that is fewer. Rows of similar cost go to the ranks in
+    the same turn, because a turn takes as long as its dearest row. The result is a function of the arguments alone.
     Samples without a trained token are left out.
+
+    A document of L tokens costs L + L^2 / (2 `attention_tokens`), a token of padding costs 1. As dear documents are
+    few to a row and cheap ones fill the budget, rows are loaded by cost, by attention alone (right where padding makes
+    all rows as long) and by tokens, and what makes the turns' dearest rows cheapest in sum is taken.
 
     Args:
         budget_tokens: `[training] tokens_per_microbatch`, a multiple of `pad_multiple`.
         pad_multiple: Rows are padded to a multiple of this; the budget itself gives rows of one fixed length.
+        attention_tokens: The position from which a token's attention costs more than its linear layers, from
+            `packed_model.attention_tokens`; infinity balances tokens.
     Raises:
         UserError: a sample exceeds the budget, or the budget is not a multiple of `pad_multiple`.
         ValueError: an empty prompt, or log-probabilities, ages or a loss mask that do not match the answer.
@@ -220,12 +235,33 @@ def pack(
     for i, sample in enumerate(samples):
         _check(i, sample, budget_tokens)
     lengths = {i: tokens for i, sample in enumerate(samples) if (tokens := sample.document_tokens)}
-    rows = _assign(lengths, budget_tokens, num_ranks)
+    rows = _assign(lengths, budget_tokens, num_ranks, pad_multiple, attention_tokens)
     turns = len(rows) // num_ranks
     return [
         [_build(samples, rows[turn * num_ranks + rank], pad_multiple) for turn in range(turns)]
         for rank in range(num_ranks)
     ]
+
+
+def packing_metrics(minibatches: list[list[list[Microbatch]]], attention_tokens: float = math.inf) -> dict[str, float]:
+    """What packing costs, over the results of one or more calls of `pack`.
+
+    `pack/padding_fraction` is padding tokens over all tokens of all rows. `pack/imbalance` is the cost (see `pack`) of
+    each turn's dearest row over the mean of its ranks, both summed over turns: 1 if no rank waits for another.
+    """
+    rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
+    padding = sum(int((row.sample_ids < 0).sum()) for row in rows)
+    turns = [turn for rows_by_rank in minibatches for turn in zip(*rows_by_rank, strict=True)]
+    costs = [[_row_cost(row, attention_tokens) for row in turn] for turn in turns]
+    return {
+        "pack/padding_fraction": padding / sum(len(row.tokens) for row in rows),
+        "pack/imbalance": sum(map(max, costs)) / sum(sum(turn) / len(turn) for turn in costs),
+    }
+
+
+def _row_cost(row: Microbatch, attention_tokens: float) -> float:
+    lengths = row.cu_seqlens.diff().double()
+    return float((lengths + lengths.square() / (2 * attention_tokens)).sum())
 
 
 def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
@@ -246,31 +282,55 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
         )
 
 
-def _assign(lengths: dict[int, int], budget_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Sample indices of each row, rows in falling order of load; a multiple of `num_ranks` rows, at least that many."""
+def _assign(
+    lengths: dict[int, int], budget_tokens: int, num_ranks: int, pad_multiple: int, attention_tokens: float
+) -> list[list[int]]:
+    """Sample indices of each row, rows in falling order of cost; a multiple of `num_ranks` rows, at least that many."""
+    attention = {i: tokens**2 / (2 * attention_tokens) for i, tokens in lengths.items()}
+    costs = {i: tokens + attention[i] for i, tokens in lengths.items()}
+    all_loads = [lengths] if attention_tokens == math.inf else [costs, attention, lengths]
+
+    def cost(row: list[int]) -> float:
+        tokens = sum(lengths[i] for i in row)
+        return max(1, -(-tokens // pad_multiple)) * pad_multiple + sum(attention[i] for i in row)
+
+    def duration(rows: list[list[int]]) -> float:
+        return sum(sorted(map(cost, rows), reverse=True)[::num_ranks])
+
     longest_first = sorted(lengths, key=lambda i: (-lengths[i], i))
     tight = _first_fit(longest_first, lengths, budget_tokens)
     least_turns = max(1, -(-sum(lengths.values()) // (budget_tokens * num_ranks)))
     most_turns = max(1, -(-len(tight) // num_ranks))
     for turns in range(least_turns, most_turns + 1):
-        rows = _least_loaded(longest_first, lengths, budget_tokens, turns * num_ranks)
-        if rows:
+        tried = (_least_loaded(longest_first, lengths, loads, budget_tokens, turns * num_ranks) for loads in all_loads)
+        balanced = [rows for rows in tried if rows]
+        if balanced:
+            rows = min(balanced, key=duration)
             break
     else:  # balancing wastes room that first fit does not
         rows = tight + [[] for _ in range(most_turns * num_ranks - len(tight))]
-    return sorted(map(sorted, rows), key=lambda row: -sum(lengths[i] for i in row))
+    return sorted(map(sorted, rows), key=lambda row: (-cost(row), -sum(lengths[i] for i in row)))
 
 
-def _least_loaded(order: list[int], lengths: dict[int, int], budget_tokens: int, num_rows: int) -> list[list[int]]:
-    """Each sample into the row with the fewest tokens; [] if one exceeds the budget there, as it then does in all."""
+def _least_loaded(
+    order: list[int], lengths: dict[int, int], loads: dict[int, float], budget_tokens: int, num_rows: int
+) -> list[list[int]]:
+    """Each sample into the row with the least load of those that have room for it; [] if none has."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    heap = [(0, row) for row in range(num_rows)]  # (tokens, row)
+    room = [budget_tokens] * num_rows
+    heap = [(0, row) for row in range(num_rows)]  # (load, row)
     for i in order:
-        load, row = heap[0]
-        if load + lengths[i] > budget_tokens:
+        full = []
+        while heap and room[heap[0][1]] < lengths[i]:
+            full.append(heapq.heappop(heap))
+        if not heap:
             return []
-        heapq.heapreplace(heap, (load + lengths[i], row))
+        load, row = heap[0]
+        heapq.heapreplace(heap, (load + loads[i], row))
         rows[row].append(i)
+        room[row] -= lengths[i]
+        for entry in full:
+            heapq.heappush(heap, entry)
     return rows
 
 
@@ -300,8 +360,8 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Mi
     ints, floats = dict(zip(INT_ROWS, all_ints, strict=True)), dict(zip(FLOAT_ROWS, all_floats, strict=True))
 
     positions = np.arange(length) - np.repeat(documents.cumsum() - documents, documents)
-    # No padding document is longer than the row's longest: positions stay within the model's table.
-    ints["positions"][:] = np.append(positions, np.arange(padding) % documents.max(initial=1))
+    pad_positions = np.minimum(np.arange(padding) % PADDING_DOCUMENT_TOKENS, documents.max(initial=2) - 1)
+    ints["positions"][:] = np.append(positions, pad_positions)
     ints["sample_index"][:] = np.append(np.repeat(np.array(row, np.int64), documents), np.full(padding, -1))
     tokens = (ids for s, end in zip(laid, ends, strict=True) for ids in (s.prompt_ids, s.answer_ids[: end - 1]))
     ints["tokens"][:length] = np.fromiter(chain.from_iterable(tokens), np.int64, length)
