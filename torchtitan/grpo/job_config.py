@@ -264,6 +264,18 @@ class WeightSync:
 
 
 @dataclass
+class Offload:
+    offload_optimizer_states_for_logprob: bool = False
+    """While old and reference log-probabilities are computed, keep the optimizer state in pinned host memory. It comes
+    back behind the forward and backward passes; the device memory that it frees is for longer rows in that window."""
+    optimizer_states: Literal["device", "host"] = "device"
+    """Where the optimizer state lives. `host`: in pinned host memory for good; a step streams it through the device in
+    parts, which takes 8 bytes each way per parameter held in float32."""
+    reference_weights: Literal["device", "host"] = "device"
+    """Where the reference model's weights are between uses. `host`: in pinned host memory; each step brings them in."""
+
+
+@dataclass
 class Data:
     source: Literal["arithmetic", "jsonl", "hf", "reasoning_gym"] = "arithmetic"
     """Built-in sums, a JSONL file, a local Hugging Face dataset folder, or reasoning-gym tasks by name."""
@@ -352,6 +364,7 @@ class JobConfig:
     async_grpo: AsyncGrpo = field(default_factory=AsyncGrpo)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    offload: Offload = field(default_factory=Offload)
     data: Data = field(default_factory=Data)
     reward: Reward = field(default_factory=Reward)
     sft: Sft = field(default_factory=Sft)

@@ -22,6 +22,7 @@ def check_contradictions(config: JobConfig) -> list[str]:
         _check_batch,
         _check_lengths,
         _check_losses,
+        _check_offload,
         _check_torchtitan,
         _check_servers,
         _check_async,
@@ -100,6 +101,23 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
         yield f'[grpo] replace_limit = {grpo.replace_limit:g} is read with zero_variance_groups = "replace" only'
     if grpo.importance_min > grpo.importance_max:
         yield f"[grpo] importance_min = {grpo.importance_min} is over [grpo] importance_max = {grpo.importance_max}"
+
+
+def _check_offload(config: JobConfig) -> Iterator[str]:
+    offload, grpo = config.offload, config.grpo
+    window = "[offload] offload_optimizer_states_for_logprob = true"
+    if offload.offload_optimizer_states_for_logprob and offload.optimizer_states == "host":
+        yield f'{window} with optimizer_states = "host": the state is on the host already, so leave one of them out'
+    if offload.offload_optimizer_states_for_logprob and not (
+        grpo.kl_coef or (grpo.minibatches > 1 and grpo.proximal_logprobs == "recompute")
+    ):
+        yield (
+            f"{window} has no window: without [grpo] kl_coef, and with one minibatch or proximal_logprobs = "
+            '"sampler", no log-probabilities are computed before the update; leave it out, or use '
+            '[offload] optimizer_states = "host"'
+        )
+    if offload.reference_weights == "host" and not grpo.kl_coef:
+        yield '[offload] reference_weights = "host" needs a reference: set [grpo] kl_coef over 0, or leave it out'
 
 
 def _check_torchtitan(config: JobConfig) -> Iterator[str]:

@@ -1,0 +1,202 @@
+"""Device memory and its twin in pinned host memory: streams, copies, and what they cost.
+
+What moves is the memory behind tensors, never the tensors: a storage is emptied (`resize_(0)`, as FSDP does with
+gathered parameters) and filled again, so parameters, DTensors, what FSDP2 keeps of them and `optimizer.state` stay
+the objects that they were. On CPU the same code copies at once, and there is nothing to overlap.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+FLAT_BYTES = 1 << 30
+"""Small tensors are put together into device buffers of about this size: few copies, and blocks that are easy to find
+room for when they come back."""
+
+_CHUNK_BYTES = 1 << 29
+"""Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two, which would double a
+large one."""
+
+_ALIGN = 512  # the CUDA allocator's own rounding: put together, tensors take no more than they did alone
+
+
+class CopyStream:
+    """Copies beside the compute stream (the calling thread's current one), and the seconds that they took."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: dict[str, float] = {}
+        self._last: torch.cuda.Event | None = None
+
+    @contextmanager
+    def after_compute(self, name: str, also: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Event | None]:
+        """Copies that are enqueued in here start when the device has done what the compute stream holds now.
+
+        Args:
+            name: What their seconds are booked on.
+            also: They wait for this event, too.
+
+        Yields:
+            The event of their end; None on CPU.
+        """
+        if self.stream is None:
+            start = time.perf_counter()
+            yield None
+            seconds = time.perf_counter() - start
+            self._add(name, seconds)
+            self._add("exposed", seconds)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if also is not None:
+            self.stream.wait_event(also)
+        with torch.cuda.stream(self.stream), self._timed(name, self.stream) as done:
+            yield done
+        self._last = done
+
+    def order_compute_after(self, done: torch.cuda.Event | None) -> None:
+        """What the compute stream gets from now on waits on the device for the event, and how long is timed."""
+        if done is not None:
+            compute = torch.cuda.current_stream(self.device)
+            with self._timed("exposed", compute):
+                compute.wait_event(done)
+
+    def idle(self) -> bool:
+        """Whether all copies have ended. For any thread."""
+        return self._last is None or self._last.query()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by name since the last call. Waits for the copies, so it belongs at the end of a step."""
+        for name, begun, done in self._spans:
+            done.synchronize()
+            self._add(name, begun.elapsed_time(done) / 1e3)
+        seconds, self._seconds = self._seconds, {}
+        self._spans.clear()
+        return seconds
+
+    @contextmanager
+    def _timed(self, name: str, stream: torch.cuda.Stream) -> Iterator[torch.cuda.Event]:
+        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun.record(stream)
+        yield done
+        done.record(stream)
+        self._spans.append((name, begun, done))
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+
+class PinnedTwin:
+    """Device storages, all full at first, and pinned host memory for their bytes.
+
+    Args:
+        storages: Distinct ones; every tensor in them follows.
+        copies: The stream of the copies to the host.
+        copies_in: That of the copies to the device, by default the same.
+    """
+
+    def __init__(
+        self, storages: Sequence[torch.UntypedStorage], copies: CopyStream, copies_in: CopyStream | None = None
+    ):
+        self._storages = [(storage, storage.nbytes()) for storage in storages]
+        self.nbytes = sum(size for _, size in self._storages)
+        self.on_device = True
+        self.saved: torch.cuda.Event | None = None
+        self._loaded: torch.cuda.Event | None = None
+        self._out, self._in = copies, copies_in or copies
+        device = copies.device
+        self._views = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage) for storage in storages]
+        sizes = [min(_CHUNK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, _CHUNK_BYTES)]
+        pinned = device.type == "cuda"
+        self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        self._pieces = list(self._pair())
+
+    def save(self) -> None:
+        """Copy to the host what the storages hold."""
+        with self._out.after_compute("out") as self.saved:
+            for device_piece, host_piece in self._pieces:
+                host_piece.copy_(device_piece, non_blocking=True)
+
+    def empty(self) -> None:
+        """Give the device memory back to the allocator, without waiting for `save`."""
+        if self._out.stream is not None:
+            # The memory belongs to the compute stream, and the caching allocator would hand it to the next allocation
+            # on that stream at once, whose kernels might overwrite what the copy still reads. Told by record_stream
+            # that the copy stream uses it too, the allocator records an event there when the memory is freed and
+            # reuses it only when the event has passed. It asks at each allocation and waits for none, unless the
+            # device has no other memory left. In memory_allocated the bytes count as freed from here on.
+            for view in self._views:
+                view.record_stream(self._out.stream)
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        self.on_device = False
+
+    def load(self) -> None:
+        """Allocate device memory and copy back; `use` comes before the first use.
+
+        The memory is the compute stream's, whose cached blocks it can then take. Kernels that are enqueued, but not
+        done, may still use them: the copy starts after those.
+        """
+        for storage, size in self._storages:
+            storage.resize_(size)
+        self.on_device = True
+        with self._in.after_compute("in", self.saved) as self._loaded:
+            for device_piece, host_piece in self._pieces:
+                device_piece.copy_(host_piece, non_blocking=True)
+        if self._in.stream is not None:
+            for view in self._views:  # whoever drops the tensors meanwhile frees the memory under the copy
+                view.record_stream(self._in.stream)
+
+    def use(self) -> None:
+        """The compute stream goes on when the bytes of the last `load` are there. The host does not wait."""
+        self._in.order_compute_after(self._loaded)
+        self._loaded = None
+
+    def _pair(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of device memory with their place in host memory, where one storage goes on behind the other."""
+        place = 0
+        for view in self._views:
+            start = 0
+            while start < view.numel():
+                chunk, offset = divmod(place, _CHUNK_BYTES)
+                length = min(view.numel() - start, _CHUNK_BYTES - offset)
+                yield view[start : start + length], self._chunks[chunk][offset : offset + length]
+                start, place = start + length, place + length
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, the object itself; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def put_together(tensors: Sequence[Tensor], flat_bytes: int = FLAT_BYTES) -> list[torch.UntypedStorage]:
+    """Move dense tensors into common storages of at most `flat_bytes`, or of one tensor; they stay the same objects.
+
+    It takes the memory of one such storage more while it lasts.
+    """
+    groups: list[list[tuple[Tensor, int]]] = []
+    filled = flat_bytes
+    for tensor in tensors:
+        size = tensor.numel() * tensor.itemsize
+        if filled + size > flat_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append((tensor, filled))
+        filled += -(-size // _ALIGN) * _ALIGN
+    storages = []
+    for group in groups:
+        last, offset = group[-1]
+        flat = torch.empty(offset + last.numel() * last.itemsize, dtype=torch.uint8, device=last.device)
+        for tensor, offset in group:
+            piece = flat[offset : offset + tensor.numel() * tensor.itemsize].view(tensor.dtype)
+            target = piece.as_strided(tensor.shape, tensor.stride())
+            target.copy_(tensor)
+            tensor.set_(flat.untyped_storage(), target.storage_offset(), tensor.shape, tensor.stride())
+        storages.append(flat.untyped_storage())
+    return storages
