@@ -8,6 +8,7 @@ The loss is in `torchtitan/grpo/losses.py`, rewards in `torchtitan/grpo/reward_f
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import signal
 import sys
@@ -40,7 +41,8 @@ from torchtitan.grpo.gradients import accumulate_gradients
 from torchtitan.grpo.ledger import Ledger
 from torchtitan.grpo.metrics import MetricsLogger, SampleLog
 from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_config
-from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.packed_model import attention_tokens
+from torchtitan.grpo.packing import Microbatch, PackedSample, pack, packing_metrics
 from torchtitan.grpo.parallelize import build_model
 from torchtitan.grpo.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.rewards import RewardRunner
@@ -104,7 +106,8 @@ class Trainer:
             rows = self.pack(groups)
             learned = self.update(rows)
             self.publish()
-            self.log(rollout_metrics(groups, self.step - 1, self.max_age) | learned | self.validate(), groups)
+            rolled_out = rollout_metrics(groups, self.step - 1, self.max_age)
+            self.log(rolled_out | self.packing | learned | self.validate(), groups)
             self.save()
         self.weight_sync.drain()
 
@@ -129,7 +132,7 @@ class Trainer:
         with self.ledger.stage("pack"):
             self.rewards_by_group = self.broadcast.json([[self._shaped_reward(s) for s in g] for g in groups])
             self.advantages = group_advantages(self.rewards_by_group, grpo.advantage_baseline, grpo.advantage_std)
-            minibatches = []
+            minibatches, packed = [], []
             for part in _split(len(self.advantages), grpo.minibatches):
                 rows = None
                 if self.is_rank0:
@@ -153,8 +156,10 @@ class Trainer:
                         for (s, advantage), weight in zip(answers, weights, strict=True)
                         if weight or grpo.kl_placement == "reward"  # what trains nothing costs nothing
                     ]
-                    rows = pack(samples, budget, self.data_ranks, self.row_multiple)
+                    rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
+                    packed.append(rows)
                 minibatches.append([row.to(self.device) for row in self.broadcast.microbatches(rows, self.data_rank)])
+            self.packing = packing_metrics(packed, self.attention_tokens) if packed else {}
             return minibatches
 
     def update(self, minibatches: list[list[Microbatch]]) -> dict[str, float]:
@@ -406,6 +411,8 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         self.model = build_model(self.source, config, self.dims, self.device)
+        # One rank waits for no other.
+        self.attention_tokens = attention_tokens(self.model) if self.data_ranks > 1 else math.inf
         if config.model.weights == "hf":
             load_hf_weights(self.model, self.source, config.model.hf_assets_path)
         self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
