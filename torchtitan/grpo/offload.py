@@ -70,7 +70,7 @@ class OptimizerStateOffload:
     def begin_out(self) -> None:
         """Copy the state to the host and free its device memory, or when the link is free, see `poll`.
 
-        Only the first time it takes long: pinned host memory of the state's size is allocated.
+        The first time takes seconds: it allocates pinned host memory of the state's size.
         """
         if self.phase in (Phase.LEAVING, Phase.ON_HOST):
             return
@@ -85,7 +85,7 @@ class OptimizerStateOffload:
             if not tensors:
                 return
             if not same_objects(tensors, self._tensors):
-                self._twin = None  # its host memory is taken again
+                self._twin, self._tensors = None, []  # what they hold is free to be taken again
                 self._twin = PinnedTwin(put_together(tensors), self._copies)
                 self._tensors = tensors
         self._windows += 1
@@ -336,8 +336,10 @@ class HostedWeights:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Free the weights' device memory, behind what the compute stream holds now. Not between a forward and its
-        end. The first time it takes long: pinned host memory of their size is allocated."""
+        """Free the weights' device memory, behind what the compute stream holds now.
+
+        The first time takes seconds: it allocates pinned host memory of their size.
+        """
         if self._twin is not None and not self._twin.on_device:
             return
         for module in self._model.modules():
@@ -357,9 +359,12 @@ class HostedWeights:
         self._changed = True
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call: `offload/reference_freed_gib` (0 while the weights are on the device),
-        `offload/reference_in_s`, seconds of copying, and `offload/reference_exposed_s`, seconds that the compute
-        stream stood still for it. It waits for copies."""
+        """Figures since the last call; it waits for copies.
+
+        Returns:
+            `offload/reference_freed_gib` (0 while the weights are on the device); `offload/reference_in_s`, seconds of
+            copying them in; `offload/reference_exposed_s`, seconds that the compute stream stood still for it.
+        """
         seconds = self._copies.take_seconds()
         on_host = self._twin is not None and not self._twin.on_device
         return {
