@@ -41,6 +41,7 @@ from torchtitan.grpo.gradients import accumulate_gradients
 from torchtitan.grpo.ledger import Ledger
 from torchtitan.grpo.metrics import MetricsLogger, SampleLog
 from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_config
+from torchtitan.grpo.offload import Offloading
 from torchtitan.grpo.packed_model import attention_tokens
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack, packing_metrics
 from torchtitan.grpo.parallelize import build_model
@@ -96,6 +97,7 @@ class Trainer:
             self.warm_start()
             if self.reference is not None:
                 self.reference.load_state_dict(self.model.state_dict())
+        self.offload.settle()
         self.publish(wait=True)
         if self.step == 0:
             self.log(self.validate())
@@ -129,6 +131,7 @@ class Trainer:
     def pack(self, groups: list[Group]) -> list[list[Microbatch]]:
         """Rewards become advantages, answers become packed rows: this rank's rows of each minibatch."""
         grpo, budget = self.config.grpo, self.row_tokens
+        self.offload.prefetch()
         with self.ledger.stage("pack"):
             self.rewards_by_group = self.broadcast.json([[self._shaped_reward(s) for s in g] for g in groups])
             self.advantages = group_advantages(self.rewards_by_group, grpo.advantage_baseline, grpo.advantage_std)
@@ -171,6 +174,7 @@ class Trainer:
                 self.optimizers.zero_grad()
 
                 def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
+                    self.offload.poll()
                     logprobs, entropy = self.model(row, self.config.rollout.temperature)
                     return losses.row_loss(logprobs, entropy, row, self.config.grpo, *fixed[index], self.max_age)
 
@@ -182,7 +186,7 @@ class Trainer:
                     list(self.model.parameters()), self.config.training.max_norm, foreach=True
                 )
                 self.weight_sync.order_writes_after()
-                self.optimizers.step()
+                self.offload.step()
             self.lr_schedulers.step()
         return policy_metrics(self._sum_over_data_ranks(sums)) | {
             "train/grad_norm": float(grad_norm),
@@ -218,6 +222,7 @@ class Trainer:
                     self.ledger.add("sync", report.seconds["total"], hidden=True)
             metrics |= sync_metrics(reports, self.fleet) | self.rollouts.metrics()
         times = self.ledger.close_step()
+        metrics |= self.offload.metrics()
         if self.is_rank0:
             busy_s = self.collector.take_busy_seconds()
             metrics |= server_metrics(self.fleet, busy_s, reports, times["time/step_s"])
@@ -233,6 +238,7 @@ class Trainer:
         if checkpoint.enable and due:
             with self.ledger.stage("checkpoint"):
                 self.checkpointer.save(self.step)
+                self.offload.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer, scheduler and random states. JSON values."""
@@ -283,11 +289,13 @@ class Trainer:
         needs_old = kl_in_reward or (len(minibatches) > 1 and grpo.proximal_logprobs == "recompute")
 
         def fixed(row: Microbatch) -> FixedLogprobs:
+            self.offload.poll()
             old = self.model(row, temperature)[0] if needs_old else None
             return old, self.reference(row, temperature)[0] if self.reference is not None else None
 
         with self.ledger.stage("logprobs"), torch.no_grad():
-            result = [[fixed(row) for row in rows] for rows in minibatches]
+            with self.offload.logprobs():
+                result = [[fixed(row) for row in rows] for rows in minibatches]
             if kl_in_reward:
                 self._take_kl_off_rewards(minibatches, result)
         return result
@@ -420,6 +428,9 @@ class Trainer:
         self.reference = None
         if config.grpo.kl_coef > 0:
             self.reference = build_model(self.source, config, self.dims, self.device, trainable=False)
+        self.offload = Offloading(
+            config.offload, self.optimizers, self.reference, self.device, lambda: self.weight_sync.idle()
+        )
         self.checkpointer = Checkpointer(
             config.checkpoint,
             config.job.dump_folder,

@@ -43,6 +43,25 @@ def test_weights_by_files_make_the_same_run_as_weights_by_a_group(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "where",
+    [{"--offload.offload_optimizer_states_for_logprob": None}, {"--offload.optimizer_states": "host"}],
+    ids=["window", "host"],
+)
+def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, tmp_path):
+    flags = {"--grpo.minibatches": "2", "--grpo.kl_coef": "0.05", "--lr_scheduler.total_steps": "3"}
+    flags |= {"--training.steps": "3"}
+    plain = train(tmp_path / "plain", flags)
+    where = flags | where | {"--offload.reference_weights": "host"}
+    train(tmp_path / "offloaded", where | {"--training.steps": "2"})
+    train(tmp_path / "offloaded", where | {"--checkpoint.resume": None})
+    offloaded = steps(tmp_path / "offloaded")
+    assert all(line["offload/freed_gib"] > 0 and line["offload/reference_freed_gib"] > 0 for line in offloaded[1:])
+    for one, other in zip(plain, offloaded, strict=True):
+        for name in ("train/loss", "train/grad_norm", "policy/kl", "policy/entropy", "reward/mean"):
+            assert other[name] == one[name], (one["step"], name)
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         {"--grpo.minibatches": "2", "--grpo.kl_coef": "0.05", "--grpo.kl_placement": "reward"},

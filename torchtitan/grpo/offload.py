@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.grpo.job_config import Offload
 from torchtitan.grpo.pinned import FLAT_BYTES, CopyStream, PinnedTwin, local_tensor, put_together
 
 _POLL_S = 0.001
@@ -372,6 +374,70 @@ class HostedWeights:
             "offload/reference_in_s": seconds.get("in", 0.0),
             "offload/reference_exposed_s": seconds.get("exposed", 0.0),
         }
+
+
+class Offloading:
+    """All of `[offload]` for one trainer. What is off does nothing.
+
+    Args:
+        optimizers: torchtitan's container of those that train the model.
+        reference: The reference model, if there is one.
+        link_free: See `OptimizerStateOffload`.
+    """
+
+    def __init__(
+        self,
+        config: Offload,
+        optimizers: OptimizersContainer,
+        reference: nn.Module | None,
+        device: torch.device,
+        link_free: Callable[[], bool],
+    ):
+        window, on_host = config.offload_optimizer_states_for_logprob, config.optimizer_states == "host"
+        hosted = reference is not None and config.reference_weights == "host"
+        self._optimizers = optimizers
+        self._window = OptimizerStateOffload(optimizers, device, link_free) if window else None
+        self._states = HostOptimizerStates(optimizers, device) if on_host else None
+        self._reference = HostedWeights(reference, device) if hosted else None
+
+    def settle(self) -> None:
+        """After a checkpoint was loaded or saved, which has everything on the device."""
+        if self._reference:
+            self._reference.release()
+        if self._states:
+            self._states.to_host()
+
+    def prefetch(self) -> None:
+        """Log-probabilities will be computed soon."""
+        if self._reference:
+            self._reference.begin_in()
+
+    @contextmanager
+    def logprobs(self) -> Iterator[None]:
+        """Around the passes that compute fixed log-probabilities. It must end without a wait for the device."""
+        if self._window:
+            self._window.begin_out()
+        if self._reference:
+            self._reference.finish()
+        yield
+        if self._reference:
+            self._reference.release()
+        if self._window:
+            self._window.begin_in()
+
+    def poll(self) -> None:
+        """Between rows: start what waited for the link."""
+        if self._window:
+            self._window.poll()
+
+    def step(self) -> None:
+        """The optimizer step, wherever its state is."""
+        (self._states or self._optimizers).step()
+
+    def metrics(self) -> dict[str, float]:
+        """See the three classes. Call it once a step, on every rank."""
+        parts = [part.metrics() for part in (self._window, self._states, self._reference) if part]
+        return {name: value for part in parts for name, value in part.items()}
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], device: torch.device) -> list[Tensor]:

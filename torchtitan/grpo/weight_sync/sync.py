@@ -164,6 +164,10 @@ class WeightSync:
         self._wait_until(lambda: self._thread.settled(self._newest), f"the push of version {self._newest}")
         self._thread.hurry = False
 
+    def idle(self) -> bool:
+        """Whether no weights are on their way from this rank."""
+        return self._thread is None or not self._thread.busy
+
     def finished(self) -> list[SyncReport]:
         """Pushes that ended since the last call; none on ranks other than 0."""
         if self._board is None:

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -40,12 +40,14 @@ class SyncThread(threading.Thread):
     Attributes:
         error: What ended the thread.
         closing: Set it to end the thread; the leader must be woken, too.
+        busy: Weights are on their way from this rank.
     """
 
     def __init__(self, ranks: Ranks, sender: Sender, timeout_s: float, on_error: Callable[[BaseException], None]):
         super().__init__(name="weight-sync", daemon=True)
         self.error: BaseException | None = None
         self.closing = False
+        self.busy = False
         self._ranks, self._sender, self._timeout_s, self._on_error = ranks, sender, timeout_s, on_error
 
     def run(self) -> None:
@@ -61,12 +63,19 @@ class SyncThread(threading.Thread):
     def _work(self) -> None:
         raise NotImplementedError
 
-    def _hold(self) -> AbstractContextManager[SnapshotBuffer]:
-        """The newest version that any rank has, on all ranks."""
+    @contextmanager
+    def _hold(self) -> Iterator[SnapshotBuffer]:
+        """The newest version that any rank has, on all ranks, to be sent."""
         what = "agreeing on a version to publish"
-        return self._sender.snapshots.hold(
+        held = self._sender.snapshots.hold(
             lambda newest: self._ranks.greatest(newest, what), PHASES * self._timeout_s, self._raise_if_closed
         )
+        with held as snapshot:
+            self.busy = True
+            try:
+                yield snapshot
+            finally:
+                self.busy = False
 
     def _raise_if_closed(self) -> None:
         if self.closing:
