@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_common.arguments import address, device, positive, seconds
+from bench_common.arguments import address, device, positive, seconds, trainer_flags
+from bench_common.shapes import SHAPES
 
-SHAPES = ["tiny", "0.6b", "1.7b", "4b", "8b"]
 MODES = ["sync", "async", "in_flight", "in_flight_keep_kv"]
 H200: dict[str, Any] = {
     "shape": "0.6b",
@@ -207,24 +207,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         if both and not args.urls:
             parser.error(f"GPU {', '.join(sorted(both))} is in --trainers and in --servers: give each its own")
     return args
-
-
-def trainer_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """`--section.key value` pairs, and single `--section.key` and `--section.no-key`, as keys and values."""
-    flags: dict[str, str] = {}
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            parser.error(f"after --: {word!r} is not --section.key")
-        key, equals, value = word[2:].partition("=")
-        section, _, name = key.rpartition(".")
-        if not equals and words and not words[0].startswith("--"):
-            value = words.pop(0)
-        elif not equals:
-            value = "false" if name.startswith("no-") else "true"
-            name = name.removeprefix("no-")
-        flags[f"{section}.{name}"] = value
-    return flags
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,18 +13,11 @@ import sys
 from pathlib import Path
 
 import torch
+from bench_common.shapes import model_flags
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 SCRIPTS = Path(__file__).parents[1]
-SHAPES = {
-    "tiny": {"layers": 2, "dim": 128, "heads": 4, "kv-heads": 2, "vocab-size": 512},
-    "0.6b": {"layers": 28, "dim": 1024, "ffn-dim": 3072, "heads": 16, "kv-heads": 8},
-    "1.7b": {"layers": 28, "dim": 2048, "ffn-dim": 6144, "heads": 16, "kv-heads": 8},
-    "4b": {"layers": 36, "dim": 2560, "ffn-dim": 9728, "heads": 32, "kv-heads": 8},
-    "8b": {"layers": 36, "dim": 4096, "ffn-dim": 12288, "heads": 32, "kv-heads": 8},
-}
-"""Flags of make_tiny_model.py. All but `tiny` are Qwen3's, with its head of 128 and its 151,936 tokens."""
 
 CONSTANT = 4.0  # of the hidden state's number 0, about as large as its other numbers together; exact in bfloat16
 READ_BY_OUTPUT = 1 / 16  # the final norm's weight there: small, since tied embeddings have all rows read the constant
@@ -37,13 +30,8 @@ def make_model(folder: Path, shape: str, mean_tokens: float | None, max_tokens: 
     Args:
         max_tokens: Longest sequence of the model.
     """
-    flags = SHAPES[shape] | {"max-tokens": max_tokens}
-    if shape != "tiny":
-        flags |= {"head-dim": 128, "vocab-size": 151936}
     disable_progress_bar()
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    if shape == "8b":
-        words.append("--no-tie")
+    words = model_flags(shape, max_tokens)
     subprocess.run([sys.executable, str(SCRIPTS / "make_tiny_model.py"), str(folder), *words], check=True)
     config = AutoConfig.from_pretrained(folder)
     _fill_tokenizer(folder / "tokenizer.json", config.vocab_size)

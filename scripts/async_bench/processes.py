@@ -1,64 +1,23 @@
-"""Child processes that end with this one, and inference servers among them. Every wait is bounded."""
+"""Inference servers and runs of grpo_train.py as child processes. Every wait is bounded."""
 
-import contextlib
 import json
 import os
 import shlex
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import requests
+from bench_common.arguments import as_flags
+from bench_common.process import ROOT, Process
 
 from torchtitan.grpo.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-LOG_TAIL_CHARS = 3000
 POLL_S = 0.5
-GRACE_S = 15.0
 
 Say = Callable[[str], None]
-
-
-class Process:
-    """A command in a process group of its own, which `close` ends whole: SIGTERM, after `GRACE_S` SIGKILL."""
-
-    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]):
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log
-        with log.open("wb") as file:
-            file.write(f"$ {shlex.join(command)}\n".encode())
-            file.flush()
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def status(self) -> int | None:
-        """The exit status, None while it runs."""
-        return self._process.poll()
-
-    def said(self) -> str:
-        return f"{self.log} ends with:\n{self.log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
-
-    def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            # The group, not the leader: a child that outlives it would keep its GPU.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-                if number == signal.SIGTERM:
-                    time.sleep(0.2)
 
 
 def device_environment(devices: list[str]) -> dict[str, str]:
@@ -150,16 +109,6 @@ def train(
             time.sleep(POLL_S)
     finally:
         run.close()
-
-
-def as_flags(flags: dict[str, object]) -> list[str]:
-    """`{"grpo.group_size": 8, "compile.enable": True}` as grpo_train.py's words."""
-    words = []
-    for key, value in flags.items():
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
-        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return words
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -27,3 +27,31 @@ def device(text: str) -> str:
     if text != "cpu" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor the index of a GPU")
     return text
+
+
+def trainer_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """`--section.key value` pairs, and single `--section.key` and `--section.no-key`, as keys and values."""
+    flags: dict[str, str] = {}
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            parser.error(f"after --: {word!r} is not --section.key")
+        key, equals, value = word[2:].partition("=")
+        section, _, name = key.rpartition(".")
+        if not equals and words and not words[0].startswith("--"):
+            value = words.pop(0)
+        elif not equals:
+            value = "false" if name.startswith("no-") else "true"
+            name = name.removeprefix("no-")
+        flags[f"{section}.{name}"] = value
+    return flags
+
+
+def as_flags(flags: dict[str, object]) -> list[str]:
+    """`{"grpo.group_size": 8, "compile.enable": True}` as grpo_train.py's words."""
+    words = []
+    for key, value in flags.items():
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words

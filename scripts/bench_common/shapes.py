@@ -1,0 +1,44 @@
+"""Models by name: Qwen3's dense sizes with its vocabulary, and one for a CPU."""
+
+from typing import Any
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 2, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
+    "0.6b": {"layers": 28, "dim": 1024, "ffn-dim": 3072, "heads": 16, "kv-heads": 8},
+    "1.7b": {"layers": 28, "dim": 2048, "ffn-dim": 6144, "heads": 16, "kv-heads": 8},
+    "4b": {"layers": 36, "dim": 2560, "ffn-dim": 9728, "heads": 32, "kv-heads": 8},
+    "8b": {"layers": 36, "dim": 4096, "ffn-dim": 12288, "heads": 32, "kv-heads": 8},
+}
+"""Flags of make_tiny_model.py."""
+for _name in ("0.6b", "1.7b", "4b", "8b"):
+    SHAPES[_name] |= {"head-dim": 128, "vocab-size": 151936}
+
+
+def tied(shape: str) -> bool:
+    """Whether embedding and output layer are one parameter."""
+    return shape != "8b"
+
+
+def model_flags(shape: str, max_tokens: int) -> list[str]:
+    """make_tiny_model.py's words for a model whose longest sequence has `max_tokens`."""
+    flags = SHAPES[shape] | {"max-tokens": max_tokens}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return words if tied(shape) else [*words, "--no-tie"]
+
+
+def hf_config(shape: str, max_tokens: int) -> dict[str, Any]:
+    """The content of `config.json` of such a model."""
+    flags = SHAPES[shape]
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": flags["vocab-size"],
+        "hidden_size": flags["dim"],
+        "intermediate_size": flags["ffn-dim"],
+        "num_hidden_layers": flags["layers"],
+        "num_attention_heads": flags["heads"],
+        "num_key_value_heads": flags["kv-heads"],
+        "head_dim": flags["head-dim"],
+        "max_position_embeddings": max_tokens,
+        "tie_word_embeddings": tied(shape),
+    }

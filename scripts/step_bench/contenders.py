@@ -1,0 +1,223 @@
+"""Training steps of several makers on the same work: each builds a model and says how its gradients are made."""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.gradients import accumulate_gradients
+from torchtitan.grpo.losses import row_loss
+from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.parallelize import build_model
+from torchtitan.tools.utils import set_default_dtype
+
+from .setup import Setup
+
+IGNORED = -100  # torchtitan's and PyTorch's label of a token that is not trained
+
+
+@dataclass
+class Contender:
+    """A built model.
+
+    Attributes:
+        gradients: Forward and backward of all microbatches; returns the sum of -log p over this rank's trained tokens,
+            on the device.
+        tokens, trained_tokens: Of one step on this rank, counted in the tensors that it trains on.
+        ac, compiled: What it really does of what was asked for.
+        note: What else to know about it.
+    """
+
+    model: nn.Module
+    optimizers: OptimizersContainer
+    gradients: Callable[[], Tensor]
+    tokens: int
+    trained_tokens: int
+    ac: str
+    compiled: bool
+    note: str = ""
+
+
+def ours(setup: Setup) -> Contender:
+    """The policy update of grpo_train.py: its model, rows, loss, accumulation of gradients, optimizer."""
+    config, work = setup.config, setup.work
+    model = build_model(setup.source, config, setup.dims, setup.device)
+    unsure = -torch.log(torch.tensor(float(setup.source.model_args.vocab_size))).item()
+    samples = []
+    pairs = zip(setup.sequences.flatten(0, 1).tolist(), setup.advantages.flatten().tolist(), strict=True)
+    for tokens, advantage in pairs:
+        answer = tokens[work.prompt :]
+        samples.append(
+            PackedSample(tokens[: work.prompt], answer, advantage, setup.token_weight, [unsure] * len(answer))
+        )
+    row_tokens = config.training.tokens_per_microbatch
+    multiple = row_tokens if config.compile.enable else setup.dims.tp
+    rows = [row.to(setup.device) for row in pack(samples, row_tokens, 1, multiple)[0]]
+    if len(rows) != work.microbatches:
+        raise RuntimeError(f"packed into {len(rows)} rows, not {work.microbatches}")
+
+    def loss_of(index: int, row: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs, entropy = model(row, config.rollout.temperature)
+        loss, sums = row_loss(logprobs, entropy, row, config.grpo)
+        return loss, sums | {"negative_logprobs": -logprobs.detach().sum()}
+
+    def gradients() -> Tensor:
+        return accumulate_gradients(model, rows, loss_of, config.training.reduce_gradients == "step")[
+            "negative_logprobs"
+        ]
+
+    return Contender(
+        model,
+        build_optimizers([model], config.optimizer, setup.dims),
+        gradients,
+        sum(len(row.tokens) for row in rows),
+        int(sum(row.loss_mask.sum() for row in rows)),
+        config.activation_checkpoint.mode,
+        config.compile.enable,
+    )
+
+
+def torchtitan(setup: Setup) -> Contender:
+    """torchtitan's pre-training step: its model with varlen attention, cross-entropy over full logits."""
+    from torchtitan.models.llama4.infra.parallelize import apply_fsdp
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    config, dims = setup.config, setup.dims
+    spec = get_train_spec("qwen3")
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = spec.model_cls(setup.source.model_args)
+    model = spec.parallelize_fn(model, dims, config)
+    note, precision = "", contextlib.nullcontext()
+    if dims.fsdp_enabled or dims.dp_replicate_enabled:
+        precision = dist_utils.maybe_enable_amp(dims, config.training.mixed_precision_param, setup.device.type)
+    else:
+        # On one rank torchtitan shards nothing and autocasts, and float32 then reaches varlen attention, which fails.
+        note = "sharded over its one rank"
+        apply_fsdp(
+            model,
+            init_device_mesh(setup.device.type, (1,), mesh_dim_names=("fsdp",)),
+            TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+            TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
+            pp_enabled=False,
+            reshard_after_forward_policy=config.parallelism.fsdp_reshard_after_forward,
+        )
+    model.to_empty(device=setup.device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.train()
+    loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
+    inputs, labels = _inputs_and_labels(setup)
+
+    class Tokenizer:  # rows are documents, and hold no end tokens
+        eos_id = 0
+
+    def gradients() -> Tensor:
+        total = torch.zeros((), device=setup.device)
+        for tokens, targets in zip(inputs, labels, strict=True):
+            masks = model.get_attention_masks(input_batch=tokens, tokenizer=Tokenizer(), extra_inputs={})
+            with precision:
+                logits = model(tokens, attention_masks=masks)
+                loss_sum = loss_fn(logits, targets)
+            del logits
+            (loss_sum * setup.token_weight).backward()
+            total += loss_sum.detach()
+        return total
+
+    return Contender(
+        model,
+        spec.build_optimizers_fn([model], config.optimizer, dims),
+        gradients,
+        inputs.numel(),
+        int((labels != IGNORED).sum()),
+        config.activation_checkpoint.mode,
+        config.compile.enable,
+        note,
+    )
+
+
+def transformers(setup: Setup) -> Contender:
+    """A plain step of Hugging Face's model: log-softmax of float32 logits."""
+    return _hugging_face(setup, lambda logits, targets: logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0])
+
+
+def trl(setup: Setup) -> Contender:
+    """The same with TRL's way from logits to log-probabilities."""
+    from trl.trainer.utils import selective_log_softmax
+
+    return _hugging_face(setup, selective_log_softmax)
+
+
+def _hugging_face(setup: Setup, logprobs_of: Callable[[Tensor, Tensor], Tensor]) -> Contender:
+    """Args: logprobs_of: (float32 logits [B, T, V], targets [B, T]) -> log-probabilities [B, T]."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config, dims, device = setup.config, setup.dims, setup.device
+    if dims.tp_enabled or dims.dp_replicate_enabled:
+        raise ValueError("runs with sharded data parallelism only")
+    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    attention = "flash_attention_2" if flash else "sdpa"
+    dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3Config.from_dict(setup.source.hf_config), dtype=dtype, attn_implementation=attention
+        )
+    model.train()
+    checkpoints = config.activation_checkpoint.mode != "none"
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    computed = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    if dims.fsdp_enabled:
+        policy = MixedPrecisionPolicy(computed, TORCH_DTYPE_MAP[config.training.mixed_precision_reduce])
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=dims.get_mesh("fsdp"), mp_policy=policy)
+        fully_shard(model, mesh=dims.get_mesh("fsdp"), mp_policy=policy)
+    autocast = not dims.fsdp_enabled and computed != dtype
+    inputs, labels = _inputs_and_labels(setup)
+    targets, trained = labels.clamp(min=0), labels != IGNORED
+    weights = setup.advantages.to(device)[..., None] * setup.token_weight * trained  # [microbatches, B, T]
+
+    def gradients() -> Tensor:
+        total = torch.zeros((), device=device)
+        for i, tokens in enumerate(inputs):
+            with torch.autocast(device.type, computed, enabled=autocast):
+                logits = model(input_ids=tokens, use_cache=False).logits
+            logprobs = logprobs_of(logits.float(), targets[i])
+            del logits
+            (-(weights[i] * logprobs).sum()).backward()
+            total -= (logprobs.detach() * trained[i]).sum()
+        return total
+
+    return Contender(
+        model,
+        build_optimizers([model], config.optimizer, dims),
+        gradients,
+        inputs.numel(),
+        int(trained.sum()),
+        "full" if checkpoints else "none",
+        False,
+        attention,
+    )
+
+
+def _inputs_and_labels(setup: Setup) -> tuple[Tensor, Tensor]:
+    """[microbatches, B, T] each, on the device; a label that is not trained is `IGNORED`."""
+    sequences = setup.sequences.to(setup.device)
+    labels = sequences[..., 1:].clone()
+    labels[..., : setup.work.prompt - 1] = IGNORED
+    return sequences[..., :-1].contiguous(), labels
+
+
+CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
+    "torchtitan": torchtitan,
+    "ours": ours,
+    "transformers": transformers,
+    "trl": trl,
+}

@@ -1,0 +1,111 @@
+"""This rank's part of a run: configuration, process group, data."""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_common.arguments import as_flags
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.memory import memory_bytes
+from torchtitan.grpo.models import resolve_model
+
+from .work import Work, step_flops
+
+NOT_HELD = {"snapshots", "buckets, at most"}
+"""What `memory_bytes` counts for weight sync; there is none here."""
+
+
+class Setup:
+    """What every contender is built from.
+
+    Args:
+        job: The arguments of bench_step.py with one contender and one shape, and `folder` with the shape's config.json.
+        distributed: Join the process group; without it only what is known before a run is there.
+    """
+
+    def __init__(self, job: Mapping[str, Any], distributed: bool = True):
+        self.job = job
+        on_cuda = job["device"] == "cuda" or (job["device"] == "auto" and torch.cuda.is_available())
+        self.config = configure(job, on_cuda)
+        self.work = Work.of(job)
+        self.source = resolve_model(self.config.model, self.config.training.seq_len)
+        with torch.device("meta"):
+            model = self.source.build()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.flops = step_flops(model, self.work)
+        self.estimate = peak_parts(memory_bytes(self.config, job["gpus"]).moments)
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
+        if not distributed:
+            return
+        if "RANK" not in os.environ:  # not under torchrun: the only rank
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+                os.environ.update(alone | {"MASTER_PORT": str(probe.getsockname()[1])})
+        if on_cuda:
+            torch.cuda.set_device(self.device)
+        dist_utils.init_distributed(self.config.comm, base_folder=job["folder"])
+        parallelism = self.config.parallelism
+        self.dims = ParallelDims(
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=1,
+            tp=parallelism.tensor_parallel_degree,
+            pp=1,
+            ep=1,
+            etp=1,
+            world_size=dist.get_world_size(),
+        )
+        dist_utils.set_determinism(self.dims, self.device, self.config.debug, [])
+        self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
+        data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0
+        self.sequences = self.work.sequences(self.source.model_args.vocab_size, job["seed"] + data_rank)
+        self.advantages = self.work.advantages(job["seed"] + data_rank)
+
+    @property
+    def token_weight(self) -> float:
+        """One over the trained tokens of all ranks: `[grpo] loss_aggregation = "token"`."""
+        return 1 / (self.work.trained_tokens * self.data_ranks)
+
+
+def configure(job: Mapping[str, Any], on_cuda: bool) -> JobConfig:
+    """grpo_train.py's configuration of the step; `job["flags"]` win."""
+    compiled = on_cuda if job["compile"] is None else job["compile"]
+    prompt = Work.of(job).prompt
+    flags = {
+        "model.hf_assets_path": job["folder"],
+        "model.weights": "random",
+        "job.dump_folder": str(Path(job["folder"]) / "outputs"),
+        "training.seq_len": job["documents"],
+        "training.tokens_per_microbatch": job["tokens"],
+        "training.mixed_precision_param": "bfloat16" if on_cuda else "float32",
+        "activation_checkpoint.mode": job["ac"],
+        "activation_checkpoint.selective_ac_option": "op",
+        # A plan may be asked for where there is no GPU, and would be refused.
+        "compile.enable": compiled and not job["dry"],
+        "data.max_prompt_tokens": prompt,
+        "rollout.max_answer_tokens": max(1, job["documents"] - prompt),
+        "debug.seed": job["seed"],
+    }
+    config = load_config(as_flags(flags | job["flags"]))
+    config.compile.enable |= compiled and job["dry"]
+    # What the arithmetic of memory counts rows from; rows are made without it.
+    samples = job["microbatches"] * job["tokens"] // job["documents"]
+    config.grpo.group_size = 1
+    config.grpo.prompts_per_step = samples * job["gpus"] // config.parallelism.tensor_parallel_degree
+    return config
+
+
+def peak_parts(moments: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by holder at the moment that needs most, without weight sync."""
+    held = [{name: size for name, size in parts.items() if name not in NOT_HELD} for parts in moments.values()]
+    return max(held, key=lambda parts: sum(parts.values()))

@@ -1,0 +1,68 @@
+"""What one optimizer step trains on, the same for every contender, and the FLOPs that it needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+FIRST_TOKEN = 3  # below it are tokens that end a document
+
+
+@dataclass(frozen=True)
+class Work:
+    """One data-parallel rank's microbatches of documents of one length.
+
+    Attributes:
+        documents: Of one microbatch.
+        length: Positions of a document: it has `length` + 1 tokens, of which the last is predicted only.
+        prompt: Its first tokens, which are not trained; at least 1.
+    """
+
+    microbatches: int
+    documents: int
+    length: int
+    prompt: int
+
+    @classmethod
+    def of(cls, job: Mapping) -> "Work":
+        """From the arguments of bench_step.py."""
+        length = job["documents"]
+        prompt = min(max(1, round(job["prompt_share"] * (length + 1))), length)
+        return cls(job["microbatches"], job["tokens"] // length, length, prompt)
+
+    @property
+    def tokens(self) -> int:
+        return self.microbatches * self.documents * self.length
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.microbatches * self.documents * (self.length + 1 - self.prompt)
+
+    def sequences(self, vocab_size: int, seed: int) -> Tensor:
+        """Random tokens, int64 [microbatches, documents, length + 1], on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.microbatches, self.documents, self.length + 1)
+        return torch.randint(FIRST_TOKEN, vocab_size, shape, generator=generator)
+
+    def advantages(self, seed: int) -> Tensor:
+        """Of each document, float32 [microbatches, documents], on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.microbatches, self.documents, generator=generator)
+
+
+def step_flops(model: nn.Module, work: Work) -> float:
+    """Floating-point operations of the products in one rank's forward and backward, nothing computed twice.
+
+    6 for each parameter of the layers' matrices and token, 6 for each of the output layer and *trained* token, and
+    12 * layers * heads * head_dim * length^2 / 2 for each document's causal attention.
+
+    Args:
+        model: torchtitan's Qwen3; meta tensors will do.
+    """
+    args = model.model_args
+    matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+    output = args.vocab_size * args.dim
+    documents = work.microbatches * work.documents
+    attention = 12 * args.n_layers * args.n_heads * args.head_dim * documents * work.length**2 / 2
+    return 6 * matrices * work.tokens + 6 * output * work.trained_tokens + attention
