@@ -53,7 +53,11 @@ def process_group():
 def build(folder, precision: str, compile: bool):
     config = JobConfig()
     config.training = SimpleNamespace(
-        dtype="float32", mixed_precision_param=precision, mixed_precision_reduce="float32", seq_len=512
+        dtype="float32",
+        mixed_precision_param=precision,
+        mixed_precision_reduce="float32",
+        seq_len=512,
+        kept_logits_mib=1,
     )
     config.activation_checkpoint.mode = "selective"
     config.activation_checkpoint.selective_ac_option = "op"

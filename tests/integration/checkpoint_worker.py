@@ -63,7 +63,11 @@ class TinyTrainer:
         self.source = resolve_model(section, TINY["max_position_embeddings"])
         config = JobConfig()
         config.training = SimpleNamespace(
-            dtype="float32", mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=64
+            dtype="float32",
+            mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
+            seq_len=64,
+            kept_logits_mib=1,
         )
         config.activation_checkpoint.mode = "none"
         config.optimizer.lr = 0.01

@@ -27,10 +27,16 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
     return [PackedSample(tokens(p), tokens(a), (-1.0) ** i, 1 / 83, [0.0] * a) for i, (p, a) in enumerate(lengths)]
 
 
-def main(folder: str, out: str, tp: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool) -> None:
+def main(
+    folder: str, out: str, tp: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool, computed: str
+) -> None:
     config = JobConfig()
     config.training = SimpleNamespace(
-        dtype="float32", mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=64
+        dtype="float32",
+        mixed_precision_param=computed,
+        mixed_precision_reduce="float32",
+        seq_len=64,
+        kept_logits_mib=1,
     )
     config.parallelism.tensor_parallel_degree = tp
     config.activation_checkpoint.mode = checkpointing

@@ -30,7 +30,11 @@ def reference_logprobs(folder: str, tokens: torch.Tensor) -> torch.Tensor:
 def main(tp: int, out: str, folders: list[str]) -> None:
     config = JobConfig()
     config.training = SimpleNamespace(
-        dtype="float32", mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=64
+        dtype="float32",
+        mixed_precision_param="float32",
+        mixed_precision_reduce="float32",
+        seq_len=64,
+        kept_logits_mib=1,
     )
     config.parallelism.tensor_parallel_degree = tp
     config.activation_checkpoint.mode = "none"

@@ -48,10 +48,11 @@ def run(
     checkpointing: str = "none",
     row_tokens: int = 64,
     reduce_once: bool = False,
+    computed: str = "float32",
 ) -> list[list[float]]:
     """[[loss, gradient norm]] of three steps on `ranks` gloo ranks, in packed rows of at most `row_tokens`."""
     how = {"tp": tp, "replicas": replicas, "checkpointing": checkpointing}
-    how |= {"row_tokens": row_tokens, "reduce_once": reduce_once}
+    how |= {"row_tokens": row_tokens, "reduce_once": reduce_once, "computed": computed}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__).with_name("parallel_worker.py")), folder, str(out), json.dumps(how)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -73,8 +74,15 @@ def test_four_ranks_equal_one_process(folders, tmp_path):
     alone = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "1"))
     both = torch.tensor(run(folders["qwen3-tied"], 4, 2, tmp_path / "4", checkpointing="full"))
     torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
-    replicated = torch.tensor(run(folders["qwen3-tied"], 4, 1, tmp_path / "replicas", replicas=2))
-    torch.testing.assert_close(replicated, alone, atol=1e-5, rtol=0)
+    for tp in (1, 2):  # replicas of shards, and of tensor-parallel ranks
+        replicated = torch.tensor(run(folders["qwen3-tied"], 4, tp, tmp_path / f"replicas{tp}", replicas=2))
+        torch.testing.assert_close(replicated, alone, atol=1e-5, rtol=0)
+
+
+def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(folders, tmp_path):
+    alone = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "1", computed="bfloat16"))
+    parallel = torch.tensor(run(folders["qwen3-tied"], 2, 2, tmp_path / "2", computed="bfloat16"))
+    torch.testing.assert_close(parallel, alone, atol=2e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("replicas", [1, 2], ids=["sharded", "replicated"])

@@ -126,7 +126,11 @@ def change(model: torch.nn.Module, version: int) -> None:
 def main(job: dict) -> None:
     config = JobConfig()
     config.training = SimpleNamespace(
-        dtype="float32", mixed_precision_param="float32", mixed_precision_reduce="float32", seq_len=64
+        dtype="float32",
+        mixed_precision_param="float32",
+        mixed_precision_reduce="float32",
+        seq_len=64,
+        kept_logits_mib=1,
     )
     config.parallelism.tensor_parallel_degree = job["tp"]
     config.activation_checkpoint.mode = "full"

@@ -335,9 +335,9 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
         (["--weight_sync.transport", "nccl"], 2, 2, ("[weight_sync] transport", "2 trainer processes take all 2")),
         (
             ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.tensor_parallel_degree", "2"],
-            4,
+            6,
             0,
-            ("data_parallel_replicate_degree", "not supported"),
+            ("data_parallel_replicate_degree = 2 x tensor_parallel_degree = 2", "6 processes"),
         ),
         (["--parallelism.data_parallel_replicate_degree", "2"], 2, 0, ()),
         (["--parallelism.data_parallel_replicate_degree", "2"], 4, 0, ()),

@@ -41,6 +41,22 @@ def test_values_and_gradients_match_log_softmax(temperature, chunk_tokens, with_
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kept_bytes", "chunks"), [(0, 0), (8 * VOCAB * 4 - 1, 0), (2 * 8 * VOCAB * 4, 2), (10**9, 5)])
+def test_kept_logits_change_nothing_but_memory(kept_bytes, chunks):
+    """37 tokens in chunks of 8: the last one has 5, which would fit where a whole chunk does not."""
+    hidden, weight, targets = inputs()
+    results, saved = [], []
+    for room in (0, kept_bytes):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            logprobs, entropy = token_logprobs(hidden, weight, targets, 0.9, chunk_tokens=8, kept_bytes=room)
+        results.append((logprobs, *torch.autograd.grad((logprobs - 0.1 * entropy).sum(), (hidden, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    kept = [t for t in saved if t.ndim == 2 and t.shape[1] == VOCAB]
+    assert len(kept) == chunks and sum(t.nbytes for t in kept) <= kept_bytes
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(hidden, weight, targets, 0.9, chunk_tokens=8)[0], results[1][0])
+
+
 def test_gradcheck():
     hidden, weight, targets = inputs(torch.float64, tokens=5, vocab=7)
     assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 0.9, chunk_tokens=2), (hidden, weight))

@@ -44,6 +44,9 @@ class Training:
     """GRPO steps, each one batch of rollouts. RL is at work within tens of steps, so torchtitan's 10000 is no use."""
     tokens_per_microbatch: int = 0
     """Token budget of one packed forward and backward on one data-parallel rank; 0 means `training.seq_len`."""
+    kept_logits_mib: int = 2048
+    """Logits, in MiB of the compute dtype, that are kept from forward to backward; the others are computed again. A row
+    of 16k answer tokens has 4.6 GiB of them at Qwen3's vocabulary. 0 keeps none."""
     reduce_gradients: Literal["microbatch", "step"] = "microbatch"
     """When sharded ranks gather parameters and reduce gradients: for every packed row, or once for the rows of an
     optimizer step, which saves traffic and keeps a whole model's weights and gradients on every rank meanwhile."""

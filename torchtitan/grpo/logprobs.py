@@ -1,8 +1,9 @@
 """Per-token log-probabilities and entropy from hidden states, without the full logits.
 
 With T tokens and a vocabulary of V, float logits are T x V x 4 bytes (16k x 152k: 10 GB), more than a small model.
-Only `chunk_tokens` rows of them exist at a time, and backward computes them again. The gradient of a log-softmax is
-known in closed form, so forward and backward each take one pass over a chunk, and the chunks need no autograd graph.
+Only `chunk_tokens` rows of them exist at a time, and backward computes them again, but for as many as may be kept. The
+gradient of a log-softmax is known in closed form, so forward and backward each take one pass over a chunk, and the
+chunks need no autograd graph.
 """
 
 from functools import cache
@@ -23,6 +24,7 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     mesh: DeviceMesh | None = None,
     compile: bool = False,
+    kept_bytes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
 
@@ -40,6 +42,7 @@ def token_logprobs(
             weight's is this rank's slice.
         compile: Fuse the work per logit by torch.compile. Without it that work is bound by memory traffic and takes
             longer than the products (2.6 times as long in all on an H200, vocabulary 152k, D = 1024).
+        kept_bytes: Chunks of logits, in hidden's dtype, that are kept for backward and not computed again.
     Returns:
         logprobs [T] and entropy [T], both differentiable in hidden and weight. Second derivatives are not available.
         The weight's gradient is summed over chunks in hidden's dtype.
@@ -49,19 +52,24 @@ def token_logprobs(
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden must be [T, D] and targets [T], got {tuple(hidden.shape)} and {tuple(targets.shape)}")
     group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, compile)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, compile, kept_bytes)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens, group, compile):
+    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens, group, compile, kept_bytes):
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         local_targets, is_local = _localize(targets, weight.shape[0], group)
         stats = torch.empty(4, len(targets), dtype=dtype, device=hidden.device)
-        row_stats = _compiled(_row_stats) if compile else _row_stats
+        kept: list[Tensor] = []
+        room = kept_bytes if any(ctx.needs_input_grad[:2]) else 0
         for rows in _chunks(len(targets), chunk_tokens):
             logits = hidden[rows] @ projection
+            if len(kept) * chunk_tokens == rows.start and logits.nbytes <= room:  # the first ones, without a gap
+                kept.append(logits)
+                room -= logits.nbytes
+            row_stats = _compiled(_row_stats, len(logits) == chunk_tokens) if compile else _row_stats
             stats[0, rows], stats[1, rows], stats[2, rows] = row_stats(logits, temperature, dtype)
             target_logits = logits.gather(1, local_targets[rows, None])[:, 0].to(dtype) / temperature
             stats[3, rows] = target_logits.where(is_local[rows], 0)
@@ -69,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
         log_mass = mass.log()
         logprobs = (target_logit - highest) - log_mass  # in this order: the log-sum-exp itself would round more
         entropy = log_mass - moment / mass
-        ctx.save_for_backward(hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy)
+        ctx.save_for_backward(hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -77,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy = ctx.saved_tensors
+        hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -89,9 +97,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_entropy is not None:
             at_target = at_target - grad_entropy * logprobs.exp() * (logprobs + entropy)
         at_target = (at_target / ctx.temperature).to(hidden.dtype)
-        row_grads = _compiled(_row_grads) if ctx.compile else _row_grads
-        for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            logits = hidden[rows] @ compute_weight.T
+        for i, rows in enumerate(_chunks(len(hidden), ctx.chunk_tokens)):
+            logits = kept[i] if i < len(kept) else hidden[rows] @ compute_weight.T
+            row_grads = _compiled(_row_grads, len(logits) == ctx.chunk_tokens) if ctx.compile else _row_grads
             of_entropy = (None, None) if grad_entropy is None else (entropy[rows], grad_entropy[rows])
             grad = row_grads(logits, highest[rows], log_mass[rows], grad_logprobs[rows], *of_entropy, ctx.temperature)
             column = local_targets[rows, None]
@@ -102,7 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(grad.T, hidden[rows])
         if need_hidden and ctx.group is not None and len(hidden):
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if need_weight else None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if need_weight else None, *[None] * 6
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
@@ -137,8 +145,9 @@ def _row_grads(
 
 
 @cache
-def _compiled(function):
-    return torch.compile(function, dynamic=True)  # the last chunk is shorter
+def _compiled(function, whole_chunk: bool):
+    # Twice as fast for sizes that are known. The last chunk is shorter, and of another size each time.
+    return torch.compile(function, dynamic=not whole_chunk)
 
 
 def _localize(targets: Tensor, local_width: int, group) -> tuple[Tensor, Tensor]:

@@ -218,7 +218,7 @@ class HostOptimizerStates:
         start = time.perf_counter()
         for index, part in enumerate(self._parts):
             if index >= 2:
-                self._wait_saved(self._parts[index - 2])
+                self._wait_emptied(self._parts[index - 2])
             if index == 0:
                 self._load(part)
             if index + 1 < len(self._parts):
@@ -284,10 +284,10 @@ class HostOptimizerStates:
             part.twin.save()
             part.twin.empty()
 
-    def _wait_saved(self, part: _Part) -> None:
+    def _wait_emptied(self, part: _Part) -> None:
         """The host may run a whole step ahead. The allocator would then find nothing freed, and hold every part."""
-        if part.twin is not None and part.twin.saved is not None:
-            part.twin.saved.synchronize()
+        if part.twin is not None and part.twin.emptied is not None:
+            part.twin.emptied.synchronize()
 
 
 class HostedWeights:

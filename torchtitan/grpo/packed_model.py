@@ -97,17 +97,22 @@ def _by_length_class(
     return out
 
 
-def make_packed(model: nn.Module, tp_mesh: DeviceMesh | None = None, *, compile: bool = False) -> None:
+def make_packed(
+    model: nn.Module, tp_mesh: DeviceMesh | None = None, *, compile: bool = False, kept_logits_bytes: int = 0
+) -> None:
     """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
 
     Args:
         model: A Qwen3 or Llama3 model of torchtitan built with `attn_type="varlen"`.
         tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
         compile: Blocks are compiled, and the log-probabilities shall be.
+        kept_logits_bytes: See `logprobs.token_logprobs`.
     """
     for block in model.layers.values():
         block.attention.inner_attention = PackedAttention()
-    model.forward = types.MethodType(functools.partial(_packed_forward, tp_mesh=tp_mesh, compile=compile), model)
+    model.forward = types.MethodType(
+        functools.partial(_packed_forward, tp_mesh=tp_mesh, compile=compile, kept_bytes=kept_logits_bytes), model
+    )
 
 
 def attention_tokens(model: nn.Module) -> float:
@@ -131,6 +136,7 @@ def _packed_forward(
     *,
     tp_mesh: DeviceMesh | None,
     compile: bool,
+    kept_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`."""
     # Any upper bound will do for the kernel: a constant keeps compiled blocks from being compiled for each row.
@@ -153,4 +159,5 @@ def _packed_forward(
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     hidden = hidden[0].index_select(0, row.answer_positions)
-    return token_logprobs(hidden, weight, row.answers.targets, temperature, mesh=tp_mesh, compile=compile)
+    targets = row.answers.targets
+    return token_logprobs(hidden, weight, targets, temperature, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)

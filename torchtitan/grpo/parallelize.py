@@ -6,7 +6,7 @@ so the FSDP2 grouping is ours; the other three are torchtitan's.
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -35,7 +35,7 @@ def build_model(
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
     compiled = config.compile.enable
-    make_packed(model, tp_mesh, compile=compiled)
+    make_packed(model, tp_mesh, compile=compiled, kept_logits_bytes=config.training.kept_logits_mib << 20)
     if trainable and config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -87,12 +87,12 @@ def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: Devic
 
 def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
     """One group per block, one for embedding, final norm and output together: tied weights need them together."""
+    names = ("dp_replicate", "fsdp") if dims.dp_replicate_enabled else ("fsdp",)
     if dims.dp_shard_enabled:
-        mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else "fsdp")
-    else:  # torchtitan makes no group for a dimension of one rank; FSDP2 wants one
-        names = ("dp_replicate", "fsdp") if dims.dp_replicate_enabled else ("fsdp",)
-        shape = (dims.dp_replicate, 1) if dims.dp_replicate_enabled else (1,)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        mesh = dims.get_mesh(list(names))
+    else:  # torchtitan makes no group for a dimension of one rank; FSDP2 wants one, of the same world as TP's
+        world = dims.world_mesh._unflatten(0, (dims.dp_replicate, 1, dims.tp), ("dp_replicate", "fsdp", "tp"))
+        mesh = world[names]
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],

@@ -107,6 +107,8 @@ class PinnedTwin:
         self.nbytes = sum(size for _, size in self._storages)
         self.on_device = True
         self.saved: torch.cuda.Event | None = None
+        self.emptied: torch.cuda.Event | None = None
+        """Passed when the allocator has the memory again."""
         self._loaded: torch.cuda.Event | None = None
         self._out, self._in = copies, copies_in or copies
         device = copies.device
@@ -134,6 +136,8 @@ class PinnedTwin:
                 view.record_stream(self._out.stream)
         for storage, _ in self._storages:
             storage.resize_(0)
+        if self._out.stream is not None:
+            self.emptied = self._out.stream.record_event()  # behind the allocator's own
         self.on_device = False
 
     def load(self) -> None:

@@ -366,12 +366,6 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
         )
         return
     ranks = world_size // tensor
-    if replicate > 1 and ranks == replicate and tensor > 1:
-        yield (
-            f"[parallelism] data_parallel_replicate_degree = {replicate} leaves data_parallel_shard_degree at 1: "
-            f"replicas of tensor-parallel ranks (tensor_parallel_degree = {tensor}) are not supported; set "
-            "data_parallel_replicate_degree = 1 to shard over them"
-        )
     samples = config.grpo.prompts_per_step * config.grpo.group_size // config.grpo.minibatches
     if samples < ranks:
         yield (

@@ -219,6 +219,7 @@ class _Rank:
             | {
                 "activations": self.kept + self.rope + self.last_norm,
                 "hidden states' gradient": self.hidden,
+                "kept logits": self._kept_logits(),
                 "logits chunk": self._logits_chunk(backward=True),
                 "gathered weights": self._gathered(self.ahead),
                 "output weight's gradient": self._output_gradient(),
@@ -299,6 +300,12 @@ class _Rank:
 
     def _output_gradient(self) -> int:
         return self.vocabulary * self.args.dim * self.computed
+
+    def _kept_logits(self) -> int:
+        """Whole chunks of `[training] kept_logits_mib`, of rows that are answers all over."""
+        chunk = min(_chunk_tokens(), self.tokens) * self.vocabulary * self.computed
+        room = self.config.training.kept_logits_mib << 20
+        return min(room // chunk * chunk, self.tokens * self.vocabulary * self.computed)
 
     def _logits_chunk(self, backward: bool) -> int:
         """What `logprobs.token_logprobs` holds of one chunk: fused two copies at most, else float32 temporaries."""

@@ -51,6 +51,7 @@ RANGES: dict[str, Range] = {
     "training.max_norm": Range(above=0, why="gradients are scaled down to it"),
     "training.steps": ONE_OR_MORE,
     "training.tokens_per_microbatch": NOT_NEGATIVE,
+    "training.kept_logits_mib": NOT_NEGATIVE,
     "training.gc_freq": ONE_OR_MORE,
     "parallelism.data_parallel_replicate_degree": ONE_OR_MORE,
     "parallelism.tensor_parallel_degree": ONE_OR_MORE,
