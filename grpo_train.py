@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo import losses
 from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
@@ -44,7 +43,7 @@ from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_conf
 from torchtitan.grpo.offload import Offloading
 from torchtitan.grpo.packed_model import attention_tokens
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack, packing_metrics
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.parallelize import build_model, parallel_dims
 from torchtitan.grpo.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.rewards import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
@@ -379,17 +378,7 @@ class Trainer:
             device_module.set_device(self.device)
         dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
         self.resources.callback(dist.destroy_process_group)
-        parallelism = config.parallelism
-        self.dims = ParallelDims(
-            dp_replicate=parallelism.data_parallel_replicate_degree,
-            dp_shard=parallelism.data_parallel_shard_degree,
-            cp=1,
-            tp=parallelism.tensor_parallel_degree,
-            pp=1,
-            ep=1,
-            etp=1,
-            world_size=dist.get_world_size(),
-        )
+        self.dims = parallel_dims(config, dist.get_world_size())
         dist_utils.set_determinism(self.dims, self.device, config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
         self.data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0

@@ -12,11 +12,11 @@ from bench_common.arguments import as_flags
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.memory import memory_bytes
 from torchtitan.grpo.models import resolve_model
+from torchtitan.grpo.parallelize import parallel_dims
 
 from .work import Work, step_flops
 
@@ -54,17 +54,7 @@ class Setup:
         if on_cuda:
             torch.cuda.set_device(self.device)
         dist_utils.init_distributed(self.config.comm, base_folder=job["folder"])
-        parallelism = self.config.parallelism
-        self.dims = ParallelDims(
-            dp_replicate=parallelism.data_parallel_replicate_degree,
-            dp_shard=parallelism.data_parallel_shard_degree,
-            cp=1,
-            tp=parallelism.tensor_parallel_degree,
-            pp=1,
-            ep=1,
-            etp=1,
-            world_size=dist.get_world_size(),
-        )
+        self.dims = parallel_dims(self.config, dist.get_world_size())
         dist_utils.set_determinism(self.dims, self.device, self.config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
         data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0

@@ -154,7 +154,7 @@ def test_a_frozen_and_a_killed_server_hold_up_neither_the_run_nor_the_others(ser
         log = run.log
 
     out = [line for line in lines if line["sync/servers_in_traffic"] < 4]
-    assert out and max(line["sync/servers_lost"] for line in lines) >= 1
+    assert out and f"{killed.url} is lost" in log  # the metric says so only if a step ends before it is back
     assert lines[-1]["sync/servers_in_traffic"] == 4 and lines[-1]["sync/servers_lost"] == 0
     assert frozen.url in log and killed.url in log
 

@@ -20,6 +20,21 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.tools.utils import set_default_dtype
 
 
+def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
+    """torchtitan's mesh of this run: data parallelism, sharded or replicated, and tensor parallelism."""
+    parallelism = config.parallelism
+    return ParallelDims(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=1,
+        tp=parallelism.tensor_parallel_degree,
+        pp=1,
+        ep=1,
+        etp=1,
+        world_size=world_size,
+    )
+
+
 def build_model(
     source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device, *, trainable: bool = True
 ) -> nn.Module:
