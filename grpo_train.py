@@ -28,6 +28,7 @@ from torchtitan.grpo import losses
 from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint import Checkpointer
+from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.dry_run import describe
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.control import ServerControl
@@ -382,7 +383,7 @@ class Trainer:
         dist_utils.set_determinism(self.dims, self.device, config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
         self.data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0
-        self.row_tokens = config.training.tokens_per_microbatch or config.training.seq_len
+        self.row_tokens = row_tokens(config)
         self.reduce_once = config.training.reduce_gradients == "step"
         self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
         # Rank 0 may be busy with rollouts, validation or a server's start for as long as these may take.

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.grpo.offload import HostedWeights, HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.offload import HostedWeights
+from torchtitan.grpo.optimizer_offload import HostOptimizerStates, OptimizerStateOffload
 from torchtitan.grpo.pinned import local_tensor
 
 DEVICE = torch.device("cuda", 0)

@@ -20,7 +20,8 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo import pinned
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.offload import HostedWeights, HostOptimizerStates, OptimizerStateOffload, Phase
+from torchtitan.grpo.offload import HostedWeights
+from torchtitan.grpo.optimizer_offload import HostOptimizerStates, OptimizerStateOffload, Phase
 from torchtitan.grpo.pinned import CopyStream, PinnedTwin, local_tensor, put_together
 
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -34,5 +33,5 @@ def accumulate_gradients(
             model.set_reshard_after_backward(last or not reduce_once)
         loss, row_sums = loss_of(index, row)
         loss.backward()
-        sums = {name: sums.get(name, torch.zeros_like(value)) + value for name, value in row_sums.items()}
+        sums = {name: sums[name] + value if name in sums else value for name, value in row_sums.items()}
     return sums

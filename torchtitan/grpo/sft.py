@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.gradients import accumulate_gradients
 from torchtitan.grpo.job_config import Sft
 from torchtitan.grpo.packing import Microbatch, PackedSample
 
@@ -28,15 +29,16 @@ def supervised_steps(
     Yields:
         This rank's part of each step's loss (their sum over data ranks is nats per target token).
     """
+
+    def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs, _ = model(row, temperature=1.0)
+        loss = -(row.answers.weights * logprobs).sum()
+        return loss, {"loss": loss.detach()}
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=sft.lr, weight_decay=0.0)
     for _ in range(sft.steps):
         optimizer.zero_grad()
-        step_loss = torch.zeros((), device=device)
-        for row in (row.to(device) for row in next_rows()):
-            logprobs, _ = model(row, temperature=1.0)
-            loss = -(row.answers.weights * logprobs).sum()
-            loss.backward()
-            step_loss += loss.detach()
+        step_loss = accumulate_gradients(model, [row.to(device) for row in next_rows()], loss_of, False)["loss"]
         dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
         optimizer.step()
         yield step_loss

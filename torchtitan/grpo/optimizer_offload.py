@@ -1,0 +1,303 @@
+"""Optimizer state on the host: for the log-probability window, or for good.
+
+Copies run on streams of their own, ordered by events on the device; the host waits for none of them, but where it says
+so. On CPU the same code copies at once.
+"""
+
+import enum
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.grpo.pinned import FLAT_BYTES, CopyStream, PinnedTwin, local_tensor, put_together
+
+_POLL_S = 0.001
+
+
+class Phase(enum.Enum):
+    """Where the optimizer state is."""
+
+    ON_DEVICE = "on the device"
+    LEAVING = "on the device, to leave when the link is free"
+    ON_HOST = "on the host"
+    RETURNING = "on the host, to return when the link is free"
+    ARRIVING = "being copied to the device"
+
+
+class OptimizerStateOffload:
+    """`[offload] offload_optimizer_states_for_logprob`: optimizer state on the host during the log-probability passes.
+
+    `begin_out` before the passes, `begin_in` when the last one has been enqueued, `finish` before the step. Any of
+    them may be left out or repeated, and a step or a `state_dict` (a checkpoint) calls `finish` by itself: the state
+    is never missed. Before the first step there is no state, and nothing is done.
+
+    Args:
+        optimizers: All of them, for instance torchtitan's container.
+        device: Where the state lives.
+        link_free: Says whether the way to the host is free; None: always. While it is not, no copy is started.
+        link_patience_s: Longest wait for that on the host, in `finish`, where the step needs the state. Then it is
+            copied beside whatever else is under way.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        device: torch.device,
+        link_free: Callable[[], bool] | None = None,
+        link_patience_s: float = 1.0,
+    ):
+        self._optimizers = list(optimizers)
+        self._device = device
+        self._link_free = link_free or (lambda: True)
+        self._link_patience_s = link_patience_s
+        self._copies = CopyStream(device)
+        self._tensors: list[Tensor] = []
+        self._twin: PinnedTwin | None = None
+        self._host_s = 0.0
+        self._freed = 0
+        self._windows = self._skipped = 0
+        self.phase = Phase.ON_DEVICE
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.finish())
+            optimizer.register_state_dict_pre_hook(lambda *_: self.finish())
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
+
+    def begin_out(self) -> None:
+        """Copy the state to the host and free its device memory, or when the link is free, see `poll`.
+
+        The first time takes seconds: it allocates pinned host memory of the state's size.
+        """
+        if self.phase in (Phase.LEAVING, Phase.ON_HOST):
+            return
+        self.finish()
+        with self._host_time():
+            tensors = [
+                tensor
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for tensor in state_tensors(optimizer, group["params"], self._device)
+            ]
+            if not tensors:
+                return
+            if not same_objects(tensors, self._tensors):
+                self._twin, self._tensors = None, []  # what they hold is free to be taken again
+                self._twin = PinnedTwin(put_together(tensors), self._copies)
+                self._tensors = tensors
+        self._windows += 1
+        self.phase = Phase.LEAVING
+        self.poll()
+
+    def begin_in(self) -> None:
+        """Start to bring the state back behind what the compute stream holds now, or when the link is free."""
+        if self.phase is Phase.LEAVING:
+            self.phase = Phase.ON_DEVICE
+            self._skipped += 1
+        if self.phase is Phase.ON_HOST:
+            self.phase = Phase.RETURNING
+            self.poll()
+
+    def poll(self) -> None:
+        """Start what waits for the link, if that is free now. Cheap: call it between rows."""
+        if self.phase in (Phase.LEAVING, Phase.RETURNING) and self._link_free():
+            self._start()
+
+    def finish(self) -> None:
+        """The state is on the device for all that the compute stream gets from now on."""
+        self.begin_in()
+        if self.phase is Phase.RETURNING:
+            with self._host_time():
+                deadline = time.monotonic() + self._link_patience_s
+                while not self._link_free() and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+            self._start()
+        if self.phase is Phase.ARRIVING:
+            self._twin.use()
+            self.phase = Phase.ON_DEVICE
+
+    def idle(self) -> bool:
+        """Whether no copy is under way, for a thread that wants the link."""
+        return self._copies.idle()
+
+    def metrics(self) -> dict[str, float]:
+        """Figures since the last call; nothing if there was no window. Call it after the step: it waits for copies.
+
+        Returns:
+            `offload/freed_gib`; `offload/out_s` and `in_s`, seconds of copying; `offload/exposed_s`, seconds that the
+            compute stream stood still for them (on CPU all of them) and `offload/hidden_s` the others;
+            `offload/host_s`, seconds that the host spent here; `offload/skipped`, windows without a free link.
+        """
+        if not self._windows:
+            return {}
+        seconds = self._copies.take_seconds()
+        out_s, in_s, exposed_s = (seconds.get(name, 0.0) for name in ("out", "in", "exposed"))
+        result = {
+            "offload/freed_gib": self._freed / 2**30,
+            "offload/out_s": out_s,
+            "offload/in_s": in_s,
+            "offload/exposed_s": exposed_s,
+            "offload/hidden_s": max(0.0, out_s + in_s - exposed_s),
+            "offload/host_s": self._host_s,
+            "offload/skipped": float(self._skipped),
+        }
+        self._windows = self._skipped = self._freed = 0
+        self._host_s = 0.0
+        return result
+
+    def _start(self) -> None:
+        with self._host_time():
+            if self.phase is Phase.LEAVING:
+                self._twin.save()
+                self._twin.empty()
+                self._freed = self._twin.nbytes
+                self.phase = Phase.ON_HOST
+            else:
+                self._twin.load()
+                self.phase = Phase.ARRIVING
+
+    @contextmanager
+    def _host_time(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._host_s += time.perf_counter() - start
+
+
+@dataclass
+class _Part:
+    """Parameters whose state moves together. `twin` is None until their first step."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    parameters: list[Tensor]
+    tensors: list[Tensor]
+    twin: PinnedTwin | None = None
+
+
+class HostOptimizerStates:
+    """`[offload] optimizer_states = "host"`: the state lives on the host, a step moves it through the device in parts.
+
+    While one part is stepped, the next is copied in and the one before is copied out: the device holds three parts at
+    most. Adam's arithmetic is each element's own, so the result is bitwise that of `optimizer.step()`.
+
+    A `state_dict` (a checkpoint) brings the whole state to the device; `to_host` sends it back.
+
+    Args:
+        optimizers: All of them, for instance torchtitan's container. From now on only `step` steps them.
+        device: Where parameters and gradients are.
+        part_bytes: State that moves together; a larger parameter's moves alone.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], device: torch.device, part_bytes: int = FLAT_BYTES):
+        self._device = device
+        # A stream each way: a link carries both at once.
+        self._out, self._in = CopyStream(device), CopyStream(device)
+        self._parts: list[_Part] = []
+        self._host_s = 0.0
+        for optimizer in optimizers:
+            optimizer.register_state_dict_pre_hook(lambda *_: self.to_device())
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.to_device())
+            for index, group in enumerate(optimizer.param_groups):
+                filled = part_bytes
+                for parameter in group["params"]:
+                    local = local_tensor(parameter)
+                    size = 2 * local.numel() * local.itemsize  # both moments
+                    if filled + size > part_bytes:
+                        self._parts.append(_Part(optimizer, index, [], []))
+                        filled = 0
+                    self._parts[-1].parameters.append(parameter)
+                    filled += size
+
+    def step(self) -> None:
+        """Step all parameters. The host waits for the part before the one before, so that three are on the device."""
+        start = time.perf_counter()
+        for index, part in enumerate(self._parts):
+            if index >= 2:
+                self._wait_emptied(self._parts[index - 2])
+            if index == 0:
+                self._load(part)
+            if index + 1 < len(self._parts):
+                self._load(self._parts[index + 1])
+            self._step(part)
+            self._to_host(part)
+        self._host_s += time.perf_counter() - start
+
+    def to_device(self) -> None:
+        """The whole state is on the device for all that the compute stream gets from now on."""
+        for part in self._parts:
+            self._load(part)
+        for part in self._parts:
+            if part.twin is not None:
+                part.twin.use()
+
+    def to_host(self) -> None:
+        """The whole state is on the host only; its device memory is free."""
+        for part in self._parts:
+            self._to_host(part)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures since the last call, named and meant as in `OptimizerStateOffload.metrics`. It waits for copies."""
+        seconds_out, seconds_in = self._out.take_seconds(), self._in.take_seconds()
+        if not (seconds_out or seconds_in):
+            return {}
+        out_s, in_s = seconds_out.get("out", 0.0), seconds_in.get("in", 0.0)
+        exposed_s = seconds_in.get("exposed", 0.0) + seconds_out.get("exposed", 0.0)
+        result = {
+            "offload/freed_gib": sum(p.twin.nbytes for p in self._parts if p.twin and not p.twin.on_device) / 2**30,
+            "offload/out_s": out_s,
+            "offload/in_s": in_s,
+            "offload/exposed_s": exposed_s,
+            "offload/hidden_s": max(0.0, out_s + in_s - exposed_s),
+            "offload/host_s": self._host_s,
+        }
+        self._host_s = 0.0
+        return result
+
+    def _step(self, part: _Part) -> None:
+        if part.twin is not None:
+            part.twin.use()
+        groups = part.optimizer.param_groups
+        # The group as it is now: the scheduler changes its learning rate, a loaded state dict replaces it.
+        part.optimizer.param_groups = [{**groups[part.group], "params": part.parameters}]
+        try:
+            part.optimizer.step()
+        finally:
+            part.optimizer.param_groups = groups
+
+    def _load(self, part: _Part) -> None:
+        if part.twin is not None and not part.twin.on_device:
+            part.twin.load()
+
+    def _to_host(self, part: _Part) -> None:
+        if part.twin is not None and not part.twin.on_device:
+            return
+        tensors = state_tensors(part.optimizer, part.parameters, self._device)
+        if not same_objects(tensors, part.tensors):
+            part.twin = PinnedTwin(put_together(tensors), self._out, self._in)
+            part.tensors = tensors
+        if part.twin is not None:
+            part.twin.save()
+            part.twin.empty()
+
+    def _wait_emptied(self, part: _Part) -> None:
+        """The host may run a whole step ahead. The allocator would then find nothing freed, and hold every part."""
+        if part.twin is not None and part.twin.emptied is not None:
+            part.twin.emptied.synchronize()
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """The parameters' optimizer state as far as it grows with them: moments, not step counters. Local tensors."""
+    found = []
+    for parameter in parameters:
+        for value in optimizer.state.get(parameter, {}).values():
+            local = local_tensor(value) if isinstance(value, Tensor) else None
+            if local is not None and local.dim() and local.numel() and local.device.type == device.type:
+                found.append(local)
+    return found
+
+
+def same_objects(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether both hold the same tensors, which a loaded state dict may have replaced."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
