@@ -13,6 +13,9 @@ Each contender runs in a process of its own, one after another, so that its peak
   trl           the same model with TRL's selective_log_softmax; its trainers are not run. Needs trl
   logprobs      no model: from --tokens hidden states to log-probabilities, by full logits and by token_logprobs (which
                 gives the entropy too), forward alone and with backward, eager and compiled
+  offload       ours, with a pass of log-probabilities before each step, while the optimizer state is on the device; or
+                on the host by blocking copies; or by [offload] offload_optimizer_states_for_logprob; at last with
+                optimizer_states = "host". Exposed: over the first. Freed: memory allocated, not reserved
 
 All train the same random tokens in the same microbatches with the same precision, optimizer (AdamW, float32 state,
 fused) and clipping, from random weights of their own. A microbatch of --tokens is --tokens / --documents documents of
@@ -54,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_common.arguments import positive, seconds, trainer_flags
 from bench_common.shapes import SHAPES
 
-CONTENDERS = ["torchtitan", "ours", "transformers", "trl", "logprobs"]
+CONTENDERS = ["torchtitan", "ours", "transformers", "trl", "logprobs", "offload"]
 
 
 def share(text: str) -> float:

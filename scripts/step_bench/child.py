@@ -23,6 +23,7 @@ from .contenders import CONTENDERS
 from .kernels import profile_step
 from .logprob_pass import logprob_pass
 from .measure import GIB, measure, update
+from .offload_pass import offload_pass
 from .setup import Setup
 
 
@@ -33,6 +34,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if name == "logprobs":
         return {"rows": list(logprob_pass(Setup(job, distributed=False)))}
     setup = Setup(job)
+    if name == "offload":
+        return {"rows": list(offload_pass(setup))}
     if name == "torchtitan" and setup.device.type == "cpu":
         return {"left_out": "its varlen attention needs CUDA"}
     contender = CONTENDERS[name](setup)

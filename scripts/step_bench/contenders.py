@@ -34,6 +34,7 @@ class Contender:
         tokens, trained_tokens: Of one step on this rank, counted in the tensors that it trains on.
         ac, compiled: What it really does of what was asked for.
         note: What else to know about it.
+        logprobs: A pass without gradients over the same rows, as for old log-probabilities; where there is one.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Contender:
     ac: str
     compiled: bool
     note: str = ""
+    logprobs: Callable[[], None] | None = None
 
 
 def ours(setup: Setup) -> Contender:
@@ -74,6 +76,11 @@ def ours(setup: Setup) -> Contender:
             "negative_logprobs"
         ]
 
+    @torch.no_grad()
+    def logprobs() -> None:
+        for row in rows:
+            model(row, config.rollout.temperature)
+
     return Contender(
         model,
         build_optimizers([model], config.optimizer, setup.dims),
@@ -82,6 +89,7 @@ def ours(setup: Setup) -> Contender:
         int(sum(row.loss_mask.sum() for row in rows)),
         config.activation_checkpoint.mode,
         config.compile.enable,
+        logprobs=logprobs,
     )
 
 

@@ -45,6 +45,17 @@ LOGPROB_COLUMNS = {
     "peak_gib": "peak GiB",
     "error": "error",
 }
+OFFLOAD_COLUMNS = {
+    "shape": "shape",
+    "way": "way",
+    "step_ms": "log-probabilities + step ms",
+    "exposed_ms": "exposed ms",
+    "state_gib": "state GiB",
+    "freed_gib": "freed GiB",
+    "window_gib": "most in the window, GiB",
+    "peak_gib": "most in the step, GiB",
+    "error": "error",
+}
 PLAN_COLUMNS = {
     "shape": "shape",
     "parameters": "parameters",
@@ -89,7 +100,7 @@ def steps(args: argparse.Namespace, out: Output) -> int:
     """Every contender on every shape. Returns 0 if one of them could be measured, else 1."""
     deadline = time.monotonic() + args.time_limit_s
     rows: list[Row] = []
-    logprob_rows: list[Row] = []
+    apart: dict[str, list[Row]] = {"logprobs": [], "offload": []}
     with ExitStack() as resources:
         scratch = args.out or resources.enter_context(tempfile.TemporaryDirectory(prefix="bench_step_"))
         for shape in args.shapes:
@@ -106,9 +117,9 @@ def steps(args: argparse.Namespace, out: Output) -> int:
                     continue
                 for row in found.get("rows", [{"error": found.get("error")}]):
                     row = {"shape": shape, "contender": name} | row
-                    (logprob_rows if name == "logprobs" else rows).append(row)
+                    apart.get(name, rows).append(row)
                     set_ratio(rows)
-                    out.record({"table": name if name in ("logprobs", "plan") else "steps"} | row)
+                    out.record({"table": name if name in ("plan", *apart) else "steps"} | row)
                     out.say(f"{shape} {name}: {headline(row)} ({took_s:.0f} s)")
                 if "kernels" in found:
                     show_profile(shape, found, out)
@@ -116,8 +127,9 @@ def steps(args: argparse.Namespace, out: Output) -> int:
         show("Plan", PLAN_COLUMNS, rows, out)
         return 0
     show("Training steps", COLUMNS, rows, out)
-    show("Log-probabilities alone", LOGPROB_COLUMNS, logprob_rows, out)
-    return 0 if any("error" not in row for row in rows + logprob_rows) else 1
+    show("Log-probabilities alone", LOGPROB_COLUMNS, apart["logprobs"], out)
+    show("Optimizer state on the host", OFFLOAD_COLUMNS, apart["offload"], out)
+    return 0 if any("error" not in row for row in [*rows, *apart["logprobs"], *apart["offload"]]) else 1
 
 
 def run_child(args: argparse.Namespace, shape: str, name: str, limit_s: float, folder: Path) -> dict[str, Any]:
@@ -207,6 +219,8 @@ def headline(row: Row) -> str:
         ratio = f", {row['to_torchtitan']:.3f} of torchtitan's" if "to_torchtitan" in row else ""
         peak = f", {row['peak_gib']:.1f} GiB" if "peak_gib" in row else ""
         return f"{row['tokens_per_s_gpu']:,.0f} tokens/s/GPU{ratio}, MFU {cell(row['mfu_percent'])} %{peak}"
+    if "exposed_ms" in row:
+        return f"{row['way']}: {row['step_ms']:.0f} ms, {row['exposed_ms']:.0f} exposed, {row['freed_gib']:.2f} GiB freed"
     if "way" in row:
         peak = f", {row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
         compiled = ", compiled" if row["compile"] == "yes" else ""

@@ -10,6 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo import packed_model
+from torchtitan.grpo.flash_attention import MODULE
 from torchtitan.grpo.logprobs import token_logprobs
 from torchtitan.grpo.models import load_hf_weights, resolve_model
 from torchtitan.grpo.packing import PackedSample, pack
@@ -50,7 +51,7 @@ def process_group():
     torch.distributed.destroy_process_group()
 
 
-def build(folder, precision: str, compile: bool):
+def build(folder, precision: str, compile: bool, flash_attention: str = "FA2"):
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32",
@@ -58,6 +59,7 @@ def build(folder, precision: str, compile: bool):
         mixed_precision_reduce="float32",
         seq_len=512,
         kept_logits_mib=1,
+        flash_attention=flash_attention,
     )
     config.activation_checkpoint.mode = "selective"
     config.activation_checkpoint.selective_ac_option = "op"
@@ -90,10 +92,13 @@ def expected(folder, batch: list[PackedSample]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "precision,compile,tolerance", [("float32", False, 1e-4), ("bfloat16", False, 0.1), ("bfloat16", True, 0.1)]
 )
-def test_logprobs_equal_transformers_and_train(folder, precision, compile, tolerance):
+@pytest.mark.parametrize("flash_attention", ["FA2", "FA4"])
+def test_logprobs_equal_transformers_and_train(folder, precision, compile, tolerance, flash_attention):
+    if flash_attention == "FA4":
+        pytest.importorskip(MODULE, reason="flash-attn-4 is not installed")
     torch.backends.cuda.matmul.allow_tf32 = False
     batch = samples()
-    model = build(folder, precision, compile)
+    model = build(folder, precision, compile, flash_attention)
     (row,) = pack(batch, 640, 1, 640)[0]
     row = row.to(DEVICE)
     reference = expected(folder, batch)

@@ -50,6 +50,9 @@ class Training:
     reduce_gradients: Literal["microbatch", "step"] = "microbatch"
     """When sharded ranks gather parameters and reduce gradients: for every packed row, or once for the rows of an
     optimizer step, which saves traffic and keeps a whole model's weights and gradients on every rank meanwhile."""
+    flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
+    """Attention kernels in bfloat16 on GPUs: torch's own (`FA2`) or those of `flash-attn-4` (`FA4`), which are faster on
+    Hopper and Blackwell. `auto` takes `FA4` where it is installed and agrees with `FA2` in a trial at the start."""
 
 
 @dataclass

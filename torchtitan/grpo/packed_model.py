@@ -6,7 +6,6 @@ torchtitan built, and nothing else of it.
 """
 
 import functools
-import inspect
 import types
 
 import torch
@@ -14,13 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.attention.varlen import varlen_attn
 
+from torchtitan.grpo.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.logprobs import token_logprobs
 from torchtitan.grpo.packing import PADDING_DOCUMENT_TOKENS, Microbatch
 from torchtitan.models.attention import VarlenMetadata
-
-_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class Documents(VarlenMetadata):
@@ -48,6 +45,10 @@ class Documents(VarlenMetadata):
 class PackedAttention(nn.Module):
     """Causal attention within each document of one packed row; takes the place of torchtitan's inner attention."""
 
+    def __init__(self, flash: Attention = flash_attention_2):
+        super().__init__()
+        self.flash = flash
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None = None
     ) -> torch.Tensor:
@@ -58,29 +59,11 @@ class PackedAttention(nn.Module):
             q, k, v = q.to_local(), k.to_local(), v.to_local()
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = _flash(q, k, v, documents, scale)
+            out = self.flash(q, k, v, documents.cu_seq_q, documents.max_q, scale)
         else:
             out = _by_length_class(q, k, v, documents, scale)
         out = out.unsqueeze(0)
         return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False)
-
-
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None
-) -> torch.Tensor:
-    grouped = {"enable_gqa": True} if _VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
-    return varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        documents.cu_seq_q,
-        documents.cu_seq_k,
-        documents.max_q,
-        documents.max_k,
-        scale=scale,
-        window_size=(-1, 0),
-        **grouped,
-    )
 
 
 def _by_length_class(
@@ -98,7 +81,12 @@ def _by_length_class(
 
 
 def make_packed(
-    model: nn.Module, tp_mesh: DeviceMesh | None = None, *, compile: bool = False, kept_logits_bytes: int = 0
+    model: nn.Module,
+    tp_mesh: DeviceMesh | None = None,
+    *,
+    compile: bool = False,
+    kept_logits_bytes: int = 0,
+    flash: Attention = flash_attention_2,
 ) -> None:
     """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
 
@@ -107,9 +95,10 @@ def make_packed(
         tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
         compile: Blocks are compiled, and the log-probabilities shall be.
         kept_logits_bytes: See `logprobs.token_logprobs`.
+        flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`; elsewhere torch's SDPA is used.
     """
     for block in model.layers.values():
-        block.attention.inner_attention = PackedAttention()
+        block.attention.inner_attention = PackedAttention(flash)
     model.forward = types.MethodType(
         functools.partial(_packed_forward, tp_mesh=tp_mesh, compile=compile, kept_bytes=kept_logits_bytes), model
     )

@@ -13,6 +13,12 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.flash_attention import (
+    KEPT_BY_SELECTIVE_CHECKPOINTING,
+    Attention,
+    choose_attention,
+    flash_attention_2,
+)
 from torchtitan.grpo.models import ModelSource
 from torchtitan.grpo.packed_model import make_packed
 from torchtitan.models.llama3.infra import parallelize as llama3
@@ -50,13 +56,20 @@ def build_model(
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
     compiled = config.compile.enable
-    make_packed(model, tp_mesh, compile=compiled, kept_logits_bytes=config.training.kept_logits_mib << 20)
+    make_packed(
+        model,
+        tp_mesh,
+        compile=compiled,
+        kept_logits_bytes=config.training.kept_logits_mib << 20,
+        flash=_attention(source, config, dims, device),
+    )
     if trainable and config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
             config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=(qwen3 if source.family == "qwen3" else llama3)._op_sac_save_list,
+            op_sac_save_list=(qwen3 if source.family == "qwen3" else llama3)._op_sac_save_list
+            | {KEPT_BY_SELECTIVE_CHECKPOINTING},
             base_folder=config.job.dump_folder,
         )
     if compiled and source.family == "qwen3":
@@ -70,6 +83,15 @@ def build_model(
         model.init_weights(buffer_device=device)
     model.requires_grad_(trainable)
     return model.train()
+
+
+def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device) -> Attention:
+    if config.training.mixed_precision_param == "float32":  # for which neither has kernels
+        return flash_attention_2
+    args = source.model_args
+    heads, kv_heads = args.n_heads // dims.tp, (args.n_kv_heads or args.n_heads) // dims.tp
+    head_dim = getattr(args, "head_dim", args.dim // args.n_heads)
+    return choose_attention(config.training.flash_attention, device, heads, kv_heads, head_dim)
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
