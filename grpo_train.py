@@ -31,11 +31,10 @@ from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.dry_run import describe
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.engines.spawn import EmbeddedServer, choose_device
-from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.gradients import accumulate_gradients
 from torchtitan.grpo.ledger import Ledger
@@ -449,8 +448,8 @@ class Trainer:
         self.fleet: Fleet | None = None
 
         def make(url: str) -> Server:
-            server = Server(url, ServerControl(url, api_key, config.weight_sync.timeout_seconds))
-            server.client = VllmClient(url, api_key, rollout.request_timeout_seconds, lambda: server.version)
+            timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
+            server = make_server(rollout.engine, url, api_key, *timeouts)
             server.check = lambda: server.control.check(config.training.seq_len, self.end_token_ids[0])
             return server
 

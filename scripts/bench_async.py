@@ -31,12 +31,12 @@ H200: dict[str, Any] = {
     "prompts": 32,
     "samples": 16,
     "prompt_tokens": 140,
-    "age": 8,
+    "age": 24,
     "lr": 1e-6,
     "microbatch_tokens": 16384,
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "trl": H200 | {"lengths": "geometric", "mean": 300.0, "sequences": 2560},
+    "trl": H200 | {"lengths": "geometric", "mean": 300.0, "sequences": 1536},
     "lognormal": H200 | {"lengths": "lognormal", "mean": 256.0, "sigma": 1.0, "sequences": 1024},
     "cpu": {
         "shape": "tiny",
@@ -92,9 +92,10 @@ empty when nothing more is to be asked:
 --out keeps everything: model, prompts, logs, one folder a mode. A later call with the same --out takes model and bound
 from there, adds its modes, and prints the table of all: so modes can be measured in several short calls.
 
-Both presets allow 8 versions: an answer of 2,048 tokens is under way for about that many steps, and with fewer the
-trainer waits for it. A prompt's whole group is one request, of whose answers two thirds have ended when the longest
-does, so that `trl` has requests for 2,560 answers under way to keep several hundred running.
+Both presets allow 24 versions: with so many sequences an answer of 2,048 tokens is under way for about that many steps,
+and with fewer the trainer waits for it. Steps come in bursts then: let --steps be a few times the age's share of them.
+A prompt's whole group is one request, of whose answers a third is running on average until the longest has ended: in
+`trl` as many are asked as keep --sequences running, and what is too much for a moment waits in vLLM's queue.
 
 Two H200s, the work of TRL's AsyncGRPOTrainer measurement (docs/benchmarks.md), and a heavier tail:
 

@@ -75,7 +75,7 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "rollout.engine": args.engine,
         "rollout.urls": urls,
         "rollout.max_answer_tokens": args.max_answer,
-        "rollout.max_concurrent_requests": max(1, args.sequences // (1 if lognormal else args.samples)),
+        "rollout.max_concurrent_requests": groups_under_way(args.sequences, 1 if lognormal else args.samples),
         "rollout.request_timeout_seconds": args.run_limit_s,
         "rollout.group_timeout_seconds": args.run_limit_s,
         "rollout.start_timeout_seconds": 60,
@@ -93,6 +93,16 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
     if args.compile:
         flags["compile.enable"] = True
     return flags
+
+
+def groups_under_way(sequences: int, samples: int) -> int:
+    """Requests of `samples` answers each that keep so many answers running; the server queues what is too much.
+
+    Of n answers of geometric length the longest takes 1 + 1/2 + ... + 1/n times the mean, so that on average one n-th of
+    n over that sum is running.
+    """
+    longest = sum(1 / k for k in range(1, samples + 1))
+    return max(1, round(sequences / samples * longest))
 
 
 def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
@@ -198,10 +208,10 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     asks = []
     for row in read_lines(folder / "prompts.jsonl"):
         prompt_ids = tokenizer(row["question"])["input_ids"]
-        if LENGTHS in row:
-            asks += [Ask(prompt_ids, 1, tokens, stop) for tokens in row[LENGTHS]]
-        else:
-            asks.append(Ask(prompt_ids, args.samples, args.max_answer, stop))
+        # Answer by answer also where the job asks for whole groups: a group's places would stand empty one after the
+        # other, and a measurement that begins with all of them full would find more than there is.
+        for tokens in row.get(LENGTHS, [args.max_answer] * args.samples):
+            asks.append(Ask(prompt_ids, 1, tokens, stop))
     of_a_step = max(1, args.prompts * args.samples // len(urls))
     rows = []
     for sequences, seeded in sorted({(of_a_step, False), (args.sequences, False), (args.sequences, True)}):

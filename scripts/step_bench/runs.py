@@ -220,7 +220,9 @@ def headline(row: Row) -> str:
         peak = f", {row['peak_gib']:.1f} GiB" if "peak_gib" in row else ""
         return f"{row['tokens_per_s_gpu']:,.0f} tokens/s/GPU{ratio}, MFU {cell(row['mfu_percent'])} %{peak}"
     if "exposed_ms" in row:
-        return f"{row['way']}: {row['step_ms']:.0f} ms, {row['exposed_ms']:.0f} exposed, {row['freed_gib']:.2f} GiB freed"
+        return (
+            f"{row['way']}: {row['step_ms']:.0f} ms, {row['exposed_ms']:.0f} exposed, {row['freed_gib']:.2f} GiB freed"
+        )
     if "way" in row:
         peak = f", {row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
         compiled = ", compiled" if row["compile"] == "yes" else ""

@@ -20,7 +20,9 @@ def worst_logprob_difference(url: str, reference: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def answer_logprobs(reference: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Log-probabilities [tokens of the answer] at temperature 1, from one pass over the whole sequence."""
-    logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+def answer_logprobs(
+    reference: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probabilities [tokens of the answer], from one pass over the whole sequence."""
+    logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]

@@ -18,10 +18,11 @@ from aiohttp import web
 from conftest import REPO_ROOT, save_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from torchtitan.grpo.engines.control import ServerControl, ServerError
+from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
+from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import VllmClient

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -80,7 +81,17 @@ def test_every_mode_of_every_preset_is_a_configuration_that_the_trainer_takes(pr
     assert config.async_grpo.enabled == config.weight_sync.async_weight_update == (mode != "sync")
     assert config.async_grpo.in_flight_weight_updates == (mode != "async")
     samples_a_request = 1 if args.lengths == "lognormal" else args.samples
-    assert config.rollout.max_concurrent_requests * samples_a_request == args.sequences
+    assert config.rollout.max_concurrent_requests == modes.groups_under_way(args.sequences, samples_a_request)
+
+
+def test_as_many_groups_are_under_way_as_keep_the_servers_places_taken():
+    assert modes.groups_under_way(1024, 1) == 1024
+    places, samples, waves = 320, 8, 4000
+    groups = modes.groups_under_way(places, samples)
+    draw = random.Random(0).expovariate
+    lengths = [[draw(1.0) for _ in range(samples)] for _ in range(waves)]
+    running = sum(map(sum, lengths)) / sum(map(max, lengths)) * groups  # on average over time
+    assert running == pytest.approx(places, rel=0.05)
 
 
 def test_each_mode_is_warmed_up_for_as_long_as_its_answers_may_age():

@@ -51,8 +51,8 @@ class Training:
     """When sharded ranks gather parameters and reduce gradients: for every packed row, or once for the rows of an
     optimizer step, which saves traffic and keeps a whole model's weights and gradients on every rank meanwhile."""
     flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
-    """Attention kernels in bfloat16 on GPUs: torch's own (`FA2`) or those of `flash-attn-4` (`FA4`), which are faster on
-    Hopper and Blackwell. `auto` takes `FA4` where it is installed and agrees with `FA2` in a trial at the start."""
+    """Attention kernels in bfloat16 on GPUs: torch's own (`FA2`), or those of `flash-attn-4` (`FA4`), faster on Hopper
+    and Blackwell. `auto` takes `FA4` where it is installed and agrees with `FA2` in a trial at the start."""
 
 
 @dataclass
@@ -193,8 +193,8 @@ class AsyncGrpo:
 
 @dataclass
 class Rollout:
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """Who samples: a server of our own, spawned with the run, or running vLLM servers."""
+    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Who samples: a server of our own, spawned with the run, or running vLLM or SGLang servers."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of the servers, one per replica. Empty with `embedded`: one is spawned."""
     urls_file: str = ""

@@ -145,8 +145,11 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
 
 def _check_servers(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.engine == "vllm" and not (rollout.urls or rollout.urls_file):
-        yield '[rollout] urls is empty: engine = "vllm" needs the addresses of running servers, as in ["http://host:8000"]'
+    if rollout.engine != "embedded" and not (rollout.urls or rollout.urls_file):
+        yield (
+            f'[rollout] urls is empty: engine = "{rollout.engine}" needs the addresses of running servers, as in '
+            '["http://host:8000"]'
+        )
     if rollout.urls and rollout.urls_file:
         yield "[rollout] urls and [rollout] urls_file are both set: keep the addresses in one of them"
     if rollout.urls_file and not os.path.isfile(rollout.urls_file):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineClient
 from torchtitan.grpo.errors import UserError
 
@@ -35,25 +35,27 @@ class Server:
         version: The newest weight version that it has acknowledged, -1 for none.
         in_traffic: Requests may go there.
         lost: It failed. It counts against `[rollout] min_servers` until it is admitted again.
+        held: No new requests go there until it is admitted again; it finishes those under way.
         suspected: A request failed there. Weight sync's worker finds out what is wrong, and admits or withdraws it.
         reason: Why it is out of traffic, "" while it is in traffic.
         in_flight: Our requests under way there; the collector's event loop alone writes it.
     """
 
     url: str
-    control: ServerControl
+    control: HttpControl
     client: EngineClient | None = None
     check: Callable[[], None] = lambda: None
     version: int = -1
     in_traffic: bool = False
     lost: bool = False
+    held: bool = False
     suspected: bool = False
     reason: str = "has not been given any weights yet"
     in_flight: int = 0
 
     def serves(self, min_version: int) -> bool:
         """Whether a request that needs weights of this version or newer may go there."""
-        return self.in_traffic and self.version >= min_version
+        return self.in_traffic and not self.held and self.version >= min_version
 
     def describe(self) -> str:
         state = "in traffic" if self.in_traffic else "lost" if self.lost else "out of traffic"
@@ -115,9 +117,15 @@ class Fleet:
             returned = not server.in_traffic
             server.version = version
             server.in_traffic, server.lost, server.suspected, server.reason = True, False, False, ""
+            server.held = False
         if returned:
             logger.info("%s is in traffic, with weights of version %d", server.url, version)
         self._notify()
+
+    def hold(self, server: Server) -> None:
+        """Send it nothing new until it is admitted again, for an update that its running answers must not see."""
+        with self._lock:
+            server.held = True
 
     def withdraw(self, server: Server, reason: str, lost: bool = True) -> None:
         """Out of traffic until admitted again. `lost`: it failed; False: it is slow, or busy with its weights.
@@ -129,6 +137,7 @@ class Fleet:
                 return
             before = (server.in_traffic, server.lost, server.suspected)
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
+            server.held = False
             server.reason = _one_line(reason)
             changed = before != (server.in_traffic, server.lost, server.suspected)
         if changed:

@@ -5,12 +5,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from torchtitan.grpo.engines.control import KEEPALIVE_S
-from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams, error_text
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.engines.http_client import HttpClient
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.rollouts.samples import FinishReason
 
 GENERATE_ROUTE = "/inference/v1/generate"
@@ -18,7 +16,7 @@ COHORT_HEADER = "X-Rollout-Cohort"
 _FINAL_ONLY = 2
 
 
-class VllmClient:
+class VllmClient(HttpClient):
     """An `EngineClient` for one vLLM (0.25 to 0.32) or embedded server.
 
     Args:
@@ -33,12 +31,11 @@ class VllmClient:
             any, so it was restarted and its answers are not ours.
     """
 
+    route_hint = "start vLLM with --enable-scale-out (0.32 and newer)"
+
     def __init__(self, url: str, api_key: str | None, request_timeout_s: float, version: Callable[[], int]) -> None:
-        self.url = url.rstrip("/")
-        self.request_timeout_s = request_timeout_s
+        super().__init__(url, api_key, request_timeout_s)
         self._version = version
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, cohort: tuple[str, int] | None = None
@@ -59,10 +56,6 @@ class VllmClient:
             completions = [answers[0] for answers in await asyncio.gather(*asked)]
         return completions
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
     async def _ask(
         self,
         prompt_ids: list[int],
@@ -79,59 +72,19 @@ class VllmClient:
             "cache_salt": str(version),
         }
         headers = {COHORT_HEADER: f"{cohort[0]}/{cohort[1]}"} if cohort else {}
-        if self._session is None:
-            # Made here, inside the event loop. No limit on connections: the collector limits requests.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
-        timeout = aiohttp.ClientTimeout(total=remaining_s)
-        try:
-            async with self._session.post(
-                self.url + GENERATE_ROUTE, json=body, headers=headers, timeout=timeout
-            ) as reply:
-                status, payload = reply.status, await reply.read()
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self.url}: no answer to request {request_id} within {self.request_timeout_s:g} s "
-                "([rollout] request_timeout_seconds)"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise EngineError(f"{self.url}: request {request_id}: {type(error).__name__}: {error}") from error
-        if status != 200:
-            self._raise_for_status(status, payload, request_id)
+        payload = await self._post(GENERATE_ROUTE, body, request_id, deadline, headers)
         try:
             choices = _REPLY.decode(payload).choices
         except msgspec.MsgspecError as error:
             raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {error}") from error
-        foreign = [span.version for c in choices for span in c.weight_versions or [] if not span.version.isdecimal()]
-        if foreign and version >= 0:
-            raise EngineError(
-                f"{self.url}: request {request_id} was answered by weights {foreign[0]!r} in place of version "
-                f"{version}: the server was restarted and serves other weights"
-            )
         completions = [_completion(choice, version) for choice in sorted(choices, key=lambda choice: choice.index)]
-        for completion in completions:
-            if len(completion.logprobs) != len(completion.token_ids):
-                raise EngineError(
-                    f"{self.url}: request {request_id}: {len(completion.token_ids)} tokens came with "
-                    f"{len(completion.logprobs)} log-probabilities"
-                )
+        self._check(
+            request_id,
+            version,
+            [span.version for choice in choices for span in choice.weight_versions or []],
+            [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
+        )
         return completions
-
-    def _raise_for_status(self, status: int, payload: bytes, request_id: str) -> None:
-        said = error_text(payload)
-        if status == 401:
-            raise UserError(
-                f"{self.url}: HTTP 401: name the environment variable that holds the server's API key in "
-                "[rollout] api_key_env"
-            )
-        if status in (403, 404):
-            raise UserError(
-                f"{self.url}: HTTP {status} on {GENERATE_ROUTE}: start vLLM with --enable-scale-out (0.32 and newer)"
-            )
-        if status in (400, 413, 422):
-            raise UserError(f"{self.url} refuses request {request_id}: {said}")
-        raise EngineError(f"{self.url}: request {request_id}: HTTP {status}: {said}")
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket
 from torchtitan.grpo.weight_sync.push import Feed
@@ -82,7 +82,7 @@ class ServerLink:
 
     def __init__(
         self,
-        control: ServerControl,
+        control: HttpControl,
         backend: str,
         device: torch.device,
         timeout_s: float,
@@ -124,15 +124,19 @@ class ServerLink:
 
             served = in_thread(lambda: self.control.init_transfer(info), "weight-sync-init")
             joined = in_thread(join, "weight-sync-join")
-            while not (served.done() and joined.done()):
-                if served.done():
-                    served.result()  # its error, at once, instead of waiting for a server that will not come
-                self.check()
-                if time.monotonic() > deadline:
-                    raise TimeoutError("timed out waiting for the server to join the weight-transfer group")
-                time.sleep(0.005)
-            served.result()
-            self._group = joined.result()
+            self._group = self._both_ends(served, joined, deadline)
+
+    def _both_ends(self, served: "Future[None]", joined: "Future[Group]", deadline: float) -> Group:
+        """Wait until the server's call has returned and this end has joined."""
+        while not (served.done() and joined.done()):
+            if served.done():
+                served.result()  # its error, at once, instead of waiting for a server that will not come
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out waiting for the server to join the weight-transfer group")
+            time.sleep(0.005)
+        served.result()
+        return joined.result()
 
     def stop(self, version: int) -> None:
         """Have the server stand still, as `Pause` says, for an update to about this version."""
@@ -239,6 +243,12 @@ class ServerLink:
         started = time.perf_counter()
         with self._phase("finish"):
             self.control.finish_update(str(version))
+        self._take_into_service(version, started)
+
+    def _take_into_service(self, version: int, started: float | None = None) -> None:
+        """Check the version that the server reports, and resume it."""
+        started = started or time.perf_counter()
+        with self._phase("finish"):
             reported = self.control.weight_version()
             if reported is not None and reported != str(version):
                 raise RuntimeError(f"the server reports weight version {reported!r}, expected {str(version)!r}")

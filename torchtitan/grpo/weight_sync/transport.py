@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -103,13 +103,18 @@ class Group:
         device: torch.device,
         timeout_s: float,
         address: str,
+        prefixes: Sequence[str] = ("torchtitan_grpo",),
+        hello: bool = True,
     ):
-        """`address` is this machine's, on the route to the other end; gloo binds to it."""
+        """`address` is this machine's, on the route to the other end; gloo binds to it. The other end has the same
+        `prefixes` of keys in the store, wrapped in this order; without `hello` it takes part in no first collective."""
         self.backend = backend
         self.rank = rank
         self.size = size
         self.device = device
-        self._store = store = dist.PrefixStore("torchtitan_grpo", store)
+        for prefix in prefixes:
+            store = dist.PrefixStore(prefix, store)
+        self._store = store
         self._next_look = 0.0
         self._works: list[dist.Work] = []  # gloo's that may be under way
         if backend == "nccl":
@@ -126,6 +131,8 @@ class Group:
             self._pg = dist.ProcessGroupGloo(store, rank, size, options)
         else:
             raise ValueError(f"weight transfer backend {backend!r}: expected nccl or gloo")
+        if not hello:
+            return
         # The first collective makes NCCL's communicator: do it here, where both ends are known to be present.
         hello = torch.ones(1, dtype=torch.int64, device=device)
         wait(self.all_reduce(hello), time.monotonic() + timeout_s, "the first all_reduce of a weight-transfer group")

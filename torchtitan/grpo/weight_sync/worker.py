@@ -10,12 +10,14 @@ import torch
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import Bucket
 from torchtitan.grpo.weight_sync.disk import DiskLink
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Copy, Dropped, Push
 from torchtitan.grpo.weight_sync.report import SyncReport
+from torchtitan.grpo.weight_sync.sglang_link import SglangDiskLink, SglangLink
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +133,7 @@ class ServerWorker(threading.Thread):
         super().__init__(name=f"weight-sync {server.url}", daemon=True)
         self.server = server
         self.url = server.url
-        link = DiskLink if backend == "disk" else ServerLink
-        self.link = link(server.control, backend, device, board.timeout_s, board.pause, board.check)
+        self.link = self._make_link(server, backend, device, board)
         self.mode = Mode.LOST
         self.push: Push | None = None
         """The push to take part in, set by the lead."""
@@ -146,6 +147,14 @@ class ServerWorker(threading.Thread):
         self._backoff_s = _BACKOFF_S
         self._health_failures = 0
         self._next_look = 0.0
+
+    @staticmethod
+    def _make_link(server: Server, backend: str, device: torch.device, board: Board) -> ServerLink:
+        args = (server.control, backend, device, board.timeout_s, board.pause, board.check)
+        if not isinstance(server.control, SglangControl):
+            return (DiskLink if backend == "disk" else ServerLink)(*args)
+        link = SglangDiskLink if backend == "disk" else SglangLink
+        return link(*args, hold=lambda: board.fleet.hold(server), in_flight=lambda: server.in_flight)
 
     def connect(self) -> None:
         """Form the process group. By the main thread before the worker starts, by the worker afterwards."""

@@ -1,0 +1,316 @@
+"""What every engine has to do, against real servers on CPU: `[rollout] engine` is all that differs.
+
+Each engine serves two tiny random Qwen3, with the output apart and tied to the embedding; transformers is the judge.
+"""
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_tiny_qwen3
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from tests.integration.served_logprobs import answer_logprobs
+from tests.integration.test_weight_sync_vllm import CPU, SYNC, changed, trainer_of
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.registry import make_server
+from torchtitan.grpo.engines.spawn import EmbeddedServer
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.job_config import Rollout
+from torchtitan.grpo.models import load_hf_weights
+from torchtitan.grpo.weight_sync.sync import WeightSync
+
+EXACT = 1e-4
+DIFFERENT = 0.1
+"""Mean difference in nat from which weights, or keys and values, count as others."""
+PROMPT = [5 + i % 400 for i in range(140)]
+"""Longer than a block of vLLM's cache (128 tokens on CPU): a request that shares it finds it there."""
+LONG = SamplingParams(n=2, temperature=1.0, max_tokens=600, ignore_eos=True)
+
+ENGINES = [
+    "embedded",
+    pytest.param("vllm", marks=pytest.mark.vllm),
+    pytest.param("sglang", marks=pytest.mark.sglang),
+]
+
+
+@dataclass
+class Served:
+    """A server of weights "A", and other weights of the same shape."""
+
+    engine: str
+    url: str
+    folders: dict[str, Path]
+
+    def server(self) -> Server:
+        return make_server(self.engine, self.url, None, 60.0, 120.0)
+
+    @functools.cached_property
+    def references(self) -> dict[str, PreTrainedModel]:
+        return {name: Qwen3ForCausalLM.from_pretrained(folder).eval() for name, folder in self.folders.items()}
+
+    def ask(self, *requests: tuple[list[int], SamplingParams], version: int = -1) -> list[list[Completion]]:
+        async def run() -> list[list[Completion]]:
+            server = self.server()
+            server.version = version
+            client = server.client
+            try:
+                asked = [client.generate(prompt, params, f"r{i}") for i, (prompt, params) in enumerate(requests)]
+                return await asyncio.gather(*asked)
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+    def differences(
+        self, name: str, completion: Completion, prompt: list[int] = PROMPT, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """|served - computed under the weights `name`| of every token, in nat."""
+        expected = answer_logprobs(self.references[name], prompt, completion.token_ids, temperature)
+        return (torch.tensor(completion.logprobs) - expected).abs()
+
+
+class Trainer:
+    """Sends the weights of folders; every publish waits for the server."""
+
+    def __init__(self, served: Served, transport: str = "gloo", **modes):
+        self.served = served
+        self.source, self.model = trainer_of(served.folders["A"])
+        self.server = served.server()
+        self.fleet = Fleet([served.url], lambda url: self.server)
+        settings = dataclasses.replace(SYNC, transport=transport, bucket_mib_max=1)
+        tied = self.source.tied
+        self.sync = WeightSync(self.model, self.source.adapter, settings, self.fleet, CPU, tied, **modes)
+
+    def __enter__(self) -> "Trainer":
+        self.sync.connect()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.sync.close()
+
+    def publish(self, version: int, name: str) -> None:
+        load_hf_weights(self.model, self.source, self.served.folders[name])
+        self.sync.publish(version)
+
+
+@pytest.fixture(scope="module")
+def start(request, tmp_path_factory) -> Iterator[Callable[[str, Path], str]]:
+    """Start a server of an engine for a folder; returns its address."""
+    with ExitStack() as stack:
+
+        def start(engine: str, model: Path) -> str:
+            folder = tmp_path_factory.mktemp(engine)
+            if engine == "embedded":
+                server = stack.enter_context(EmbeddedServer())
+                return server.start(model, Rollout(embedded_max_sequences=16), "cpu", folder / "log")
+            import conftest
+
+            serve = {"vllm": conftest.serve_vllm, "sglang": conftest.serve_sglang}[engine]
+            return stack.enter_context(serve(folder, model)).url
+
+        yield start
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request) -> str:
+    return request.param
+
+
+def make_served(engine: str, start, folder: Path, tied: bool) -> Served:
+    first = save_tiny_qwen3(folder / "A", seed=int(tied), tied=tied)
+    return Served(engine, start(engine, first), {"A": first, "B": changed(first, 7, folder / "B")})
+
+
+@pytest.fixture(scope="module")
+def served(engine, start, tmp_path_factory) -> Served:
+    return make_served(engine, start, tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def served_tied(engine, start, tmp_path_factory) -> Served:
+    return make_served(engine, start, tmp_path_factory.mktemp("tied"), tied=True)
+
+
+def test_the_server_is_as_the_trainer_needs_it(served: Served):
+    control = served.server().control
+    control.check(1024, 5)
+    assert control.world_size() == 1
+    with pytest.raises(UserError, match=rf"{served.url}: serves at most 1024 tokens.*100000"):
+        control.check(100_000, 5)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_samples_and_their_logprobs(served: Served, temperature):
+    params = SamplingParams(n=4, temperature=temperature, max_tokens=9, ignore_eos=True)
+    prompts = [[5, 9, 300, 17], [8], PROMPT]
+    for prompt, group in zip(prompts, served.ask(*[(prompt, params) for prompt in prompts]), strict=True):
+        assert len({tuple(completion.token_ids) for completion in group}) == 4
+        for completion in group:
+            assert (len(completion.token_ids), completion.finish_reason) == (9, "length")
+            assert served.differences("A", completion, prompt, temperature).max() <= EXACT
+
+
+def test_greedy(served: Served):
+    prompt = torch.tensor([[5, 9, 300, 17]])
+    expected = served.references["A"].generate(prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
+    [[completion]] = served.ask((prompt[0].tolist(), SamplingParams(1, 0.0, 10)))
+    assert completion.token_ids == expected[0, 4:].tolist()
+    assert served.differences("A", completion, prompt[0].tolist()).max() <= EXACT
+
+
+def test_a_stop_token_is_part_of_the_answer(served: Served):
+    [[completion]] = served.ask(([6, 7], SamplingParams(1, 0.0, 20, ignore_eos=True)))
+    stop = completion.token_ids[8]
+    [[stopped]] = served.ask(([6, 7], SamplingParams(1, 0.0, 20, stop_token_ids=(stop,), ignore_eos=True)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == completion.token_ids[: completion.token_ids.index(stop) + 1]
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_a_prompt_that_is_too_long_is_refused(served: Served):
+    with pytest.raises(UserError, match=rf"{served.url} refuses request r0"):
+        served.ask(([5] * 1100, SamplingParams(1, 1.0, 4)))
+
+
+def test_a_cancelled_request_ends_at_the_server(served: Served):
+    """Sixteen long answers fill the server; cancelled, they must not keep others from being answered."""
+    many = SamplingParams(n=16, temperature=1.0, max_tokens=800, ignore_eos=True)
+
+    async def run() -> tuple[float, float]:
+        client, clock = served.server().client, asyncio.get_running_loop().time
+        started = clock()
+        await client.generate(PROMPT, dataclasses.replace(many, max_tokens=100), "whole")
+        whole_s = clock() - started
+        cancelled = asyncio.create_task(client.generate(PROMPT, many, "cancelled"))
+        await asyncio.sleep(whole_s / 4)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await asyncio.sleep(0.5)
+        started = clock()
+        await client.generate(PROMPT, dataclasses.replace(many, max_tokens=100), "next")
+        next_s = clock() - started
+        await client.close()
+        return whole_s, next_s
+
+    whole_s, next_s = asyncio.run(run())
+    print(f"16 answers of 100 tokens: {whole_s:.2f} s, after 16 of 800 were cancelled: {next_s:.2f} s")
+    assert next_s < 3 * whole_s
+
+
+@pytest.mark.parametrize("which", ["untied", "tied"])
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_weights_a_b_a(request, which, transport):
+    served = request.getfixturevalue("served" if which == "untied" else "served_tied")
+    with Trainer(served, transport) as trainer:
+        for version, name in ((1, "A"), (2, "B"), (3, "A")):
+            trainer.publish(version, name)
+            assert trainer.sync.finished()[0].bytes >= sum(p.numel() * 4 for p in trainer.model.parameters())
+            assert trainer.server.control.weight_version() in (str(version), None)
+            [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=version)
+            assert completion.versions == [version] * 12
+            assert served.differences(name, completion).max() <= EXACT
+            other = served.differences("B" if name == "A" else "A", completion)
+            assert other.mean() > DIFFERENT, "A and B must differ for this test to mean much"
+
+
+@pytest.mark.parametrize("recompute_kv", [True, False])
+def test_an_update_in_flight(served: Served, recompute_kv):
+    """Each token has the version that sampled it, and old keys and values are gone, or only where they may stay."""
+    with Trainer(served, recompute_kv=recompute_kv) as trainer:
+        answers = across_update(served, trainer)
+        for answer in answers:
+            versions = torch.tensor(answer.versions)
+            first = versions[0].item()
+            assert versions.unique_consecutive().tolist() == [first, first + 1]
+            assert served.differences("A", answer)[versions == first].max() <= EXACT
+            after = served.differences("B", answer)[versions == first + 1]
+            if recompute_kv:
+                assert after.max() <= EXACT
+            else:
+                assert after.mean() > DIFFERENT, "the keys and values that were kept are those of the old weights"
+        version = trainer.server.version
+        [[fresh]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=version)
+        assert served.differences("B", fresh).max() <= EXACT, "a cached prefix outlived its weights"
+
+
+def across_update(served: Served, trainer: Trainer) -> list[Completion]:
+    """LONG's answers, begun under the weights A and finished under B."""
+
+    async def run(wait_s: float) -> tuple[list[Completion], float]:
+        client, clock = trainer.server.client, asyncio.get_running_loop().time
+        started = clock()
+        answers = asyncio.create_task(client.generate(PROMPT, LONG, f"long{trainer.server.version}"))
+        if wait_s:
+            await asyncio.sleep(wait_s)
+            await asyncio.to_thread(trainer.publish, trainer.server.version + 1, "B")
+        return await answers, clock() - started
+
+    async def scenario() -> list[Completion]:
+        await asyncio.to_thread(trainer.publish, 1, "A")
+        _, whole_s = await run(0)
+        for parts in (3, 6, 12):  # a machine that is busy at one moment and idle at the next may need another try
+            await asyncio.to_thread(trainer.publish, trainer.server.version + 1, "A")
+            answers, _ = await run(whole_s / parts)
+            if all(len(set(answer.versions)) == 2 for answer in answers):
+                break
+        await trainer.server.client.close()
+        return answers
+
+    return asyncio.run(scenario())
+
+
+def test_running_answers_can_finish_under_their_weights(served: Served):
+    """Without in-flight updates an answer is one version's, and what is asked meanwhile waits for the next."""
+    with Trainer(served, in_flight=False, drain_timeout_s=60.0) as trainer:
+
+        async def scenario() -> tuple[list[Completion], list[Completion]]:
+            client, server = trainer.server.client, trainer.server
+            await asyncio.to_thread(trainer.publish, 1, "A")
+            running = asyncio.create_task(client.generate(PROMPT, LONG, "running"))
+            server.in_flight = 1  # as the collector counts
+            running.add_done_callback(lambda _: setattr(server, "in_flight", 0))
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(trainer.publish, 2, "B")
+            done = running.done()
+            after = await client.generate(PROMPT, dataclasses.replace(LONG, max_tokens=8), "after")
+            answers = await running
+            await client.close()
+            assert done, "the update did not wait"
+            return answers, after
+
+        answers, after = asyncio.run(scenario())
+    assert {version for answer in answers for version in answer.versions} == {1}
+    assert max(served.differences("A", answer).max() for answer in answers) <= EXACT
+    assert {version for answer in after for version in answer.versions} == {2}
+    assert max(served.differences("B", answer).max() for answer in after) <= EXACT
+
+
+def test_a_torn_update_is_an_error_and_a_whole_one_mends_it(served: Served):
+    """A tensor that the server does not know: it says so, and stays out of traffic until it has a whole version."""
+    with Trainer(served) as trainer:
+        trainer.model.register_parameter("spare", torch.nn.Parameter(torch.zeros(16)))
+        adapter = trainer.source.adapter
+
+        class WithSpare:
+            def to_hf(self, state: dict) -> dict:
+                return {"model.spare.weight": state["spare"]} if "spare" in state else adapter.to_hf(state)
+
+        trainer.sync.close()
+        trainer.sync = WeightSync(trainer.model, WithSpare(), SYNC, trainer.fleet, CPU, trainer.source.tied)
+        with pytest.raises(FleetError, match=rf"{served.url}.*spare"):
+            trainer.sync.connect()
+            trainer.sync.publish(7)
+    with Trainer(served) as trainer:
+        trainer.publish(8, "B")
+        [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=8)
+        assert completion.versions == [8] * 12
+        assert served.differences("B", completion).max() <= EXACT

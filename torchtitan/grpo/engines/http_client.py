@@ -1,0 +1,99 @@
+"""The HTTP side of an `EngineClient`: one connection pool, one deadline, errors that say what to change."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from torchtitan.grpo.engines.http_control import KEEPALIVE_S
+from torchtitan.grpo.engines.protocol import EngineError, error_text
+from torchtitan.grpo.errors import UserError
+
+
+class HttpClient:
+    """Requests to one server's generation route. All calls of one client are made from one asyncio event loop.
+
+    Args:
+        url: The server's base address.
+        api_key: Sent as a bearer token; None sends none.
+        request_timeout_s: Longest wait for one answer, from sending to the last byte.
+    """
+
+    route_hint = ""
+    """What to change where the server does not offer the route."""
+
+    def __init__(self, url: str, api_key: str | None, request_timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.request_timeout_s = request_timeout_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """See `EngineClient.close`."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(
+        self, route: str, body: dict[str, Any], request_id: str, deadline: float, headers: dict[str, str] | None = None
+    ) -> bytes:
+        """The body of a 200 reply.
+
+        Args:
+            deadline: On the event loop's clock.
+
+        Raises:
+            EngineError: The server failed, is gone, or did not answer in time.
+            UserError: It refuses the request for a reason that the user can mend.
+        """
+        if self._session is None:
+            # Made here, inside the event loop. No limit on connections: the collector limits requests.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
+        timeout = aiohttp.ClientTimeout(total=remaining_s)
+        try:
+            async with self._session.post(self.url + route, json=body, headers=headers, timeout=timeout) as reply:
+                status, payload = reply.status, await reply.read()
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.url}: no answer to request {request_id} within {self.request_timeout_s:g} s "
+                "([rollout] request_timeout_seconds)"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{self.url}: request {request_id}: {type(error).__name__}: {error}") from error
+        if status != 200:
+            self._raise_for_status(route, status, payload, request_id)
+        return payload
+
+    def _raise_for_status(self, route: str, status: int, payload: bytes, request_id: str) -> None:
+        said = error_text(payload)
+        if status == 401:
+            raise UserError(
+                f"{self.url}: HTTP 401: name the environment variable that holds the server's API key in "
+                "[rollout] api_key_env"
+            )
+        if status in (403, 404):
+            raise UserError(f"{self.url}: HTTP {status} on {route}: {self.route_hint}")
+        if status in (400, 413, 422):
+            raise UserError(f"{self.url} refuses request {request_id}: {said}")
+        raise EngineError(f"{self.url}: request {request_id}: HTTP {status}: {said}")
+
+    def _check(self, request_id: str, version: int, spans: list[str], lengths: list[tuple[int, int]]) -> None:
+        """Check an answer: who sampled it, and that each token has its log-probability.
+
+        Args:
+            version: The newest weight version that this server has acknowledged.
+            spans: Names of the weights that sampled it, as far as the server says.
+            lengths: Tokens and log-probabilities of each completion.
+        """
+        foreign = [name for name in spans if not name.isdecimal()]
+        if foreign and version >= 0:
+            raise EngineError(
+                f"{self.url}: request {request_id} was answered by weights {foreign[0]!r} in place of version "
+                f"{version}: the server was restarted and serves other weights"
+            )
+        for tokens, logprobs in lengths:
+            if tokens != logprobs:
+                raise EngineError(
+                    f"{self.url}: request {request_id}: {tokens} tokens came with {logprobs} log-probabilities"
+                )

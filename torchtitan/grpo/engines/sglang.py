@@ -1,0 +1,152 @@
+"""Asynchronous client of SGLang's own generation route: token ids in, token ids and log-probabilities out."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from torchtitan.grpo.engines.http_client import HttpClient
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+
+GENERATE_ROUTE = "/generate"
+ABORT_ROUTE = "/abort_request"
+_ABORT_S = 5.0
+
+
+class SglangClient(HttpClient):
+    """An `EngineClient` for one SGLang server (0.5.15 or newer).
+
+    A prompt's answers are asked as one batch of requests with a seed each: SGLang gives the samples of one request
+    (`n`) its seed unchanged, and so would answer n times the same. Seeds count only with SGLang's
+    `--enable-deterministic-inference`; without it they are ignored.
+
+    Args:
+        url, api_key, request_timeout_s: See `HttpClient`.
+        version: The newest weight version that this server has acknowledged. It is part of each request's key in the
+            prefix cache (`extra_key`), so that no cached key or value outlives its weights, and stands in for a token's
+            version where the server does not report one (before 0.5.19): that of the request's start, so that a token
+            is never taken to be newer than it is.
+    """
+
+    route_hint = "is this an SGLang server?"
+
+    def __init__(self, url: str, api_key: str | None, request_timeout_s: float, version: Callable[[], int]) -> None:
+        super().__init__(url, api_key, request_timeout_s)
+        self._version = version
+        self._name = uuid.uuid4().hex[:8]  # another trainer's request may still run under the same number
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, cohort: tuple[str, int] | None = None
+    ) -> list[Completion]:
+        """See `EngineClient.generate`. Cancelling the call has the server drop the request. Cohorts are ignored."""
+        deadline = asyncio.get_running_loop().time() + self.request_timeout_s
+        version = self._version()
+        ids = [f"{self._name}-{request_id}-{i}" for i in range(params.n)]
+        body = {
+            "rid": ids,
+            "input_ids": [prompt_ids] * params.n,
+            "sampling_params": [_sampling_params(params, i) for i in range(params.n)],
+            "return_logprob": True,
+            "logprob_start_len": -1,  # of the answer alone
+            "extra_key": str(version),
+            "stream": False,
+        }
+        try:
+            payload = await self._post(GENERATE_ROUTE, body, request_id, deadline)
+        except (asyncio.CancelledError, EngineError):
+            # SGLang looks for closed connections now and then; told so it stops at once.
+            self._abort(ids)
+            raise
+        try:
+            answers = _REPLY.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {error}") from error
+        if len(answers) != params.n:
+            raise EngineError(f"{self.url}: request {request_id}: {len(answers)} answers, {params.n} were asked")
+        completions = [_completion(answer, version) for answer in answers]
+        self._check(
+            request_id,
+            version,
+            [span.version for answer in answers for span in answer.meta_info.weight_versions or []],
+            [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
+        )
+        return completions
+
+    async def close(self) -> None:
+        """See `EngineClient.close`."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=_ABORT_S)
+        await super().close()
+
+    def _abort(self, ids: list[str]) -> None:
+        async def tell() -> None:
+            deadline = asyncio.get_running_loop().time() + _ABORT_S
+            asked = [self._post(ABORT_ROUTE, {"rid": rid}, rid, deadline) for rid in ids]
+            await asyncio.gather(*asked, return_exceptions=True)  # a server that is gone answers nobody anyway
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+def _sampling_params(params: SamplingParams, index: int) -> dict[str, Any]:
+    """The sampling parameters of answer `index`. All that shape the distribution are explicit: a server's defaults may
+    come from the model's generation_config.json."""
+    return {
+        "temperature": params.temperature,
+        "max_new_tokens": params.max_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "sampling_seed": None if params.seed is None else params.seed + index,
+        "ignore_eos": params.ignore_eos,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "no_stop_trim": True,
+    }
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+_REPLY = msgspec.json.Decoder(list[_Answer])
+
+
+def _completion(answer: _Answer, version: int) -> Completion:
+    token_ids, meta = answer.output_ids or [], answer.meta_info
+    versions = [version] * len(token_ids)
+    for span in meta.weight_versions or []:
+        # Ours are decimal; servers start with a name of their own ("default"), and have it while `version` is -1.
+        if span.version.isdecimal():
+            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+    finish = meta.finish_reason.type if meta.finish_reason else "abort"
+    return Completion(
+        token_ids=token_ids,
+        logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs or []],
+        finish_reason=finish if finish in ("stop", "length") else "abort",
+        versions=versions,
+    )

@@ -1,0 +1,164 @@
+"""The control routes of one SGLang server (0.5.15 and newer): pause, weight updates. Synchronous, for threads."""
+
+from typing import Any
+
+from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.errors import UserError
+
+OLDEST = (0, 5, 15)
+"""Older ones were not tried: they belong to torch versions that torchtitan 0.2.2 does not run on."""
+_TOP_LOGPROBS = 5
+
+
+class SglangControl(HttpControl):
+    """See `HttpControl`. SGLang says nowhere whether it is paused: `is_paused` knows only what went through here."""
+
+    # Answered by the scheduler, also while it is paused; /health would generate a token then, and wait.
+    health_path = "/server_info"
+    sampling_hint = "Is SGLANG_RETURN_ORIGINAL_LOGPROB set in the server's environment? Unset it."
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
+        super().__init__(url, api_key, timeout_s)
+        self._paused = False
+        self._has_sessions = True
+
+    def info(self) -> dict[str, Any]:
+        """The server's arguments, as they were resolved, and its version."""
+        return self._json("GET", "/server_info", "server info")
+
+    def world_size(self) -> int:
+        """See `HttpControl.world_size`.
+
+        Raises:
+            UserError: The server has data-parallel replicas: SGLang takes no weights over a process group then.
+        """
+        info = self.info()
+        if (info.get("dp_size") or 1) > 1:
+            raise UserError(
+                f"{self.url}: --dp-size {info['dp_size']}: SGLang takes no weights into data-parallel replicas; start "
+                "one server for each, and list them all in [rollout] urls"
+            )
+        return (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
+
+    def check(self, longest_tokens: int, prompt_id: int = 1) -> None:
+        """See `HttpControl.check`."""
+        info = self.info()
+        version = str(info.get("version", ""))
+        if _numbers(version) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise UserError(f"{self.url}: SGLang {version or 'of an unknown version'}: {oldest} or newer is needed")
+        self.world_size()
+        served = info.get("context_length") or self._served_tokens()
+        if served is not None and served < longest_tokens:
+            raise UserError(
+                f"{self.url}: serves at most {served} tokens (--context-length), the trainer asks for up to "
+                f"{longest_tokens} ([training] seq_len)"
+            )
+        self.resume()  # a trainer that crashed may have left it paused, and then it would answer nothing
+        self.check_sampling([prompt_id])
+
+    def _served_tokens(self) -> int | None:
+        models = self._json("GET", "/v1/models", "model info")["data"]
+        return models[0].get("max_model_len") if models else None
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
+        """See `HttpControl.pause`; SGLang has no `wait`."""
+        if mode != "keep":
+            raise ValueError(f"SGLang has no pause mode {mode!r}")
+        self._paused = True
+        body = {"mode": "retract" if clear_cache else "in_place"}
+        self._call("POST", "/pause_generation", "pause", body=body, timeout_s=timeout_s)
+
+    def resume(self) -> None:
+        self._call("POST", "/continue_generation", "resume", body={})
+        self._paused = False
+
+    def is_paused(self) -> bool:
+        return self._paused
+
+    def join_group(self, name: str, backend: str, address: str, port: int, world_size: int) -> None:
+        """Have the server's workers join a process group as ranks 1..; returns when they have."""
+        body = {"group_name": name, "backend": backend, "master_address": address, "master_port": port}
+        body |= {"rank_offset": 1, "world_size": world_size}
+        self._call("POST", "/init_weights_update_group", "connect", body=body)
+
+    def leave_group(self, name: str) -> None:
+        self._call("POST", "/destroy_weights_update_group", "leave", body={"group_name": name})
+
+    def start_update(self) -> None:
+        """Open an update session, which SGLang has from 0.5.21 on; one that a failed update left open is ended."""
+        path, body = "/begin_weight_update", {"selector": "all"}
+        if not self._has_sessions:
+            return
+        reply = self._request("POST", path, "start", body=body)
+        if reply.status == 404:
+            self._has_sessions = False
+            return
+        if reply.status == 400 and b"already open" in reply.data:
+            self._call("POST", "/end_weight_update", "start", body={})
+            reply = self._request("POST", path, "start", body=body)
+        self._check(reply, "start", path)
+
+    def receive(
+        self,
+        name: str,
+        tensors: list[tuple[str, str, list[int]]],
+        flattened: bool,
+        version: str | None,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Have the server receive tensors by broadcast and load them; returns when it has.
+
+        Args:
+            name: Of the group.
+            tensors: (Hugging Face name, dtype, shape), in the order in which they are sent.
+            flattened: They come as one broadcast of bytes; otherwise one by one.
+            version: Of the weights, with the last tensors of an update.
+            flush_cache: Forget cached keys and values; refused while requests run.
+        """
+        names, dtypes, shapes = zip(*tensors, strict=True)
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": name, "flush_cache": flush_cache}
+        body |= {"load_format": "flattened_bucket" if flattened else None, "weight_version": version}
+        self._call("POST", "/update_weights_from_distributed", "update", body=body, timeout_s=timeout_s)
+
+    def load_folder(self, folder: str, version: str, flush_cache: bool, timeout_s: float) -> None:
+        """Have the server load safetensors files of a folder; returns when it has. It needs no session."""
+        body = {"model_path": folder, "weight_version": version, "flush_cache": flush_cache}
+        self._call("POST", "/update_weights_from_disk", "update", body=body, timeout_s=timeout_s)
+
+    def finish_update(self, version: str) -> None:
+        if self._has_sessions:
+            self._call("POST", "/end_weight_update", "finish", body={})
+
+    def weight_version(self) -> str | None:
+        """See `HttpControl.weight_version`."""
+        version = self._json("GET", "/model_info", "weight version").get("weight_version")
+        return None if version is None else str(version)
+
+    def _top_logprobs(self, prompt_ids: list[int], temperature: float) -> dict[int, float]:
+        sampling = {"temperature": temperature, "max_new_tokens": 1, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+        body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True}
+        body |= {"top_logprobs_num": _TOP_LOGPROBS, "stream": False}
+        meta = self._json("POST", "/generate", "sampling check", body=body)["meta_info"]
+        return {int(token): float(logprob) for logprob, token, _ in meta["output_top_logprobs"][0]}
+
+    def _explain(self, status: int, phase: str, path: str, said: str) -> None:
+        if status == 404:
+            raise UserError(f"{self.url}: HTTP 404 on {path}: is this an SGLang server ([rollout] engine)?")
+        if status == 403:
+            raise UserError(
+                f"{self.url}: HTTP 403 on {path}: the server has an --admin-api-key; [rollout] api_key_env must name "
+                "the variable that holds it"
+            )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """0.5.21.post1 -> (0, 5, 21)."""
+    numbers = []
+    for part in version.split(".")[:3]:
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)

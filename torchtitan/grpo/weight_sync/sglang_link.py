@@ -1,0 +1,154 @@
+"""The trainer's end of one SGLang server: the same steps as `ServerLink` through SGLang's own routes.
+
+Nothing of ours runs in the server. It checks names and sizes and says which version it has, but no checksums, so that
+a broken byte on the wire would not be found; each bucket's HTTP reply is its acknowledgement.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import torch
+
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.sglang_control import SglangControl
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_sync.disk import DiskFeed
+from torchtitan.grpo.weight_sync.link import ServerLink, in_thread
+from torchtitan.grpo.weight_sync.push import Feed
+from torchtitan.grpo.weight_sync.transport import Group, address_towards, host_store, wait
+
+_DRAIN_LOOK_S = 0.02
+
+
+class SglangLink(ServerLink):
+    """See `ServerLink`.
+
+    SGLang cannot finish running answers while new ones wait, so to drain it the trainer sends none.
+
+    Args:
+        hold: Keeps new requests from the server until it is admitted again.
+        in_flight: Requests under way there.
+    """
+
+    control: SglangControl
+
+    def __init__(self, *args, hold: Callable[[], None], in_flight: Callable[[], int]):
+        super().__init__(*args)
+        self._hold = hold
+        self._in_flight_requests = in_flight
+        self._name = ""
+
+    def connect(self, plan_info: dict) -> None:
+        """Form a process group with the server; the plan stays here."""
+        self._update = None
+        with self._phase("connect"):
+            deadline = time.monotonic() + self._timeout_s
+            world_size = 1 + self.control.world_size()
+            self._leave()
+            name = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}"
+            where = urlsplit(self.url)
+            address = address_towards(where.hostname, where.port or 80)
+            store, port = host_store(address, self._timeout_s)
+            prefixes = (name, f"{name}/", "cuda/" if self._backend == "nccl" else "cpu/")  # as torch nests them there
+
+            def join() -> Group:
+                return Group(
+                    self._backend, store, 0, world_size, self._device, self._timeout_s, address, prefixes, hello=False
+                )
+
+            served = in_thread(
+                lambda: self.control.join_group(name, self._backend, address, port, world_size), "weight-sync-init"
+            )
+            self._group = self._both_ends(served, in_thread(join, "weight-sync-join"), deadline)
+            self._name = name
+
+    def _leave(self) -> None:
+        name, self._name = self._name, ""
+        if name:
+            with suppress(EngineError, UserError):  # a server that was restarted knows of none
+                self.control.leave_group(name)
+
+    def _drain(self) -> None:
+        self._hold()
+        limit_s = self._pause.drain_timeout_s
+        deadline = time.monotonic() + limit_s
+        while self._in_flight_requests():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"timed out: its running answers took over {limit_s:g} s ([rollout] request_timeout_seconds, with "
+                    "[async_grpo] in_flight_weight_updates = false)"
+                )
+            time.sleep(_DRAIN_LOOK_S)
+        self.control.pause("keep", clear_cache=True)
+
+    @property
+    def _flush_cache(self) -> bool:
+        """SGLang refuses to while answers stand still with their keys and values; `extra_key` keeps new ones apart."""
+        return self._pause.recompute_kv or not self._pause.in_flight
+
+    def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+        """See `ServerLink.update`; buckets go one after the other, and `apply` is 0: it is part of `wire`."""
+        with self._on_stream():
+            self._begin_session(feed.version)
+            wire_started = time.perf_counter()
+            for bucket in buckets:
+                wire, filled = feed.bucket(bucket.index)
+                last = bucket.index == len(buckets) - 1
+                self._send(bucket, wire, filled, str(feed.version) if last else None)
+                feed.let_go(bucket.index + 1)
+            self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}
+            self._finish(feed.version)
+        return self.seconds
+
+    def _begin_session(self, version: int) -> None:
+        self._version = version
+        self._update = None
+        with self._phase("start"):
+            self.control.start_update()
+        self.seconds["pause"] = time.perf_counter() - self._started
+
+    def _send(self, bucket: Bucket, wire: torch.Tensor, filled: torch.cuda.Event | None, version: str | None) -> None:
+        """One bucket, from the call that has the server receive it to the reply that says that it has loaded it."""
+        tensors = [(spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)) for spec in bucket.tensors]
+        flattened = not bucket.gaps()  # what it takes as one piece has no padding in it
+        sent = [wire[: bucket.payload_bytes]] if flattened else [view for _, view in bucket.views(wire)]
+        with self._phase("transfer"):
+            if filled is not None:
+                torch.cuda.current_stream(self._device).wait_event(filled)
+            deadline = time.monotonic() + self._timeout_s
+            flush = self._flush_cache and version is not None
+            self._update = in_thread(
+                lambda: self.control.receive(self._name, tensors, flattened, version, flush, self._timeout_s),
+                "weight-sync-update",
+            )
+            works = [self._group.broadcast(tensor) for tensor in sent]
+            for work in works:
+                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error)
+            self._servers_error(deadline)
+        self.bytes_done += bucket.payload_bytes
+
+
+class SglangDiskLink(SglangLink):
+    """An SGLang server that reads versions from a `DiskCopy`. There is no group."""
+
+    def connect(self, plan_info: dict) -> None:
+        self._update = None
+        with self._phase("connect"):
+            self.control.world_size()
+
+    def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+        """Have the server read the feed's version. `wire` is 0: reading is part of `apply`."""
+        self._version, self._update = feed.version, None
+        self.seconds["pause"] = time.perf_counter() - self._started
+        read_started = time.perf_counter()
+        with self._phase("apply"):
+            self.control.load_folder(str(feed.folder), str(feed.version), self._flush_cache, self._timeout_s)
+        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
+        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
+        self._take_into_service(feed.version)
+        return self.seconds
