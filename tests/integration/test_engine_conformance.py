@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
 from conftest import save_tiny_qwen3
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.integration.served_logprobs import answer_logprobs
 from tests.integration.test_weight_sync_vllm import CPU, SYNC, changed, trainer_of
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.engines.spawn import EmbeddedServer
@@ -112,10 +113,7 @@ def start(request, tmp_path_factory) -> Iterator[Callable[[str, Path], str]]:
             if engine == "embedded":
                 server = stack.enter_context(EmbeddedServer())
                 return server.start(model, Rollout(embedded_max_sequences=16), "cpu", folder / "log")
-            import conftest
-
-            serve = {"vllm": conftest.serve_vllm, "sglang": conftest.serve_sglang}[engine]
-            return stack.enter_context(serve(folder, model)).url
+            return stack.enter_context(getattr(conftest, f"serve_{engine}")(folder, model)).url
 
         yield start
 
@@ -126,7 +124,7 @@ def engine(request) -> str:
 
 
 def make_served(engine: str, start, folder: Path, tied: bool) -> Served:
-    first = save_tiny_qwen3(folder / "A", seed=int(tied), tied=tied)
+    first = save_tiny_qwen3(folder / "A", vocab_size=4096, seed=int(tied), tied=tied)  # in several buckets
     return Served(engine, start(engine, first), {"A": first, "B": changed(first, 7, folder / "B")})
 
 
@@ -208,8 +206,8 @@ def test_a_cancelled_request_ends_at_the_server(served: Served):
 
 @pytest.mark.parametrize("which", ["untied", "tied"])
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_weights_a_b_a(request, which, transport):
-    served = request.getfixturevalue("served" if which == "untied" else "served_tied")
+def test_weights_a_b_a(served: Served, served_tied: Served, which, transport):
+    served = {"untied": served, "tied": served_tied}[which]
     with Trainer(served, transport) as trainer:
         for version, name in ((1, "A"), (2, "B"), (3, "A")):
             trainer.publish(version, name)
@@ -294,23 +292,24 @@ def test_running_answers_can_finish_under_their_weights(served: Served):
     assert max(served.differences("B", answer).max() for answer in after) <= EXACT
 
 
-def test_a_torn_update_is_an_error_and_a_whole_one_mends_it(served: Served):
-    """A tensor that the server does not know: it says so, and stays out of traffic until it has a whole version."""
+def test_a_torn_update_takes_the_server_out_and_a_whole_one_mends_it(served: Served, monkeypatch):
+    """The trainer fails between two buckets of a version. The server has half of it, and answers nobody with that."""
     with Trainer(served) as trainer:
-        trainer.model.register_parameter("spare", torch.nn.Parameter(torch.zeros(16)))
-        adapter = trainer.source.adapter
+        trainer.publish(1, "A")
+        sender = trainer.sync._sender
+        assert len(sender.buckets) > 1
 
-        class WithSpare:
-            def to_hf(self, state: dict) -> dict:
-                return {"model.spare.weight": state["spare"]} if "spare" in state else adapter.to_hf(state)
+        def pack(bucket, snapshot, pack=sender.pack):
+            if bucket.index > 0:
+                raise RuntimeError("the trainer failed here")
+            return pack(bucket, snapshot)
 
-        trainer.sync.close()
-        trainer.sync = WeightSync(trainer.model, WithSpare(), SYNC, trainer.fleet, CPU, trainer.source.tied)
-        with pytest.raises(FleetError, match=rf"{served.url}.*spare"):
-            trainer.sync.connect()
-            trainer.sync.publish(7)
+        monkeypatch.setattr(sender, "pack", pack)
+        with pytest.raises(RuntimeError, match="the trainer failed here"):
+            trainer.publish(2, "B")
+        assert trainer.server.version == 1
     with Trainer(served) as trainer:
-        trainer.publish(8, "B")
-        [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=8)
-        assert completion.versions == [8] * 12
+        trainer.publish(3, "B")
+        [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=3)
+        assert completion.versions == [3] * 12
         assert served.differences("B", completion).max() <= EXACT

@@ -67,6 +67,8 @@ class SglangClient(HttpClient):
         if len(answers) != params.n:
             raise EngineError(f"{self.url}: request {request_id}: {len(answers)} answers, {params.n} were asked")
         completions = [_completion(answer, version) for answer in answers]
+        if params.ignore_eos:  # SGLang then ignores `stop_token_ids` as well
+            completions = [_cut(completion, params.stop_token_ids) for completion in completions]
         self._check(
             request_id,
             version,
@@ -150,3 +152,13 @@ def _completion(answer: _Answer, version: int) -> Completion:
         finish_reason=finish if finish in ("stop", "length") else "abort",
         versions=versions,
     )
+
+
+def _cut(completion: Completion, stop_token_ids: tuple[int, ...]) -> Completion:
+    """The answer up to its first stop token."""
+    ends = [i for i, token in enumerate(completion.token_ids) if token in stop_token_ids]
+    if not ends:
+        return completion
+    end = ends[0] + 1
+    parts = completion.token_ids[:end], completion.logprobs[:end]
+    return Completion(*parts, finish_reason="stop", versions=completion.versions[:end])

@@ -80,6 +80,7 @@ class DiskLink(ServerLink):
 
     def connect(self, plan_info: dict) -> None:
         self._buckets = len(plan_info["plan"])
+        self._given = False
         self._update = None
         with self._phase("connect"):
             info = plan_info | {"backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 1}

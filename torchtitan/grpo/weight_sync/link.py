@@ -103,12 +103,15 @@ class ServerLink:
         self._version = -1
         self._buckets = 0
         self._started = self._stopped = 0.0
+        self._clear_cache = True
+        self._given = False  # a whole version, on this connection
         self.bytes_done = 0
         self.seconds: dict[str, float] = {}
 
     def connect(self, plan_info: dict) -> None:
         """Form the group with the server; `plan_info` is `InitInfo` without what is known only here."""
         self._buckets = len(plan_info["plan"])
+        self._given = False
         self._update = None  # how the last one ended says nothing of what fails from here on
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
@@ -141,11 +144,13 @@ class ServerLink:
     def stop(self, version: int) -> None:
         """Have the server stand still, as `Pause` says, for an update to about this version."""
         self._version, self.bytes_done, self.seconds = version, 0, {}
+        # Keys of the prefix cache are versions: what an earlier run cached under the same ones must go.
+        self._clear_cache = self._pause.recompute_kv or not self._given
         self._in_flight.clear()
         self._started = time.perf_counter()
         if self._pause.in_flight:
             with self._phase("pause"):
-                self.control.pause("keep", self._pause.recompute_kv)
+                self.control.pause("keep", self._clear_cache)
         else:
             with self._phase("drain"):
                 self._drain()
@@ -157,7 +162,7 @@ class ServerLink:
         limit_s = self._pause.drain_timeout_s
         deadline = time.monotonic() + limit_s
         reply_s = limit_s + self._timeout_s  # the bound here says more than the request's own, and fires before it
-        paused = in_thread(lambda: self.control.pause("wait", self._pause.recompute_kv, reply_s), "weight-sync-drain")
+        paused = in_thread(lambda: self.control.pause("wait", self._clear_cache, reply_s), "weight-sync-drain")
         while not paused.done():
             self.check()
             if time.monotonic() > deadline:
@@ -254,6 +259,7 @@ class ServerLink:
                 raise RuntimeError(f"the server reports weight version {reported!r}, expected {str(version)!r}")
         with self._phase("resume"):
             self.control.resume()
+        self._given = True
         now = time.perf_counter()
         self.seconds |= {"acknowledge": now - started, "stopped": now - self._stopped, "total": now - self._started}
 

@@ -1,7 +1,8 @@
 """The trainer's end of one SGLang server: the same steps as `ServerLink` through SGLang's own routes.
 
-Nothing of ours runs in the server. It checks names and sizes and says which version it has, but no checksums, so that
-a broken byte on the wire would not be found; each bucket's HTTP reply is its acknowledgement.
+Nothing of ours runs in the server: each bucket is acknowledged by its HTTP reply, a version by its name. There are no
+checksums, so that a broken byte on the wire would not be found, and a tensor that the model does not know is
+skipped; that both ends mean the same model is checked by the log-probabilities at the start of a run.
 """
 
 import time
@@ -44,7 +45,7 @@ class SglangLink(ServerLink):
 
     def connect(self, plan_info: dict) -> None:
         """Form a process group with the server; the plan stays here."""
-        self._update = None
+        self._update, self._given = None, False
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
             world_size = 1 + self.control.world_size()
@@ -84,12 +85,8 @@ class SglangLink(ServerLink):
                     "[async_grpo] in_flight_weight_updates = false)"
                 )
             time.sleep(_DRAIN_LOOK_S)
+        self._clear_cache = True  # nobody's keys and values are in use
         self.control.pause("keep", clear_cache=True)
-
-    @property
-    def _flush_cache(self) -> bool:
-        """SGLang refuses to while answers stand still with their keys and values; `extra_key` keeps new ones apart."""
-        return self._pause.recompute_kv or not self._pause.in_flight
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """See `ServerLink.update`; buckets go one after the other, and `apply` is 0: it is part of `wire`."""
@@ -121,7 +118,8 @@ class SglangLink(ServerLink):
             if filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(filled)
             deadline = time.monotonic() + self._timeout_s
-            flush = self._flush_cache and version is not None
+            # Refused while answers stand still with their keys and values; `extra_key` keeps new ones apart then.
+            flush = self._clear_cache and version is not None
             self._update = in_thread(
                 lambda: self.control.receive(self._name, tensors, flattened, version, flush, self._timeout_s),
                 "weight-sync-update",
@@ -137,7 +135,7 @@ class SglangDiskLink(SglangLink):
     """An SGLang server that reads versions from a `DiskCopy`. There is no group."""
 
     def connect(self, plan_info: dict) -> None:
-        self._update = None
+        self._update, self._given = None, False
         with self._phase("connect"):
             self.control.world_size()
 
@@ -147,7 +145,7 @@ class SglangDiskLink(SglangLink):
         self.seconds["pause"] = time.perf_counter() - self._started
         read_started = time.perf_counter()
         with self._phase("apply"):
-            self.control.load_folder(str(feed.folder), str(feed.version), self._flush_cache, self._timeout_s)
+            self.control.load_folder(str(feed.folder), str(feed.version), self._clear_cache, self._timeout_s)
         self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
         self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
         self._take_into_service(feed.version)
