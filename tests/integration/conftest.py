@@ -4,8 +4,9 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,14 @@ import torch
 from torchtitan.grpo.engines.control import ServerControl
 
 REPO_ROOT = Path(__file__).parents[2]
-VLLM_START_S = 180.0
+START_S = 180.0
+STOP_S = 20.0
 PLUGIN_MODULE = "torchtitan.grpo.weight_sync.vllm_plugin"
 
 
 @dataclass
 class RunningServer:
-    """A vLLM server on this machine: its address, the folder it loaded, its process and its log."""
+    """A server on this machine: its address, the folder it loaded, its process and its log."""
 
     url: str
     model_dir: Path
@@ -70,47 +72,90 @@ def _plugin_path(folder: Path) -> Path:
 
 
 @contextmanager
+def serve(
+    script: str | Path, folder: Path, model_dir: Path, *flags: str, **environment: str
+) -> Iterator[RunningServer]:
+    """A CPU server, started as a user starts it: by `script`, of scripts/. `folder` is for its log."""
+    port = free_port()
+    command = ["bash", REPO_ROOT / "scripts" / script, model_dir, "--cpu", "--port", port, *flags]
+    log_path = folder / "server.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, log_path)
+    try:
+        try:
+            ServerControl(server.url).wait_healthy(START_S, process)
+        except Exception as error:
+            pytest.fail(f"{error}\n{log_path.read_text(errors='replace')[-4000:]}")
+        yield server
+    finally:
+        stop_group(process)
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    """End `process`, the leader of its group, and its whole group: the engines' workers are children of the API server.
+
+    What outlives the leader is killed; it would hold memory and cores while other tests run.
+    """
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(STOP_S)
+    # Even where the leader is gone: a server that crashed may leave workers.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)
+    deadline = time.monotonic() + STOP_S
+    while left := group_members(process.pid):
+        if time.monotonic() > deadline:
+            pytest.fail(f"processes {left} of a server's group are there {STOP_S:g} s after they were killed")
+        time.sleep(0.05)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group that run (Linux); zombies that nobody has waited for yet do not count."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            # After the name, in parentheses and with any character in it: state, parent, group.
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                members.append(int(path.parent.name))
+    return members
+
+
+@contextmanager
 def serve_vllm(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningServer]:
-    """A vLLM CPU server, started as a user starts it: by scripts/serve_vllm.sh. `folder` is for its log and cache.
+    """A vLLM CPU server. `folder` is for its log and cache.
 
     Needs the environment variable VLLM_PYTHON: a Python with vLLM.
     """
     if not os.environ.get("VLLM_PYTHON"):
         pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
-    port = free_port()
-    command = [
-        "bash",
-        str(REPO_ROOT / "scripts" / "serve_vllm.sh"),
-        str(model_dir),
-        "--cpu",
-        "--port",
-        str(port),
-        *flags,
-    ]
-    env = os.environ | {
+    environment = {
         "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), str(_plugin_path(folder / "plugin"))]),
         "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
     }
-    log_path = folder / "server.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, log_path)
-    try:
-        try:
-            ServerControl(server.url).wait_healthy(VLLM_START_S, process)
-        except Exception as error:
-            pytest.fail(f"{error}\n{log_path.read_text(errors='replace')[-4000:]}")
+    with serve("serve_vllm.sh", folder, model_dir, *flags, **environment) as server:
         yield server
-    finally:
-        # The whole process group: vLLM's engine core is a child of the API server.
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(20)
+
+
+@contextmanager
+def serve_sglang(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningServer]:
+    """An SGLang CPU server. `folder` is for its log.
+
+    Needs the environment variable SGLANG_PYTHON: a Python with SGLang.
+    """
+    if not os.environ.get("SGLANG_PYTHON"):
+        pytest.skip("set SGLANG_PYTHON to a Python that has SGLang (scripts/install_sglang_cpu.sh) to run this")
+    with serve("serve_sglang.sh", folder, model_dir, *flags) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -127,6 +172,14 @@ def tied_vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
     """A vLLM server with a tiny random Qwen3 whose output layer is its embedding."""
     folder = tmp_path_factory.mktemp("tied_vllm")
     with serve_vllm(folder, save_tiny_qwen3(folder / "model", seed=1, tied=True)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """An SGLang server with a tiny random Qwen3, embedding and output apart."""
+    folder = tmp_path_factory.mktemp("sglang")
+    with serve_sglang(folder, save_tiny_qwen3(folder / "model"), "--max-running-requests", "16") as server:
         yield server
 
 

@@ -31,7 +31,16 @@ def test_shell_scripts_parse(script):
 
 
 @pytest.mark.parametrize(
-    "name", ["install_vllm_cpu.sh", "serve_vllm.sh", "test.sh", "verify_grpo_cpu.sh", "verify_grpo_2gpu.sh"]
+    "name",
+    [
+        "install_sglang_cpu.sh",
+        "install_vllm_cpu.sh",
+        "serve_sglang.sh",
+        "serve_vllm.sh",
+        "test.sh",
+        "verify_grpo_2gpu.sh",
+        "verify_grpo_cpu.sh",
+    ],
 )
 def test_shell_scripts_have_help(name):
     result = run("bash", SCRIPTS / name, "--help")
@@ -47,16 +56,26 @@ def test_verify_scripts_name_what_they_can_verify(name):
     assert "asynch" in result.stderr and "async" in result.stderr.replace("asynch", "")
 
 
-def test_install_leaves_a_folder_with_other_things_alone(tmp_path):
+@pytest.mark.parametrize("name", ["install_sglang_cpu.sh", "install_vllm_cpu.sh"])
+def test_install_leaves_a_folder_with_other_things_alone(name, tmp_path):
     (tmp_path / "thesis.tex").touch()
-    result = run("bash", SCRIPTS / "install_vllm_cpu.sh", tmp_path)
+    result = run("bash", SCRIPTS / name, tmp_path)
     assert result.returncode == 1
     assert "name an empty or a new one" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 @pytest.fixture
-def pretend_vllm(tmp_path):
+def bare_python(tmp_path):
+    """A Python that does not see what is installed here, this project among it."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.fixture
+def pretend_vllm(bare_python, tmp_path):
     """Start serve_vllm.sh with a Python that sees a package called vllm; the server that it starts prints its call.
 
     What the script decides per version and device is tested here; two versions of the real one do not fit a test run.
@@ -78,15 +97,11 @@ def pretend_vllm(tmp_path):
         if plugin:
             entry = "[vllm.general_plugins]\ntorchtitan_grpo = torchtitan.grpo.weight_sync.vllm_plugin:register\n"
             (metadata / "entry_points.txt").write_text(entry)
-        # -S: what is installed here, this project among it, is not seen.
-        python = tmp_path / "python"
-        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-        python.chmod(0o755)
         return run(
             "bash",
             SCRIPTS / "serve_vllm.sh",
             *arguments,
-            VLLM_PYTHON=str(python),
+            VLLM_PYTHON=str(bare_python),
             PYTHONPATH=str(tmp_path),
             VIRTUAL_ENV="",
         )
@@ -121,6 +136,80 @@ def test_serve_says_how_to_install_the_plugin(pretend_vllm):
     result = pretend_vllm("model", entrypoints="", plugin=False)
     assert result.returncode == 1
     assert f"pip install --no-deps {ROOT}" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def pretend_sglang(bare_python, tmp_path):
+    """Start serve_sglang.sh with a Python that sees a package called sglang; the server that it starts prints its call:
+    flags, what ps shows of them, environment."""
+
+    def start(*arguments: str, installed: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        if installed:
+            (tmp_path / "sglang").mkdir()
+            (tmp_path / "sglang" / "__init__.py").touch()
+            names = ("SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES", "SGLANG_API_KEY", "SGLANG_PYTHON")
+            (tmp_path / "sglang" / "launch_server.py").write_text(
+                "import json, os, sys\nassert __name__ == '__main__'\n"
+                f"print(json.dumps([sys.argv[1:], sys.orig_argv, {{n: os.environ.get(n) for n in {names!r}}}]))\n"
+            )
+        environment = {"CUDA_VISIBLE_DEVICES": "", "SGLANG_API_KEY": ""} | environment
+        return run(
+            "bash",
+            SCRIPTS / "serve_sglang.sh",
+            *arguments,
+            SGLANG_PYTHON=str(bare_python),
+            PYTHONPATH=str(tmp_path),
+            VIRTUAL_ENV="",
+            **environment,
+        )
+
+    return start
+
+
+def test_serve_calls_sglang_on_cpu(pretend_sglang):
+    result = pretend_sglang("model", "--cpu", "--port", "8001", "--max-total-tokens", "99", CUDA_VISIBLE_DEVICES="0")
+    assert result.returncode == 0, result.stderr
+    flags, _, environment = json.loads(result.stdout)
+    assert flags[:6] == ["--model-path", "model", "--host", "127.0.0.1", "--port", "8001"]
+    assert flags[flags.index("--device") + 1] == "cpu"
+    assert flags[flags.index("--dtype") + 1] == "float32"
+    assert "--skip-tokenizer-init" in flags and "--api-key" not in flags
+    assert flags[-2:] == ["--max-total-tokens", "99"]  # the last of two wins
+    assert (environment["SGLANG_USE_CPU_ENGINE"], environment["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    assert environment["SGLANG_PYTHON"] is None
+
+
+@pytest.mark.parametrize(("visible", "chosen"), [("", "1,2"), ("4,5,6", "5,6")])
+def test_serve_calls_sglang_on_two_gpus(pretend_sglang, visible, chosen):
+    result = pretend_sglang("model", "--gpu", "1,2", CUDA_VISIBLE_DEVICES=visible)
+    assert result.returncode == 0, result.stderr
+    flags, _, environment = json.loads(result.stdout)
+    assert flags[flags.index("--tp-size") + 1] == "2"
+    assert flags[flags.index("--dtype") + 1] == "bfloat16"
+    assert "--device" not in flags
+    assert (environment["SGLANG_USE_CPU_ENGINE"], environment["CUDA_VISIBLE_DEVICES"]) == (None, chosen)
+
+
+def test_serve_refuses_a_gpu_that_is_not_visible(pretend_sglang):
+    result = pretend_sglang("model", "--gpu", "3", CUDA_VISIBLE_DEVICES="4,5,6")
+    assert result.returncode == 2
+    assert "CUDA_VISIBLE_DEVICES = 4,5,6 has 3 device(s)" in result.stderr
+
+
+def test_serve_shows_nobody_sglangs_api_key(pretend_sglang):
+    result = pretend_sglang("model", "--cpu", "--seed", "3", SGLANG_API_KEY="hush")
+    assert result.returncode == 0, result.stderr
+    flags, shown, environment = json.loads(result.stdout)
+    assert flags[:2] == ["--api-key", "hush"] and flags[-2:] == ["--seed", "3"]
+    assert "hush" not in " ".join(shown) and "hush" not in result.stderr
+    assert environment["SGLANG_API_KEY"] is None
+
+
+def test_serve_says_how_to_install_sglang(pretend_sglang):
+    result = pretend_sglang("model", installed=False)
+    assert result.returncode == 1
+    assert "scripts/install_sglang_cpu.sh" in result.stderr
     assert result.stdout == ""
 
 
