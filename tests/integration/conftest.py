@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -73,11 +74,23 @@ def _plugin_path(folder: Path) -> Path:
 
 @contextmanager
 def serve(
-    script: str | Path, folder: Path, model_dir: Path, *flags: str, **environment: str
+    script: str | Path, folder: Path, model_dir: Path, *flags: str, port: int = 0, **environment: str
 ) -> Iterator[RunningServer]:
-    """A CPU server, started as a user starts it: by `script`, of scripts/. `folder` is for its log."""
-    port = free_port()
+    """A CPU server, started as a user starts it: by `script`, of scripts/. `folder` is for its log.
+
+    `port` 0 takes a free one; that of a server that was killed is where it comes back.
+    """
+    port = port or free_port()
     command = ["bash", REPO_ROOT / "scripts" / script, model_dir, "--cpu", "--port", port, *flags]
+    with serve_command(command, folder, model_dir, port, **environment) as server:
+        yield server
+
+
+@contextmanager
+def serve_command(
+    command: list, folder: Path, model_dir: Path, port: int, **environment: str
+) -> Iterator[RunningServer]:
+    """The server that `command` starts at `port`, once it is healthy."""
     log_path = folder / "server.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -107,7 +120,11 @@ def stop_group(process: subprocess.Popen) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(STOP_S)
-    # Even where the leader is gone: a server that crashed may leave workers.
+    kill_group(process)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """kill -9 to a whole group, even where its leader is gone: a server that crashed may leave workers."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(STOP_S)
@@ -131,7 +148,18 @@ def group_members(group: int) -> list[int]:
 
 
 @contextmanager
-def serve_vllm(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningServer]:
+def serve_embedded(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
+    """An embedded server by itself, as `EmbeddedServer` starts one. `folder` is for its log."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", model_dir, "--port", port]
+    command += ["--max-sequences", 16, "--parent-pid", os.getpid(), *flags]
+    environment = {"PYTHONPATH": str(REPO_ROOT), "OMP_WAIT_POLICY": "passive"}
+    with serve_command(command, folder, model_dir, port, **environment) as server:
+        yield server
+
+
+@contextmanager
+def serve_vllm(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
     """A vLLM CPU server. `folder` is for its log and cache.
 
     Needs the environment variable VLLM_PYTHON: a Python with vLLM.
@@ -142,19 +170,19 @@ def serve_vllm(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningSe
         "PYTHONPATH": os.pathsep.join([str(REPO_ROOT), str(_plugin_path(folder / "plugin"))]),
         "VLLM_CACHE_ROOT": str(folder / "cache"),
     }
-    with serve("serve_vllm.sh", folder, model_dir, *flags, **environment) as server:
+    with serve("serve_vllm.sh", folder, model_dir, *flags, port=port, **environment) as server:
         yield server
 
 
 @contextmanager
-def serve_sglang(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningServer]:
+def serve_sglang(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
     """An SGLang CPU server. `folder` is for its log.
 
     Needs the environment variable SGLANG_PYTHON: a Python with SGLang.
     """
     if not os.environ.get("SGLANG_PYTHON"):
         pytest.skip("set SGLANG_PYTHON to a Python that has SGLang (scripts/install_sglang_cpu.sh) to run this")
-    with serve("serve_sglang.sh", folder, model_dir, *flags) as server:
+    with serve("serve_sglang.sh", folder, model_dir, *flags, port=port) as server:
         yield server
 
 
@@ -175,21 +203,14 @@ def tied_vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
         yield server
 
 
-@pytest.fixture(scope="session")
-def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """An SGLang server with a tiny random Qwen3, embedding and output apart."""
-    folder = tmp_path_factory.mktemp("sglang")
-    with serve_sglang(folder, save_tiny_qwen3(folder / "model"), "--max-running-requests", "16") as server:
-        yield server
-
-
 @pytest.fixture
-def vllm_serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Start a vLLM server of a given folder and flags; returns its address."""
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Start a server of an engine ("vllm" or "sglang") for a folder with flags; returns its address."""
     with ExitStack() as stack:
 
-        def start(model_dir: str, *flags: str) -> str:
-            folder = tmp_path_factory.mktemp("vllm_serving")
-            return stack.enter_context(serve_vllm(folder, REPO_ROOT / model_dir, *flags)).url
+        def start(engine: str, model_dir: str, *flags: str) -> str:
+            folder = tmp_path_factory.mktemp(engine)
+            serve_engine = {"vllm": serve_vllm, "sglang": serve_sglang}[engine]
+            return stack.enter_context(serve_engine(folder, REPO_ROOT / model_dir, *flags)).url
 
         yield start

@@ -81,29 +81,38 @@ def test_two_ranks_learn_what_one_rank_learns(flags, tmp_path):
             assert two[name] == pytest.approx(one[name], abs=2e-4), (one["step"], name)
 
 
-@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "engine,length_flag",
+    [
+        pytest.param("vllm", "--max-model-len", marks=pytest.mark.vllm),
+        pytest.param("sglang", "--context-length", marks=pytest.mark.sglang),
+    ],
+)
 @pytest.mark.timeout(600)
-def test_the_quickstart_learns_with_a_vllm_server_and_vllm_loads_the_export(vllm_serving, tmp_path):
-    url = vllm_serving("train_configs/tiny_qwen3", "--load-format", "dummy", "--max-model-len", "64")
-    lines = train(
-        tmp_path,
-        {
-            "--rollout.engine": "vllm",
-            "--rollout.urls": url,
-            "--data.arithmetic_max": "9",
-            "--sft.steps": "60",
-            "--sft.batch_size": "32",
-            "--grpo.prompts_per_step": "16",
-            "--grpo.group_size": "8",
-            "--training.steps": "40",
-            "--optimizer.lr": "5e-4",
-        },
-    )
+def test_the_quickstart_learns_with_other_engines_and_goes_on_with_ours(engine, length_flag, serving, tmp_path):
+    """`engine` and `urls` are all that differs; then the export is served, and the run resumed with another engine."""
+    flags = {
+        "--data.arithmetic_max": "9",
+        "--sft.steps": "60",
+        "--sft.batch_size": "32",
+        "--grpo.prompts_per_step": "16",
+        "--grpo.group_size": "8",
+        "--training.steps": "40",
+        "--lr_scheduler.total_steps": "44",
+        "--optimizer.lr": "5e-4",
+    }
+    url = serving(engine, "train_configs/tiny_qwen3", "--load-format", "dummy", length_flag, "64")
+    lines = train(tmp_path, flags | {"--rollout.engine": engine, "--rollout.urls": url})
     assert all(line["policy/mismatch_abs"] <= 1e-4 for line in lines)
     assert [line["sync/version"] for line in lines] == list(range(1, 41))
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1
 
     export = tmp_path / "checkpoint" / "step-40" / "hf"
-    reference = AutoModelForCausalLM.from_pretrained(export).eval()
-    assert worst_logprob_difference(vllm_serving(str(export), "--max-model-len", "64"), reference) <= 1e-4
+    resumed = train(tmp_path, flags | {"--training.steps": "44", "--checkpoint.resume": None})[40:]
+    assert [line["step"] for line in resumed] == [41, 42, 43, 44]
+    assert all(line["policy/mismatch_abs"] <= 1e-4 for line in resumed)
+    assert sum(line["reward/mean"] for line in resumed) / 4 > sum(rewards[:8]) / 8 + 0.1
+    if engine == "vllm":
+        reference = AutoModelForCausalLM.from_pretrained(export).eval()
+        assert worst_logprob_difference(serving(engine, str(export), length_flag, "64"), reference) <= 1e-4

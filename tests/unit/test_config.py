@@ -76,7 +76,12 @@ BAD_TOML = {
         "write 2, without quotes",
     ),
     "list entry boolean": ("[reward]\nweights = [true]", "[reward] weights", "entry 0"),
-    "choice": ("[rollout]\nengine = 'VLLM'", "[rollout] engine", '"embedded" or "vllm"', 'did you mean "vllm"?'),
+    "choice": (
+        "[rollout]\nengine = 'VLLM'",
+        "[rollout] engine",
+        '"embedded" or "vllm" or "sglang"',
+        'did you mean "vllm"?',
+    ),
     "choice as int": ("[grpo]\npolicy_loss = 1", "[grpo] policy_loss", '"ppo" or "gspo" or "cispo"'),
     "none as text": (
         "[lr_scheduler]\ntotal_steps = 'none'",

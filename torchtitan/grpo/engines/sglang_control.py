@@ -1,5 +1,6 @@
 """The control routes of one SGLang server (0.5.15 and newer): pause, weight updates. Synchronous, for threads."""
 
+import re
 from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
@@ -155,10 +156,4 @@ class SglangControl(HttpControl):
 
 def _numbers(version: str) -> tuple[int, ...]:
     """0.5.21.post1 -> (0, 5, 21)."""
-    numbers = []
-    for part in version.split(".")[:3]:
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    return tuple(int(number) for number in re.findall(r"(?:^|\.)(\d+)", version)[:3])

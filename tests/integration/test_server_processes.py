@@ -1,0 +1,31 @@
+"""Servers that tests start: nothing of them is left."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import group_members, serve
+
+# A server whose worker outlives it: each asks not to be ended, the worker even after its parent is gone.
+STUBBORN = """
+import http.server, signal, subprocess, sys
+if sys.argv[1] == "worker":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pause()
+subprocess.Popen([sys.executable, __file__, "worker"])
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+def test_a_stopped_server_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(STUBBORN)
+    (tmp_path / "serve.sh").write_text(f'exec "{sys.executable}" "{tmp_path}/server.py" "$4"\n')
+    with serve(tmp_path / "serve.sh", tmp_path, tmp_path / "model") as server:
+        assert len(group_members(server.process.pid)) == 2
+    assert group_members(server.process.pid) == []

@@ -1,0 +1,94 @@
+"""SGLang's client and control without a server: what is sent, what is read, what is refused."""
+
+import msgspec
+import pytest
+
+from torchtitan.grpo.engines import sglang
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sampling_params
+from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
+from torchtitan.grpo.errors import UserError
+
+URL = "http://127.0.0.1:9"
+
+
+def answer(**meta) -> sglang._Answer:
+    parts = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None]]}
+    return msgspec.convert({"output_ids": [7, 8], "meta_info": parts | meta}, sglang._Answer)
+
+
+def test_a_token_has_the_version_of_its_span_or_that_of_the_start():
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+    assert _completion(answer(weight_versions=spans), 3).versions == [3, 4]
+    assert _completion(answer(), 3).versions == [3, 3]  # before 0.5.19
+    unnamed = [{"version": "default", "start": 0, "end": 2}]
+    assert _completion(answer(weight_versions=unnamed), -1).versions == [-1, -1]
+
+
+@pytest.mark.parametrize("said,finish", [("stop", "stop"), ("length", "length"), ("abort", "abort"), ("new", "abort")])
+def test_finish_reasons(said, finish):
+    assert _completion(answer(finish_reason={"type": said}), 0).finish_reason == finish
+
+
+def test_stop_tokens_count_also_where_end_tokens_do_not():
+    whole = _completion(answer(), 0)
+    assert _cut(whole, ()) is whole and _cut(whole, (9,)) is whole
+    cut = _cut(whole, (7, 8))
+    assert (cut.token_ids, cut.logprobs, cut.finish_reason, cut.versions) == ([7], [-0.5], "stop", [0])
+
+
+def test_each_answer_of_a_prompt_has_a_seed_of_its_own():
+    params = SamplingParams(n=3, temperature=0.7, max_tokens=5, seed=11)
+    assert [_sampling_params(params, i)["sampling_seed"] for i in range(3)] == [11, 12, 13]
+    assert _sampling_params(SamplingParams(1, 1.0, 5), 0)["sampling_seed"] is None
+
+
+def test_answers_of_other_weights_and_missing_logprobs_are_errors():
+    client = SglangClient(URL, None, 1.0, lambda: 2)
+    with pytest.raises(EngineError, match="answered by weights 'default' in place of version 2"):
+        client._check("r", 2, ["2", "default"], [])
+    with pytest.raises(EngineError, match="2 tokens came with 1 log-probabilities"):
+        client._check("r", 2, ["2"], [(2, 1)])
+
+
+@pytest.mark.parametrize(
+    "version,numbers",
+    [("0.5.21", (0, 5, 21)), ("0.5.21.post1", (0, 5, 21)), ("0.5.15rc2", (0, 5, 15)), ("", ()), ("dev", ())],
+)
+def test_versions_are_compared_by_number(version, numbers):
+    assert _numbers(version) == numbers
+
+
+class Answering(SglangControl):
+    """Says what /server_info would."""
+
+    def __init__(self, **info):
+        super().__init__(URL, None, 1.0)
+        self._info = {"version": "0.5.23", "context_length": 64} | info
+
+    def info(self):
+        return self._info
+
+
+@pytest.mark.parametrize(
+    "info,said",
+    [
+        ({"version": "0.5.10"}, "SGLang 0.5.10: 0.5.15 or newer is needed"),
+        ({"version": ""}, "of an unknown version: 0.5.15 or newer"),
+        ({"dp_size": 2}, "--dp-size 2: .*one server for each"),
+        ({"context_length": 32}, r"at most 32 tokens \(--context-length\), the trainer asks for up to 64"),
+    ],
+)
+def test_a_server_that_cannot_serve_is_refused(info, said):
+    with pytest.raises(UserError, match=said):
+        Answering(**info).check(64)
+
+
+def test_all_of_a_servers_workers_take_part_in_an_update():
+    assert Answering(tp_size=4, pp_size=2, dp_size=1).world_size() == 8
+    assert Answering().world_size() == 1
+
+
+def test_a_pause_that_sglang_has_not_is_no_silent_other_one():
+    with pytest.raises(ValueError, match="no pause mode 'wait'"):
+        SglangControl(URL).pause("wait")
