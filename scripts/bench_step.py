@@ -94,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit-s", type=seconds, default=1800.0, help="of all; what does not fit is left out")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="one more step of ours: kernels, Chrome trace")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append what is found as JSON lines, at once")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw all profiled steps that are in --json's file")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="keep the contenders' logs (default: nothing is kept)"
     )
@@ -113,6 +114,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--documents {args.documents}: a document needs a prompt and an answer, so 2 or more")
     if args.tokens % args.documents:
         parser.error(f"--tokens {args.tokens} is not a multiple of --documents {args.documents}")
+    if args.plot and not args.json:
+        parser.error("--plot draws what --json has recorded: name its file")
     if args.profile and "ours" not in args.what:
         parser.error("--profile is of ours: add it to --what")
     return args

@@ -10,21 +10,28 @@ begin() {
     trap end EXIT
 }
 
+# stop_server: if there is one; its whole process group.
+stop_server() {
+    [ -n "$server" ] || return 0
+    kill -TERM -- "-$server" 2>/dev/null || true
+    for _ in $(seq 100); do kill -0 -- "-$server" 2>/dev/null || break; sleep 0.1; done
+    kill -KILL -- "-$server" 2>/dev/null || true
+    server=''
+}
+
 end() {
-    if [ -n "$server" ]; then
-        kill -TERM -- "-$server" 2>/dev/null || true
-        for _ in $(seq 100); do kill -0 -- "-$server" 2>/dev/null || break; sleep 0.1; done
-        kill -KILL -- "-$server" 2>/dev/null || true
-    fi
+    stop_server
     [ -n "${KEEP:-}" ] || rm -rf "$work"
 }
 
-# serve_vllm MODEL [flags ...]: start a vLLM server in the background; `url` is its address. The trainer waits for it.
-serve_vllm() {
-    local port
+# serve ENGINE MODEL [flags ...]: start a server (vllm or sglang) in the background; `url` is its address. The trainer
+# waits for it.
+serve() {
+    local engine=$1 port
+    shift
     port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     url=http://127.0.0.1:$port
-    setsid bash scripts/serve_vllm.sh "$@" --port "$port" --load-format dummy > "$work/vllm_server.log" 2>&1 &
+    setsid bash "scripts/serve_$engine.sh" "$@" --port "$port" --load-format dummy > "$work/server.log" 2>&1 &
     server=$!
 }
 
@@ -37,7 +44,7 @@ train() {
         --job.config_file train_configs/quickstart.toml --job.dump_folder "$work/$name" "$@" > "$work/$name.log" 2>&1
     then
         tail -60 "$work/$name.log"
-        if [ -f "$work/vllm_server.log" ]; then echo "== vLLM"; tail -30 "$work/vllm_server.log"; fi
+        if [ -f "$work/server.log" ]; then echo "== server"; tail -30 "$work/server.log"; fi
         echo "FAIL  $name: the run ended with an error"
         exit 1
     fi

@@ -44,7 +44,7 @@ ranks=2
 if [ "$mode" != fsdp ]; then
     ranks=1
     url=${SERVER_URL:-}
-    [ -n "$url" ] || serve_vllm "$model" --gpu 1 --max-model-len 2048 --gpu-memory-utilization 0.6
+    [ -n "$url" ] || serve vllm "$model" --gpu 1 --max-model-len 2048 --gpu-memory-utilization 0.6
     flags+=(--rollout.engine vllm --rollout.urls "$url")
 fi
 # Mismatch: bfloat16 on both sides, and other kernels round differently; in async also weights up to two steps old.

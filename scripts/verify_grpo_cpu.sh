@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
 # Verify GRPO on a CPU: short runs of the quickstart task, each checked, with the real weight-sync protocol.
 #
-#   bash scripts/verify_grpo_cpu.sh [embedded] [fsdp] [tp] [vllm] [async]      (default: all five)
+#   bash scripts/verify_grpo_cpu.sh [embedded] [fsdp] [tp] [vllm] [sglang] [async]      (default: all six)
 #
 #   embedded  one rank, spawned server        fsdp   two FSDP2 ranks
 #   vllm      one rank, real vLLM server      tp     two tensor-parallel ranks
+#   sglang    one rank, real SGLang server
 #   async     one rank, rollouts ahead of training: with weights sent in the background against waiting for them
 #
-# vllm needs scripts/install_vllm_cpu.sh's environment or VLLM_PYTHON. STEPS (default 12) sets the length of each run,
+# vllm needs scripts/install_vllm_cpu.sh's environment or VLLM_PYTHON, sglang likewise. STEPS (default 12) sets the length of each run,
 # KEEP=folder keeps logs and metrics there. Exit 0 only if every check of every part held.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/verify_common.sh"
-if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
 cd "$(repo_root)"
-[ $# -gt 0 ] || set -- embedded fsdp tp vllm async
+[ $# -gt 0 ] || set -- embedded fsdp tp vllm sglang async
 for part in "$@"; do
     case $part in
-        embedded | fsdp | tp | vllm | async) ;;
-        *) echo "error: unknown part $part; one of embedded, fsdp, tp, vllm, async" >&2; exit 2 ;;
+        embedded | fsdp | tp | vllm | sglang | async) ;;
+        *) echo "error: unknown part $part; one of embedded, fsdp, tp, vllm, sglang, async" >&2; exit 2 ;;
     esac
 done
 begin
@@ -38,8 +39,14 @@ for part in "$@"; do
         fsdp) short_run fsdp 2 ;;
         tp) short_run tp 2 --parallelism.tensor_parallel_degree 2 ;;
         vllm)
-            serve_vllm train_configs/tiny_qwen3 --cpu --max-model-len 64
+            serve vllm train_configs/tiny_qwen3 --cpu --max-model-len 64
             short_run vllm 1 --rollout.engine vllm --rollout.urls "$url"
+            stop_server
+            ;;
+        sglang)
+            serve sglang train_configs/tiny_qwen3 --cpu
+            short_run sglang 1 --rollout.engine sglang --rollout.urls "$url"
+            stop_server
             ;;
         # A low learning rate after a warm start: weights one step old barely show in the mismatch, others would.
         async) sync_twins 1 "$steps" 0.01 --sft.steps 20 --optimizer.lr 1e-5 "${flags[@]}" ;;

@@ -122,7 +122,11 @@ def steps(args: argparse.Namespace, out: Output) -> int:
                     out.record({"table": name if name in ("plan", *apart) else "steps"} | row)
                     out.say(f"{shape} {name}: {headline(row)} ({took_s:.0f} s)")
                 if "kernels" in found:
-                    show_profile(shape, found, out)
+                    show_profile(shape, args, found, out)
+    if args.plot:
+        from step_bench.picture import draw_shares
+
+        out.say(f"{args.plot}: {draw_shares(args.json, args.plot)} step(s)")
     if args.dry:
         show("Plan", PLAN_COLUMNS, rows, out)
         return 0
@@ -237,14 +241,15 @@ def show(title: str, columns: dict[str, str], rows: list[Row], out: Output) -> N
         out.say(f"\n**{title}**\n\n{markdown(kept, rows)}\n")
 
 
-def show_profile(shape: str, found: dict[str, Any], out: Output) -> None:
+def show_profile(shape: str, args: argparse.Namespace, found: dict[str, Any], out: Output) -> None:
     kernels = [row | {"name": row["name"].replace("|", "/")[:NAME_CHARS]} for row in found["kernels"]]
     show(f"{shape} ours: device time of one step by class", SHARE_COLUMNS, found["shares"], out)
     show(f"{shape} ours: kernels that take most", KERNEL_COLUMNS, kernels, out)
     out.say(f"Chrome trace: {found['trace']}")
     for table in ("shares", "kernels"):
         for row in found[table]:
-            out.record({"table": table, "shape": shape} | row)
+            label = " ".join([shape, *(f"{key}={value}" for key, value in args.flags.items())])
+            out.record({"table": table, "shape": shape, "label": label} | row)
 
 
 def last_line(text: str) -> str:

@@ -187,3 +187,20 @@ def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeyp
 def test_a_wrong_configuration_is_refused_once(capsys):
     assert bench.main([*SMALL, "--what", "ours", "logprobs", "--", "--training.max_nrom", "1"]) == 2
     assert "max_norm" in capsys.readouterr().err
+
+
+def test_profiled_steps_of_several_calls_become_one_picture(tmp_path):
+    from step_bench.picture import draw_shares
+
+    records = tmp_path / "step.jsonl"
+    assert bench.parse_arguments(["--json", str(records), "--plot", "p.png"]).plot == Path("p.png")
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--plot", "p.png"])
+    records.write_text('{"table": "arguments"}\n')
+    assert draw_shares(records, tmp_path / "none.png") == 0
+    rows = [("0.6b FA2", "attention", 100.0), ("0.6b FA2", "matmul", 80.0), ("0.6b FA4", "matmul", 80.0)]
+    with records.open("a") as file:
+        for label, name, ms in rows:
+            file.write(json.dumps({"table": "shares", "label": label, "name": name, "ms": ms}) + "\n")
+    assert draw_shares(records, tmp_path / "steps.png") == 2
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")

@@ -218,7 +218,9 @@ class Rollout:
     draws for one sequence after the other. `auto` does so but for vLLM with `[async_grpo]`, where arrival times decide
     anyway."""
     max_concurrent_requests: int = 256
-    """Requests in flight at one server; each asks for one prompt's whole group, or for what an environment asks."""
+    """Requests in flight at one server; each asks for one prompt's whole group, or for what an environment asks. On
+    average a third of a large group is running until its longest answer has ended: let servers queue a few times what
+    they run at once."""
     request_timeout_seconds: float = 600.0
     """Longest wait for one request."""
     group_timeout_seconds: float = 1200.0
