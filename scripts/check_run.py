@@ -92,12 +92,12 @@ def _versions(lines: list[dict[str, float]], steps: list[int], background: bool)
     first_to_last = f"{acknowledged[0]:.0f} to {acknowledged[-1]:.0f}"
     if not background:
         holds = acknowledged[-len(steps) :] == steps
-        return holds, f"every server acknowledged each of versions {first_to_last}, checksums equal"
+        return holds, f"every server acknowledged each of versions {first_to_last}"
     missed = sum(line.get("sync/missed", math.inf) for line in lines if "sync/version" in line)
     holds = acknowledged == sorted(acknowledged) and acknowledged[-1] == steps[-1] and missed == 0
     return holds, (
         f"versions {first_to_last} were acknowledged in order, {len(set(acknowledged))} of them by the end of a step; "
-        f"{missed:g} missed by a server, checksums equal"
+        f"{missed:g} missed by a server"
     )
 
 

@@ -16,6 +16,7 @@ stop_server() {
     kill -TERM -- "-$server" 2>/dev/null || true
     for _ in $(seq 100); do kill -0 -- "-$server" 2>/dev/null || break; sleep 0.1; done
     kill -KILL -- "-$server" 2>/dev/null || true
+    wait "$server" 2>/dev/null || true # or the shell would announce its death
     server=''
 }
 

@@ -98,8 +98,8 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
 def groups_under_way(sequences: int, samples: int) -> int:
     """Requests of `samples` answers each that keep so many answers running; the server queues what is too much.
 
-    Of n answers of geometric length the longest takes 1 + 1/2 + ... + 1/n times the mean: until it has ended, n over that
-    sum are running on average.
+    Of n answers of geometric length the longest takes 1 + 1/2 + ... + 1/n times the mean: until it has ended, n over
+    that sum are running on average.
     """
     longest = sum(1 / k for k in range(1, samples + 1))
     return max(1, round(sequences / samples * longest))
