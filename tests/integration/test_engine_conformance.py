@@ -6,15 +6,17 @@ Each engine serves two tiny random Qwen3, with the output apart and tied to the 
 import asyncio
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import conftest
 import pytest
 import torch
-from conftest import save_tiny_qwen3
+from conftest import RunningServer, kill_group, save_tiny_qwen3
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
@@ -23,9 +25,7 @@ from tests.integration.test_weight_sync_vllm import CPU, SYNC, changed, trainer_
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
-from torchtitan.grpo.engines.spawn import EmbeddedServer
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.job_config import Rollout
 from torchtitan.grpo.models import load_hf_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -48,8 +48,12 @@ class Served:
     """A server of weights "A", and other weights of the same shape."""
 
     engine: str
-    url: str
+    running: RunningServer
     folders: dict[str, Path]
+
+    @property
+    def url(self) -> str:
+        return self.running.url
 
     def server(self) -> Server:
         return make_server(self.engine, self.url, None, 60.0, 120.0)
@@ -80,14 +84,15 @@ class Served:
 
 
 class Trainer:
-    """Sends the weights of folders; every publish waits for the server."""
+    """Sends the weights of folders; every publish waits for the server, unless in the `background`."""
 
-    def __init__(self, served: Served, transport: str = "gloo", **modes):
+    def __init__(self, served: Served, transport: str = "gloo", background: bool = False, **modes):
         self.served = served
         self.source, self.model = trainer_of(served.folders["A"])
         self.server = served.server()
-        self.fleet = Fleet([served.url], lambda url: self.server)
-        settings = dataclasses.replace(SYNC, transport=transport, bucket_mib_max=1)
+        # In the background the trainer goes on without a server that is lost.
+        self.fleet = Fleet([served.url], lambda url: self.server, min_servers=int(not background))
+        settings = dataclasses.replace(SYNC, transport=transport, bucket_mib_max=1, async_weight_update=background)
         tied = self.source.tied
         self.sync = WeightSync(self.model, self.source.adapter, settings, self.fleet, CPU, tied, **modes)
 
@@ -104,16 +109,13 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def start(request, tmp_path_factory) -> Iterator[Callable[[str, Path], str]]:
-    """Start a server of an engine for a folder; returns its address."""
+def start(tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
+    """Start a server of an engine for a folder, at a free port or at a given one."""
     with ExitStack() as stack:
 
-        def start(engine: str, model: Path) -> str:
-            folder = tmp_path_factory.mktemp(engine)
-            if engine == "embedded":
-                server = stack.enter_context(EmbeddedServer())
-                return server.start(model, Rollout(embedded_max_sequences=16), "cpu", folder / "log")
-            return stack.enter_context(getattr(conftest, f"serve_{engine}")(folder, model)).url
+        def start(engine: str, model: Path, port: int = 0) -> RunningServer:
+            serve = getattr(conftest, f"serve_{engine}")
+            return stack.enter_context(serve(tmp_path_factory.mktemp(engine), model, port=port))
 
         yield start
 
@@ -313,3 +315,49 @@ def test_a_torn_update_takes_the_server_out_and_a_whole_one_mends_it(served: Ser
         [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=3)
         assert completion.versions == [3] * 12
         assert served.differences("B", completion).max() <= EXACT
+
+
+def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, start):
+    """kill -9, then the same port with its first weights: the trainer gives it the newest by itself."""
+    greedy = SamplingParams(1, 0.0, 12, ignore_eos=True)
+
+    async def until(what: str, seen: Callable[[], bool], limit_s: float) -> float:
+        started = time.monotonic()
+        while not seen():
+            trainer.sync.check()
+            assert time.monotonic() < started + limit_s, f"not {what} after {limit_s} s: {trainer.fleet.describe()}"
+            await asyncio.sleep(0.05)
+        return time.monotonic() - started
+
+    async def scenario() -> list[Completion]:
+        server, client = trainer.server, trainer.server.client
+        trainer.publish(1, "A")
+        await until("in traffic", lambda: server.serves(1), 30)
+        [before] = await client.generate(PROMPT, greedy, "before")
+
+        await asyncio.to_thread(kill_group, served.running.process)
+        lost_s = await until("lost", lambda: server.lost, 20)
+        assert trainer.fleet.pick(-1) is None
+        trainer.publish(2, "B")
+        port = urlsplit(served.url).port
+        served.running = await asyncio.to_thread(start, served.engine, served.folders["A"], port)
+        caught_up_s = await until("in traffic again", lambda: server.serves(2), 60)
+        assert (server.version, server.lost) == (2, False)
+        assert server.control.weight_version() in ("2", None)
+
+        [after] = await client.generate(PROMPT, greedy, "after")
+        trainer.publish(3, "A")  # the new connection is good for more than one version
+        await until("at version 3", lambda: server.serves(3), 30)
+        [last] = await client.generate(PROMPT, greedy, "last")
+        await client.close()
+        print(f"{served.engine}: lost after {lost_s:.1f} s, caught up {caught_up_s:.1f} s after it was healthy")
+        return [before, after, last]
+
+    with Trainer(served, background=True) as trainer:
+        answers = asyncio.run(scenario())
+        reports = trainer.sync.finished()
+    assert [report.version for report in reports if report.servers] == [1, 2, 3]
+    for version, (name, answer) in enumerate(zip("ABA", answers, strict=True), 1):
+        assert answer.versions == [version] * 12
+        assert served.differences(name, answer).max() <= EXACT
+    assert served.differences("A", answers[1]).mean() > DIFFERENT, "A and B must differ for this test to mean much"
