@@ -195,14 +195,6 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
         yield server
 
 
-@pytest.fixture(scope="session")
-def tied_vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A vLLM server with a tiny random Qwen3 whose output layer is its embedding."""
-    folder = tmp_path_factory.mktemp("tied_vllm")
-    with serve_vllm(folder, save_tiny_qwen3(folder / "model", seed=1, tied=True)) as server:
-        yield server
-
-
 @pytest.fixture
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Start a server of an engine ("vllm" or "sglang") for a folder with flags; returns its address."""

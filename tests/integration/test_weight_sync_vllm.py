@@ -27,11 +27,6 @@ CPU = torch.device("cpu")
 SYNC = job_config.WeightSync(timeout_seconds=30.0)
 
 
-@pytest.fixture(params=["untied", "tied"])
-def server(request):
-    return request.getfixturevalue("vllm_server" if request.param == "untied" else "tied_vllm_server")
-
-
 def trainer_of(folder: Path):
     source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 64)
     model = source.build()
@@ -55,9 +50,9 @@ def fleet_of(control: ServerControl) -> Fleet:
     return Fleet([control.url], lambda url: Server(url, control))
 
 
-def test_a_missing_weight_is_an_error_and_the_server_recovers(server):
-    control = ServerControl(server.url, None, 60.0)
-    source, model = trainer_of(server.model_dir)
+def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: RunningServer):
+    control = ServerControl(vllm_server.url, None, 60.0)
+    source, model = trainer_of(vllm_server.model_dir)
 
     def without(name: str):
         def to_hf(state: dict) -> dict:
@@ -75,13 +70,14 @@ def test_a_missing_weight_is_an_error_and_the_server_recovers(server):
     sync = WeightSync(model, source.adapter, SYNC, fleet_of(control), CPU, source.tied)
     sync.connect()
     sync.publish(6)
-    assert worst_logprob_difference(server.url, Qwen3ForCausalLM.from_pretrained(server.model_dir).eval()) <= 1e-4
+    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()
 
 
-def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(server):
-    control = ServerControl(server.url, None, 60.0)
-    source, model = trainer_of(server.model_dir)
+def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vllm_server: RunningServer):
+    control = ServerControl(vllm_server.url, None, 60.0)
+    source, model = trainer_of(vllm_server.model_dir)
 
     model.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))
     adapter = SimpleNamespace(
@@ -100,14 +96,15 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(se
     sync.publish(8)
     assert not control.is_paused()
     assert control.weight_version() == "8"
-    assert worst_logprob_difference(server.url, Qwen3ForCausalLM.from_pretrained(server.model_dir).eval()) <= 1e-4
+    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()
 
 
-def test_the_server_passes_the_sampling_check(server):
-    ServerControl(server.url, None, 60.0).check(64)
+def test_the_server_passes_the_sampling_check(vllm_server: RunningServer):
+    ServerControl(vllm_server.url, None, 60.0).check(64)
     with pytest.raises(UserError, match="max-model-len"):
-        ServerControl(server.url, None, 60.0).check(100_000)
+        ServerControl(vllm_server.url, None, 60.0).check(100_000)
 
 
 def test_refusals(vllm_server: RunningServer) -> None:
