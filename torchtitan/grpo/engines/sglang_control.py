@@ -82,6 +82,7 @@ class SglangControl(HttpControl):
         body = {"group_name": name, "backend": backend, "master_address": address, "master_port": port}
         body |= {"rank_offset": 1, "world_size": world_size}
         self._call("POST", "/init_weights_update_group", "connect", body=body)
+        self._has_sessions = True  # a newer SGLang may have been started at this address
 
     def leave_group(self, name: str) -> None:
         self._call("POST", "/destroy_weights_update_group", "leave", body={"group_name": name})
