@@ -174,6 +174,8 @@ class HttpControl:
         self._used_at = time.monotonic()
         try:
             return self._send(method, path, timeout_s, body=body, params=params)
+        except urllib3.exceptions.NewConnectionError as error:  # refused, and yet a TimeoutError to urllib3
+            raise ServerError(f"{self.url}: phase {phase}: {path}: nobody listens there: {error}") from error
         except urllib3.exceptions.TimeoutError as error:
             raise ServerError(f"{self.url}: phase {phase}: no reply to {path} within {timeout_s:g} s") from error
         except urllib3.exceptions.HTTPError as error:
