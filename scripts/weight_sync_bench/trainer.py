@@ -111,7 +111,9 @@ def build(source: ModelSource, ranks: Ranks, param_dtype: str, ac: str = "none",
     """The model, sharded over the ranks as grpo_train.py does it, with random weights."""
     config = JobConfig()
     config.training.dtype = param_dtype
-    config.training.kept_logits_mib = 0  # a key of this project, which torchtitan's own JobConfig lacks
+    # Keys of this project, which torchtitan's own JobConfig lacks.
+    config.training.kept_logits_mib = 0
+    config.training.flash_attention = "auto"
     config.training.mixed_precision_param = "bfloat16" if ranks.device.type == "cuda" else "float32"
     config.activation_checkpoint.mode = ac
     config.compile.enable = compiled

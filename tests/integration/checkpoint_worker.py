@@ -68,6 +68,7 @@ class TinyTrainer:
             mixed_precision_reduce="float32",
             seq_len=64,
             kept_logits_mib=1,
+            flash_attention="auto",
         )
         config.activation_checkpoint.mode = "none"
         config.optimizer.lr = 0.01

@@ -37,6 +37,7 @@ def main(
         mixed_precision_reduce="float32",
         seq_len=64,
         kept_logits_mib=1,
+        flash_attention="auto",
     )
     config.parallelism.tensor_parallel_degree = tp
     config.activation_checkpoint.mode = checkpointing

@@ -35,6 +35,7 @@ def main(tp: int, out: str, folders: list[str]) -> None:
         mixed_precision_reduce="float32",
         seq_len=64,
         kept_logits_mib=1,
+        flash_attention="auto",
     )
     config.parallelism.tensor_parallel_degree = tp
     config.activation_checkpoint.mode = "none"
