@@ -16,10 +16,9 @@ IDLE_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of the job: a prompt, how often and how long it is answered, and what ends an answer."""
+    """One answer of the job: its prompt, how long it may be, and what ends it."""
 
     prompt_ids: list[int]
-    samples: int
     max_tokens: int
     stop_token_ids: tuple[int, ...]
 
@@ -52,12 +51,11 @@ async def _rate(
 
     async def keep_asking(client: VllmClient, numbered: Iterator[tuple[int, Ask]]) -> None:
         for i, ask in numbered:
-            params = SamplingParams(ask.samples, 1.0, ask.max_tokens, ask.stop_token_ids, i if seeded else None)
+            params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids, i if seeded else None)
             answers = await client.generate(ask.prompt_ids, params, f"bench-{nonce}-{i}")
             finished.append((time.monotonic(), sum(len(answer.token_ids) for answer in answers)))
 
-    lanes = max(1, sequences // max(ask.samples for ask in asks))
-    tasks = [asyncio.create_task(keep_asking(client, numbered)) for client in clients for _ in range(lanes)]
+    tasks = [asyncio.create_task(keep_asking(client, numbered)) for client in clients for _ in range(sequences)]
     try:
         await _sleep(tasks, settle_s)
         start, before = time.monotonic(), await asyncio.to_thread(generated_tokens, urls)

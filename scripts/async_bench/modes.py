@@ -211,7 +211,7 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
         # Answer by answer also where the job asks for whole groups: a group's places would stand empty one after the
         # other, and a measurement that begins with all of them full would find more than there is.
         for tokens in row.get(LENGTHS, [args.max_answer] * args.samples):
-            asks.append(Ask(prompt_ids, 1, tokens, stop))
+            asks.append(Ask(prompt_ids, tokens, stop))
     of_a_step = max(1, args.prompts * args.samples // len(urls))
     rows = []
     for sequences, seeded in sorted({(of_a_step, False), (args.sequences, False), (args.sequences, True)}):

@@ -89,7 +89,7 @@ def test_two_ranks_learn_what_one_rank_learns(flags, tmp_path):
     ],
 )
 @pytest.mark.timeout(600)
-def test_the_quickstart_learns_with_other_engines_and_goes_on_with_ours(engine, length_flag, serving, tmp_path):
+def test_the_quickstart_learns_with_other_engines(engine, length_flag, serving, tmp_path):
     """`engine` and `urls` are all that differs; then vLLM serves the export, and SGLang's run goes on with our own."""
     flags = {
         "--data.arithmetic_max": "9",

@@ -129,6 +129,12 @@ BAD_TOML = {
     ),
     "importance without 1": ("[grpo]\nimportance_max = 0.5", "[grpo] importance_max = 0.5", "must have 1 between"),
     "k1 in the loss": ("[grpo]\nkl_coef = 0.1\nkl_estimator = 'k1'", "[grpo] kl_estimator", 'kl_placement = "reward"'),
+    "FA4 in float32": (
+        "[training]\nflash_attention = 'FA4'\nmixed_precision_param = 'float32'",
+        '[training] flash_attention = "FA4"',
+        'mixed_precision_param = "bfloat16"',
+    ),
+    "sglang without urls": ("[rollout]\nengine = 'sglang'", "[rollout] urls is empty", 'engine = "sglang"'),
     "vllm without urls": ("[rollout]\nengine = 'vllm'", "[rollout] urls is empty", "http://"),
     "url scheme": ("[rollout]\nurls = ['a:8000']", "[rollout] urls", "write http://host:port"),
     "url port": ("[rollout]\nurls = ['http://a:99999']", "[rollout] urls", "range"),

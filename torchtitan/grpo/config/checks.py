@@ -129,6 +129,11 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
         yield f"[model] flavor = {show(config.model.flavor)} needs [model] name: qwen3 or llama3"
     if config.optimizer.name not in ("Adam", "AdamW"):
         yield f"[optimizer] name = {show(config.optimizer.name)} must be AdamW or Adam"
+    if config.training.flash_attention == "FA4" and config.training.mixed_precision_param == "float32":
+        yield (
+            '[training] flash_attention = "FA4" computes in bfloat16, and mixed_precision_param is "float32": set '
+            'mixed_precision_param = "bfloat16", or flash_attention = "auto"'
+        )
     if config.checkpoint.resume and not config.checkpoint.enable:
         yield "[checkpoint] resume = true needs [checkpoint] enable = true"
     if config.checkpoint.load_step >= 0 and not config.checkpoint.resume:
