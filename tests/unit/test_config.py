@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from torchtitan.grpo import job_config
-from torchtitan.grpo.config.checks import check_machine
 from torchtitan.grpo.config.dry_run import describe
 from torchtitan.grpo.config.keys import keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
+from torchtitan.grpo.config.machine import check_machine
 from torchtitan.grpo.config.ranges import RANGES, check_ranges
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.errors import UserError

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.grpo.config.checks import check_contradictions, check_machine
+from torchtitan.grpo.config.contradictions import check_contradictions
 from torchtitan.grpo.config.keys import (
     MODULE,
     Key,
@@ -25,6 +25,7 @@ from torchtitan.grpo.config.keys import (
     show,
     type_name,
 )
+from torchtitan.grpo.config.machine import check_machine
 from torchtitan.grpo.config.ranges import check_ranges
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
 from torchtitan.grpo.errors import UserError, nearest

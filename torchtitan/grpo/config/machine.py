@@ -1,0 +1,92 @@
+"""What a configuration needs of this machine: processes, devices, environment variables.
+
+As in `contradictions`, all messages at once, each with the key, its value and what to change.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.keys import show
+
+
+def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | None = None) -> list[str]:
+    """Check what depends on where the run is: processes, devices, environment variables.
+
+    Args:
+        world_size: Number of trainer processes; None reads torchrun's WORLD_SIZE, 1 without it.
+        gpus: CUDA devices that this machine shows to the run; None asks torch.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    messages = [*_check_ranks(config, world_size), *_check_devices(config, world_size, gpus)]
+    name = config.rollout.api_key_env
+    if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
+        messages.append(
+            "[rollout] api_key_env is not like a variable's name: give the name, as in VLLM_API_KEY, not the key"
+        )
+    elif name and not os.environ.get(name):
+        messages.append(
+            f"[rollout] api_key_env = {show(name)}: is not set in the environment: export it, or leave the key out"
+        )
+    return messages
+
+
+def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:
+    if config.compile.enable and not gpus:
+        yield "[compile] enable = true needs CUDA, and this machine has none: packed attention compiles only there"
+    transport = config.weight_sync.transport
+    if transport == "nccl" and not gpus:
+        yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
+    if config.rollout.engine != "embedded" or config.rollout.urls or config.rollout.urls_file:
+        return
+    device = config.rollout.embedded_device
+    if device == "cuda" and not gpus:
+        yield '[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"'
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if transport == "nccl" and gpus and (device == "cpu" or gpus <= trainers):
+        takes = "processes take" if trainers > 1 else "process takes"
+        yield (
+            '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL joins no two processes on one '
+            f'GPU, and {trainers} trainer {takes} all {gpus}; use "auto"'
+        )
+
+
+def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
+    parallel = config.parallelism
+    replicate, shard, tensor = (
+        parallel.data_parallel_replicate_degree,
+        parallel.data_parallel_shard_degree,
+        parallel.tensor_parallel_degree,
+    )
+    start = f"this run has {world_size} process{'es' if world_size > 1 else ''}"
+    if shard == -1 and world_size % (replicate * tensor):
+        yield (
+            f"[parallelism] data_parallel_replicate_degree = {replicate} x tensor_parallel_degree = {tensor} does not "
+            f"divide the world size: {start}; change them or torchrun's --nproc-per-node"
+        )
+        return
+    if shard != -1 and replicate * shard * tensor != world_size:
+        yield (
+            f"[parallelism] data_parallel_replicate_degree = {replicate} x data_parallel_shard_degree = {shard} x "
+            f"tensor_parallel_degree = {tensor} = {replicate * shard * tensor}, but {start}: change them or "
+            "torchrun's --nproc-per-node"
+        )
+        return
+    ranks = world_size // tensor
+    samples = config.grpo.prompts_per_step * config.grpo.group_size // config.grpo.minibatches
+    if samples < ranks:
+        yield (
+            f"[grpo] prompts_per_step x group_size / minibatches = {samples} answers for {ranks} data-parallel ranks: "
+            "some would have nothing to train on, so raise prompts_per_step"
+        )
+    longest = max(config.rollout.group_timeout_seconds, config.rollout.start_timeout_seconds)
+    if world_size > 1 and config.comm.init_timeout_seconds <= longest:
+        yield (
+            f"[comm] init_timeout_seconds = {config.comm.init_timeout_seconds} must be over [rollout] "
+            f"group_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "
+            "while rank 0 waits for servers"
+        )
