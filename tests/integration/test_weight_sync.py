@@ -66,7 +66,8 @@ class Receivers:
 
     def taken(self, url: str) -> list[tuple[int, str]]:
         """(version, digest) of each version that the server took into service, over all its lives."""
-        lines = Path(f"{self._ready[url]}.taken").read_text().splitlines()
+        path = Path(f"{self._ready[url]}.taken")
+        lines = path.read_text().splitlines() if path.exists() else []
         return [(int(version), digest) for version, digest in map(str.split, lines)]
 
     def close(self) -> None:
@@ -208,7 +209,7 @@ def test_no_version_is_torn_while_a_slow_transfer_and_the_training_go_on(tmp_pat
     folder = save_model(tmp_path / "model", "qwen3", False)
     url = receivers.start("--bucket-s", "0.5")
     sync = SYNC | {"async_weight_update": True}
-    acts = [["loop", 1, 7.0, 0.05, 0.0]]
+    acts = [["loop", 1, 7.0, 0.05]]
     (record,) = Trainer(tmp_path, 1, folder=str(folder), urls=[url], sync=sync, acts=acts).records()
     (loop,) = record["acts"]
     taken = [version for version, _ in receivers.taken(url)]
@@ -228,7 +229,7 @@ def test_a_straggler_is_dropped_fed_alone_and_comes_back(tmp_path, receivers):
     slow, quick = receivers.start("--fault", "sleep", "4", "5"), receivers.start()
     sync = SYNC | {"async_weight_update": True, "straggler_seconds": 0.5}
     # The slow one must be in the push of version 4: it is the first of the loop.
-    acts = [["publish", 3], ["loop", 4, 7.0, 0.1, 0.0]]
+    acts = [["publish", 3], ["loop", 4, 7.0, 0.1]]
     seen = Trainer(tmp_path, 2, folder=str(folder), urls=[slow, quick], sync=sync, acts=acts).records()
     events, loop = seen[0]["events"], seen[0]["acts"][1]
     assert_only_whole_versions(
@@ -255,38 +256,39 @@ def test_a_straggler_is_dropped_fed_alone_and_comes_back(tmp_path, receivers):
     assert max(loop["publish_s"]) < 0.5
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_random_delays_kills_restarts_and_flips(tmp_path, receivers, seed):
-    """Three servers, two FSDP2 ranks, 14 s: whatever happens, only whole versions are served, and nothing hangs."""
-    rng = random.Random(seed)
+def test_random_delays_kills_restarts_and_flips(tmp_path, receivers):
+    """Three servers, two FSDP2 ranks: whatever happens, only whole versions are served, and nothing hangs."""
+    rng = random.Random(0)
     folder = save_model(tmp_path / "model", "llama3", False)
     urls = [receivers.start("--jitter-s", jitter) for jitter in ("0", "0.02", "0.15")]
     sync = SYNC | {"async_weight_update": True, "straggler_seconds": 0.5, "timeout_seconds": 6.0}
-    acts = [["loop", 1, 14.0, 0.02, 0.03]]
-    trainer = Trainer(tmp_path, 2, folder=str(folder), urls=urls, sync=sync, acts=acts, min_servers=0, seed=seed)
-    deadline = time.monotonic() + 60
-    while not all(Path(f"{tmp_path}/receiver{number}.taken").exists() for number in range(3)):
-        assert time.monotonic() < deadline, trainer.log()[-6000:]
-        assert trainer.process.poll() is None, trainer.log()[-6000:]
-        time.sleep(0.1)
-    kills, end = 0, time.monotonic() + 8
-    while time.monotonic() < end:
+    stop = tmp_path / "stop"
+    acts = [["soak", 1, str(stop), 0.02, 0.03]]
+    trainer = Trainer(tmp_path, 2, folder=str(folder), urls=urls, sync=sync, acts=acts, min_servers=0)
+
+    def wait_until_taken(versions: int) -> None:
+        deadline = time.monotonic() + 60
+        while not all(len(receivers.taken(url)) >= versions for url in urls):
+            assert time.monotonic() < deadline, trainer.log()[-6000:]
+            assert trainer.process.poll() is None, trainer.log()[-6000:]
+            time.sleep(0.1)
+
+    wait_until_taken(1)
+    for _ in range(3):
         time.sleep(rng.uniform(0.5, 2.5))
         url = rng.choice(urls)
         receivers.kill(url)
-        kills += 1
         time.sleep(rng.choice([0, 0.3, 2.0]))
         receivers.restart(url)
+    wait_until_taken(3)
+    stop.touch()
     seen = trainer.records(90)
     (loop,) = seen[0]["acts"]
     assert_only_whole_versions(receivers, urls, loop)
     lost = [event[3] for event in seen[0]["events"] if event[1] == "lost"]
-    assert kills >= 1  # more where a restart does not take all of the time
-    assert sum("refused" in reason for reason in lost) >= 2, "bits were flipped, and found"
+    assert sum("checksum" in reason for reason in lost) >= 2, "bits were flipped, and found"
     for url in urls:
-        taken = [version for version, _ in receivers.taken(url)]
-        assert taken[-1] == loop["newest"]
-        assert len(taken) >= 3
+        assert receivers.taken(url)[-1][0] == loop["newest"]
     for record in seen:
         assert record["close_s"] < 4
         assert record["threads"] == []

@@ -6,8 +6,9 @@
 An act is [kind, version, ...]. `publish` sends changed weights and waits until every server has them, then compares
 what each got, tensor by tensor and byte by byte, with the full tensors put together by DTensor itself. `flip` and
 `trailer` do so, too, and damage a bucket on its way to one server. `fails` expects rank 0's error. [`loop`, first
-version, seconds, pause, chance of a flip] publishes again and again, then drains; [`cut`, version, seconds] publishes
-and goes on after so long, in the middle of the push.
+version, seconds, pause] publishes again and again for so long, then drains; [`soak`, first version, file, pause, chance
+of a flip] does so until the file exists and servers have refused two flips. [`cut`, version, seconds] publishes and
+goes on after so long, in the middle of the push.
 
 Each rank writes {"acts": [...], "events": what the fleet was told, "close_s", "threads": ours that are left, "ended":
 time.time() at the end of main, "most_in_flight"} to OUT.RANK.
@@ -19,6 +20,8 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import requests
@@ -199,11 +202,21 @@ def main(job: dict) -> None:
             act["error"] = str(error)
         return act | {"publish_s": time.monotonic() - started}
 
-    def act_loop(kind: str, version: int, seconds: float, pause_s: float, flips: float) -> dict:
+    def act_loop(kind: str, version: int, seconds: float, pause_s: float) -> dict:
+        end = time.monotonic() + seconds
+        return publish_until(lambda: time.monotonic() > end, version, pause_s)
+
+    def act_soak(kind: str, version: int, stop: str, pause_s: float, flips: float) -> dict:
+        def over() -> bool:
+            return Path(stop).exists() and sum("checksum" in str(event[3]) for event in WatchedFleet.events) >= 2
+
+        Group.broadcast = flip_at_random(flips, random.Random(job.get("seed", 0)))
+        return publish_until(over, version, pause_s)
+
+    def publish_until(over: Callable[[], bool], version: int, pause_s: float) -> dict:
+        """Publish version after version, then a last one, which every server must get."""
         expected, publish_s, published = {}, [], {}
-        if flips:
-            Group.broadcast = flip_at_random(flips, random.Random(job.get("seed", 0)))
-        started, more = time.monotonic(), torch.ones(1)
+        more = torch.ones(1)
         while more.item():
             expected[version] = digest(step(version))
             began = time.monotonic()
@@ -213,8 +226,8 @@ def main(job: dict) -> None:
             change(model, -1)  # what comes after the publish must be in no version
             time.sleep(pause_s)
             version += 1
-            more.fill_(time.monotonic() < started + seconds)
-            dist.broadcast(more, 0)
+            more.fill_(not over())
+            dist.broadcast(more, 0)  # rank 0's clock, and only rank 0 has a fleet
         Group.broadcast = send
         expected[version] = digest(step(version))
         sync.publish(version)
@@ -235,7 +248,7 @@ def main(job: dict) -> None:
         time.sleep(seconds)
         return {"publish_s": publish_s}
 
-    kinds = {"fails": act_fails, "loop": act_loop, "cut": act_cut}
+    kinds = {"fails": act_fails, "loop": act_loop, "soak": act_soak, "cut": act_cut}
     seen = []
     for kind, version, *more in job["acts"]:
         act = kinds.get(kind, act_publish)(kind, version, *more)
