@@ -64,6 +64,25 @@ from torchtitan.tools.utils import GarbageCollection, device_module, device_type
 
 FixedLogprobs = tuple[torch.Tensor | None, torch.Tensor | None]
 LossAndSums = tuple[torch.Tensor, dict[str, torch.Tensor]]
+LearnedOnDevice = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass
+class Batch:
+    """What one step trains on.
+
+    Attributes:
+        groups: On rank 0; other ranks have none.
+        rewards, advantages: By group and sample, on every rank.
+        minibatches: This rank's packed rows of each, on its device.
+        metrics: Of the rollouts and of the packing.
+    """
+
+    groups: list[Group]
+    rewards: list[list[float]]
+    advantages: list[list[float]]
+    minibatches: list[list[Microbatch]]
+    metrics: dict[str, float]
 
 
 class Trainer:
@@ -100,16 +119,17 @@ class Trainer:
         self.publish(wait=True)
         if self.step == 0:
             self.log(self.validate())
+        batch = None
         while self.step < config.training.steps:
             self.step += 1
             self.garbage_collection.run(self.step)
-            groups = self.collect()
-            rows = self.pack(groups)
-            learned = self.update(rows)
+            batch = batch or self.pack(self.collect(self.step), self.step)
+            sums, grad_norm = self.update(batch)
             self.publish()
-            rolled_out = rollout_metrics(groups, self.step - 1, self.max_age)
-            self.log(rolled_out | self.packing | learned | self.validate(), groups)
+            following = self.pack_ahead()
+            self.log(batch.metrics | self.learned(sums, grad_norm) | self.validate(), batch)
             self.save()
+            batch = following
         self.weight_sync.drain()
 
     def warm_start(self) -> None:
@@ -120,25 +140,27 @@ class Trainer:
             if i % 20 == 0 or i == sft.steps:
                 self.metrics.log(i, self._sum_over_data_ranks({"loss": loss}), prefix="sft")
 
-    def collect(self) -> list[Group]:
-        """The step's groups, scored; with `[async_grpo]` they were asked before. On rank 0; other ranks get none."""
+    def collect(self, step: int) -> list[Group]:
+        """A step's groups, scored; with `[async_grpo]` they were asked before. On rank 0; other ranks get none."""
         if not self.is_rank0:
             return []
         with self.ledger.stage("rollout"):
-            return self.rollouts.take(self.step - 1)
+            return self.rollouts.take(step - 1)
 
-    def pack(self, groups: list[Group]) -> list[list[Microbatch]]:
+    def pack(self, groups: list[Group], step: int) -> Batch:
         """Rewards become advantages, answers become packed rows: this rank's rows of each minibatch."""
         grpo, budget = self.config.grpo, self.row_tokens
-        self.offload.prefetch()
+        ahead = step > self.step
+        if not ahead:  # else this step's activations may need the memory
+            self.offload.prefetch()
         with self.ledger.stage("pack"):
-            self.rewards_by_group = self.broadcast.json([[self._shaped_reward(s) for s in g] for g in groups])
-            self.advantages = group_advantages(self.rewards_by_group, grpo.advantage_baseline, grpo.advantage_std)
+            rewards = self.broadcast.json([[self._shaped_reward(s) for s in g] for g in groups])
+            by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
             minibatches, packed = [], []
-            for part in _split(len(self.advantages), grpo.minibatches):
+            for part in _split(len(by_group), grpo.minibatches):
                 rows = None
                 if self.is_rank0:
-                    answers = [pair for i in part for pair in zip(groups[i], self.advantages[i], strict=True)]
+                    answers = [pair for i in part for pair in zip(groups[i], by_group[i], strict=True)]
                     weights = losses.token_weights(
                         [s.sampled_tokens for s, _ in answers],
                         grpo.loss_aggregation,
@@ -152,7 +174,7 @@ class Trainer:
                             advantage,
                             weight,
                             s.logprobs,
-                            [self.step - 1 - version for version in s.versions],
+                            [step - 1 - version for version in s.versions],
                             s.loss_mask,
                         )
                         for (s, advantage), weight in zip(answers, weights, strict=True)
@@ -161,15 +183,32 @@ class Trainer:
                     rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
                     packed.append(rows)
                 minibatches.append([row.to(self.device) for row in self.broadcast.microbatches(rows, self.data_rank)])
-            self.packing = packing_metrics(packed, self.attention_tokens) if packed else {}
-            return minibatches
+            metrics = rollout_metrics(groups, step - 1, self.max_age)
+            if packed:
+                metrics |= packing_metrics(packed, self.attention_tokens) | {"pack/ahead": float(ahead)}
+            return Batch(groups, rewards, by_group, minibatches, metrics)
 
-    def update(self, minibatches: list[list[Microbatch]]) -> dict[str, float]:
-        """One optimizer step per minibatch. Token weights hold the global normaliser, so gradients only add up."""
-        fixed_logprobs = self._fixed_logprobs(minibatches)
+    def pack_ahead(self) -> Batch | None:
+        """With `[async_grpo]`: the next step's batch, made while the device trains this one, if its groups are there.
+
+        Not before a checkpoint: that has to hold all groups that no step was trained on.
+        """
+        if not self.config.async_grpo.enabled or self.step == self.config.training.steps or self._saves():
+            return None
+        if not self.broadcast.json(self.is_rank0 and self.rollouts.is_ready()):
+            return None
+        return self.pack(self.collect(self.step + 1), self.step + 1)
+
+    def update(self, batch: Batch) -> LearnedOnDevice:
+        """One optimizer step per minibatch. Token weights hold the global normaliser, so gradients only add up.
+
+        Returns:
+            Sums over this rank's tokens, and the gradient's norm. Nobody has waited for the device: `learned` does.
+        """
+        fixed_logprobs = self._fixed_logprobs(batch)
         sums: dict[str, torch.Tensor] = {}
         with self.ledger.stage("train"):
-            for rows, fixed in zip(minibatches, fixed_logprobs, strict=True):
+            for rows, fixed in zip(batch.minibatches, fixed_logprobs, strict=True):
                 self.optimizers.zero_grad()
 
                 def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
@@ -187,6 +226,10 @@ class Trainer:
                 self.weight_sync.order_writes_after()
                 self.offload.step()
             self.lr_schedulers.step()
+        return sums, grad_norm
+
+    def learned(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
+        """What `update` returned as metrics, when the device is done with it."""
         return policy_metrics(self._sum_over_data_ranks(sums)) | {
             "train/grad_norm": float(grad_norm),
             "train/lr": self.lr_schedulers.schedulers[0].get_last_lr()[0],
@@ -212,7 +255,7 @@ class Trainer:
             reward = self.config.reward
             return validation_metrics(greedy, sampled, full_reward=sum(reward.weights or [1.0] * len(reward.functions)))
 
-    def log(self, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
+    def log(self, metrics: dict[str, float], batch: Batch | None = None) -> None:
         """Console line, TensorBoard, metrics.jsonl, W&B; some of the step's answers in samples.jsonl."""
         if self.is_rank0:
             reports = self.weight_sync.finished()
@@ -225,16 +268,14 @@ class Trainer:
         if self.is_rank0:
             busy_s = self.collector.take_busy_seconds()
             metrics |= server_metrics(self.fleet, busy_s, reports, times["time/step_s"])
-        if groups and times.get("time/step_s"):
+        if batch and self.is_rank0 and times.get("time/step_s"):
             metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
         self.metrics.log(self.step, metrics | times)
-        if groups:
-            self.samples.log(self.step, groups, self.advantages)
+        if batch and self.is_rank0:
+            self.samples.log(self.step, batch.groups, batch.advantages)
 
     def save(self) -> None:
-        checkpoint = self.config.checkpoint
-        due = self.step % checkpoint.interval == 0 or self.step == self.config.training.steps
-        if checkpoint.enable and due:
+        if self._saves():
             with self.ledger.stage("checkpoint"):
                 self.checkpointer.save(self.step)
                 self.offload.settle()
@@ -253,6 +294,11 @@ class Trainer:
         self.resources.close()
 
     # ------------------------------------------------------------------------------------- parts of a step
+
+    def _saves(self) -> bool:
+        """Whether this step ends in a checkpoint."""
+        checkpoint = self.config.checkpoint
+        return checkpoint.enable and (self.step % checkpoint.interval == 0 or self.step == self.config.training.steps)
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
         stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)
@@ -277,7 +323,7 @@ class Trainer:
     def _has_signal(self, group: Group) -> bool:
         return not zero_variance([self._shaped_reward(sample) for sample in group])
 
-    def _fixed_logprobs(self, minibatches: list[list[Microbatch]]) -> list[list[FixedLogprobs]]:
+    def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
         """Log-probabilities that stay fixed during the step's updates: (old policy's, reference's) for each row.
 
         The old policy's are computed only if the policy moves between minibatches, or before the advantages are known;
@@ -285,7 +331,7 @@ class Trainer:
         """
         grpo, temperature = self.config.grpo, self.config.rollout.temperature
         kl_in_reward = self.reference is not None and grpo.kl_placement == "reward"
-        needs_old = kl_in_reward or (len(minibatches) > 1 and grpo.proximal_logprobs == "recompute")
+        needs_old = kl_in_reward or (len(batch.minibatches) > 1 and grpo.proximal_logprobs == "recompute")
 
         def fixed(row: Microbatch) -> FixedLogprobs:
             self.offload.poll()
@@ -294,17 +340,17 @@ class Trainer:
 
         with self.ledger.stage("logprobs"), torch.no_grad():
             with self.offload.logprobs():
-                result = [[fixed(row) for row in rows] for rows in minibatches]
+                result = [[fixed(row) for row in rows] for rows in batch.minibatches]
             if kl_in_reward:
-                self._take_kl_off_rewards(minibatches, result)
+                self._take_kl_off_rewards(batch, result)
         return result
 
-    def _take_kl_off_rewards(self, minibatches: list[list[Microbatch]], fixed: list[list[FixedLogprobs]]) -> None:
+    def _take_kl_off_rewards(self, batch: Batch, fixed: list[list[FixedLogprobs]]) -> None:
         """Reward less `kl_coef` times the answer's summed KL estimate, and from that the rows' advantages anew."""
         grpo = self.config.grpo
-        parts = _split(len(self.rewards_by_group), grpo.minibatches)
-        for part, rows, logprobs in zip(parts, minibatches, fixed, strict=True):
-            rewards = [self.rewards_by_group[i] for i in part]
+        parts = _split(len(batch.rewards), grpo.minibatches)
+        for part, rows, logprobs in zip(parts, batch.minibatches, fixed, strict=True):
+            rewards = [batch.rewards[i] for i in part]
             kl = torch.zeros(sum(map(len, rewards)), device=self.device)
             for row, (old, reference) in zip(rows, logprobs, strict=True):
                 sample = row.sample_index[row.answers.sample_ids]

@@ -280,7 +280,9 @@ def test_groups_of_later_steps_are_under_way_while_the_trainer_trains(make_run) 
     wait_until(lambda: run.in_flight() == [0, 0])
     run.publish(1)
     wait_until(lambda: run.count("groups_in_flight") == 2 * B)
+    assert not run.stream.is_ready()
     held.after = lambda index: False
+    wait_until(run.stream.is_ready)
     batch = run.stream.take(1)
     assert indices(batch) == run.order[B : 2 * B]
     assert {version for group in batch for sample in group for version in sample.versions} == {0}

@@ -1,11 +1,14 @@
 """The whole trainer with the embedded server, and with a real vLLM server: learning, repeating, resuming, sharding."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.integration.served_logprobs import worst_logprob_difference
-from tests.integration.trainer_runs import steps, train, without_times
+from tests.integration.trainer_runs import BACKGROUND, steps, train, without_times
 
 
 def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_path):
@@ -59,6 +62,25 @@ def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, tmp_p
     for one, other in zip(plain, offloaded, strict=True):
         for name in ("train/loss", "train/grad_norm", "policy/kl", "policy/entropy", "reward/mean"):
             assert other[name] == one[name], (one["step"], name)
+
+
+def test_batches_are_packed_ahead_but_a_checkpoint_loses_no_group(tmp_path):
+    flags = {"--async_grpo.max_trajectory_age_steps": "3", "--async_grpo.run_ahead": "full", "--grpo.minibatches": "2"}
+    flags |= BACKGROUND | {"--training.steps": "6", "--checkpoint.interval": "3", "--metrics.samples_per_step": "1000"}
+    flags |= {"--rollout.max_answer_tokens": "4"}  # answers are there before a step is trained
+    lines = train(tmp_path, flags, ranks=2)
+    ahead = [line["pack/ahead"] for line in lines]
+    assert ahead[0] == ahead[3] == 0, "the first step, and that after a checkpoint"
+    assert sum(ahead) >= 2
+    assert all(line["rollout/age_max"] <= 3 for line in lines)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-6")
+    resumed = train(tmp_path, flags | {"--checkpoint.resume": None}, ranks=2)
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    groups = {(sample["step"], sample["prompt_index"]) for sample in samples}
+    assert len(samples) == len(groups) * 4 == 6 * 8 * 4
+    # No prompt comes twice in these steps: what the first three took does not come again.
+    assert len({prompt for _, prompt in groups}) == 6 * 8
 
 
 @pytest.mark.parametrize(

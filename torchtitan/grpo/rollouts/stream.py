@@ -107,6 +107,14 @@ class RolloutStream:
         """
         return self._collector.call(self._take(version))
 
+    def is_ready(self) -> bool:
+        """Whether `take` would return the next step's groups without a wait."""
+
+        async def read() -> bool:
+            return self._failure is None and self._buffer.ready() is not None
+
+        return self._collector.call(read())
+
     def metrics(self) -> dict[str, float]:
         """Counts since the start, and where the groups are now. Names are explained in `docs/metrics.md`."""
 
