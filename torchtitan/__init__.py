@@ -6,15 +6,30 @@ Where torchtitan is not installed (an inference server's environment), only `tor
 """
 
 import pkgutil
+import sys
+from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, version
 
 __path__ = pkgutil.extend_path(__path__, __name__)
+
+
+class _BeforeUpstream(MetaPathFinder):
+    """Finds nothing. The first import of an upstream module prepares the machine for all of them: `grpo.compat`.
+
+    Not before: that imports torch, which a reward worker, say, does not need.
+    """
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(f"{__name__}.") and not f"{name}.".startswith(f"{__name__}.grpo."):
+            sys.meta_path.remove(self)
+            from torchtitan.grpo import compat
+
+            compat.install()
+
 
 try:
     __version__ = version("torchtitan")
 except PackageNotFoundError:
     __version__ = None
 else:
-    from torchtitan.grpo import compat
-
-    compat.install()
+    sys.meta_path.insert(0, _BeforeUpstream())

@@ -16,7 +16,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from weight_sync_bench.receivers import FakeServer, Listener, exit_without
+from weight_sync_bench.receivers import FakeServer, Listener
 
 parser = argparse.ArgumentParser()
 parser.add_argument("ready", type=Path)
@@ -65,7 +64,6 @@ class WritingServer(FakeServer):
 
 
 if __name__ == "__main__":
-    threading.Thread(target=exit_without, args=(os.getppid(),), daemon=True).start()
     listener = Listener("127.0.0.1", args.port, WritingServer())
     args.ready.with_suffix(".part").write_text(f"http://127.0.0.1:{listener.server_port}")
     args.ready.with_suffix(".part").rename(args.ready)

@@ -1,12 +1,8 @@
 """A resumed run equals an uninterrupted one, and nothing that kills a save costs the checkpoint before it."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +11,11 @@ import torch.distributed as dist
 from checkpoint_worker import TINY, TinyTrainer, checkpoint_section
 from transformers import AutoModelForCausalLM
 
+from tests.ranks import Ranks
 from torchtitan.grpo.checkpoint import Checkpointer, complete_steps
 from torchtitan.grpo.errors import UserError
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,20 +54,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert resumed.digest() == digests[6]
 
 
-def run_ranks(ranks: int, *arguments: object) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(WORKER), *map(str, arguments)], env=ENV, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 def test_two_ranks_resume_exactly_and_one_rank_takes_over_their_weights(tmp_path):
     outs = {name: tmp_path / f"{name}.json" for name in ("straight", "resumed", "alone")}
     dump = tmp_path / "dump"
-    run_ranks(2, "train", dump, outs["straight"], 4)
-    run_ranks(2, "train", dump, outs["resumed"], 4, "resume")
-    run_ranks(1, "train", dump, outs["alone"], 3, "resume")
+    log = tmp_path / "log"
+    Ranks(2, WORKER, "train", dump, outs["straight"], 4, log=log).check()
+    Ranks(2, WORKER, "train", dump, outs["resumed"], 4, "resume", log=log).check()
+    Ranks(1, WORKER, "train", dump, outs["alone"], 3, "resume", log=log).check()
     straight, resumed, alone = (json.loads(out.read_text()) for out in outs.values())
     assert (straight["loaded"], resumed["loaded"], alone["loaded"]) == (0, 2, 2)
     assert resumed["losses"] == straight["losses"]
@@ -149,22 +138,19 @@ def test_a_failed_save_is_an_error_and_leaves_the_one_before(tmp_path):
     assert TinyTrainer(tmp_path, resume=True).checkpointer.load_latest() == 1
 
 
-def start_worker(*arguments: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(WORKER), *map(str, arguments)],
-        env=ENV | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def wait_until(worker: Ranks, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not ready():
+        if worker.poll() is not None or time.monotonic() > deadline:
+            worker.kill()
+            pytest.fail(worker.log[-4000:])
+        time.sleep(0.01)
 
 
 def test_kill_9_inside_a_save_leaves_the_checkpoint_before_it(tmp_path):
-    worker = start_worker("stop-in-save", tmp_path)
-    try:
-        assert any("in the save" in line for line in worker.stdout)
-    finally:
-        worker.send_signal(signal.SIGKILL)
-        worker.wait(30)
+    worker = Ranks(1, WORKER, "stop-in-save", tmp_path, log=tmp_path / "log")
+    wait_until(worker, lambda: "in the save" in worker.log)
+    worker.kill()
     assert (tmp_path / "checkpoint" / "step-2.tmp" / "dcp" / ".metadata").is_file()
     resumed = TinyTrainer(tmp_path, resume=True)
     assert resumed.checkpointer.load_latest() == 1
@@ -176,17 +162,10 @@ def test_kill_9_inside_a_save_leaves_the_checkpoint_before_it(tmp_path):
 
 @pytest.mark.parametrize("delay_s", [0.15, 0.4])
 def test_kill_9_at_any_time_leaves_a_whole_checkpoint(tmp_path, delay_s):
-    worker = start_worker("save-forever", tmp_path)
-    folder = tmp_path / "checkpoint"
-    try:
-        deadline = time.monotonic() + 120
-        while not (folder / "step-2").is_dir():
-            assert worker.poll() is None and time.monotonic() < deadline, "the worker saved nothing within 120 s"
-            time.sleep(0.01)
-        time.sleep(delay_s)
-    finally:
-        worker.send_signal(signal.SIGKILL)
-        worker.wait(30)
+    worker = Ranks(1, WORKER, "save-forever", tmp_path, log=tmp_path / "log")
+    wait_until(worker, (tmp_path / "checkpoint" / "step-2").is_dir)
+    time.sleep(delay_s)
+    worker.kill()
     resumed = TinyTrainer(tmp_path, resume=True)
     step = resumed.checkpointer.load_latest()
     assert step >= 1 and resumed.step == step  # killed while it replaced step 2, at the earliest

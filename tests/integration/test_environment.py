@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.integration.trainer_runs import BACKGROUND, attempt, train
+from tests.integration.trainer_runs import BACKGROUND, attempt, embedded_url, train
 from torchtitan.grpo.environments.calculator import CALL, MAX_CALLS, calculate
 
 CALCULATOR = {
@@ -52,9 +52,8 @@ def test_results_are_read_by_the_model_and_not_trained_on(flags, max_age, tmp_pa
 
 def test_an_environment_that_fails_ends_the_run_with_the_prompts_index(tmp_path):
     flags = {"--sft.steps": "1", "--rollout.environment": "tests.integration.test_environment:broken"}
-    done = attempt(tmp_path, CALCULATOR | flags)
-    assert done.returncode != 0
-    said = done.stdout + done.stderr
+    status, said = attempt(tmp_path, CALCULATOR | flags | {"--rollout.urls": embedded_url()})
+    assert status != 0
     assert "[rollout] environment = 'tests.integration.test_environment:broken': prompt " in said
     assert "RuntimeError: no tool today" in said
 

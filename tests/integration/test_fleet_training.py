@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import free_port
 
-from tests.integration.trainer_runs import BACKGROUND, ROOT, EndlessRun, endless, environment, steps
+from tests.integration.trainer_runs import BACKGROUND, EndlessRun, endless, environment, steps
+from tests.ranks import ROOT, Ranks
 from torchtitan.grpo.engines.control import ServerControl
 
 STRAGGLER_S = 1.5
@@ -49,16 +48,13 @@ class RecordingServer:
         self.start()
 
     def start(self) -> None:
-        line = [sys.executable, "-m", "tests.integration.recording_server", "--model", "train_configs/tiny_qwen3"]
-        line += ["--port", str(self._port), "--parent-pid", str(os.getpid())]
-        with (self._folder / f"{self.name}.log").open("a") as log:
-            self.process = subprocess.Popen(
-                line, cwd=ROOT, env=environment() | {"RECORD": str(self._record)}, stdout=log, stderr=log
-            )
+        script = ROOT / "tests" / "integration" / "recording_server.py"
+        arguments = ["--model", "train_configs/tiny_qwen3", "--port", self._port]
+        log, record = self._folder / f"{self.name}.log", {"RECORD": str(self._record)}
+        self.process = Ranks(1, script, *arguments, log=log, environment=environment() | record)
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(30)
 
     def did(self, what: str, since: float = 0.0) -> list[dict]:
         """What it wrote down under this name, in order, from that time on."""

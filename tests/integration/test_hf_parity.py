@@ -1,9 +1,6 @@
 """Folders that transformers wrote load into torchtitan's models, and what is exported loads into transformers."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.ranks import Ranks
 from torchtitan.grpo.models import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
 from torchtitan.grpo.packed_model import Documents, PackedAttention
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = dict(
     vocab_size=127,  # odd, so that FSDP2 and TP shards are uneven
     hidden_size=64,
@@ -162,12 +159,9 @@ def test_a_flavours_config_takes_its_token_ids_from_the_tokenizer(folders, tmp_p
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)], ids=["fsdp2", "tp2", "fsdp2-tp2"])
 def test_sharded_load_and_export(folders, tmp_path, ranks, tp):
     out = tmp_path / "seen.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     fitting = [str(folder) for name, folder in folders.items() if tp == 1 or "tied" in name]
-    command += [str(Path(__file__).with_name("parity_worker.py")), str(tp), str(out), *fitting]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    worker = Path(__file__).with_name("parity_worker.py")
+    Ranks(ranks, worker, tp, out, *fitting, log=tmp_path / "log", cwd=tmp_path).check()
     seen = json.loads(out.read_text())
     assert len(seen) == len(fitting)
     for folder, of_folder in seen.items():

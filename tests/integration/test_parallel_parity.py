@@ -1,16 +1,14 @@
 """Two FSDP2 ranks, two TP ranks, FSDP2 x TP with activation checkpointing and HSDP train as one process does."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ranks import Ranks
+
 SHAPE = dict(
     vocab_size=131,  # odd, so that FSDP2 and TP shards are uneven
     hidden_size=64,
@@ -53,11 +51,8 @@ def run(
     """[[loss, gradient norm]] of three steps on `ranks` gloo ranks, in packed rows of at most `row_tokens`."""
     how = {"tp": tp, "replicas": replicas, "checkpointing": checkpointing}
     how |= {"row_tokens": row_tokens, "reduce_once": reduce_once, "computed": computed}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name("parallel_worker.py")), folder, str(out), json.dumps(how)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=out.parent, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-4000:]
+    worker = Path(__file__).with_name("parallel_worker.py")
+    Ranks(ranks, worker, folder, out, json.dumps(how), log=out.with_suffix(".log"), cwd=out.parent).check()
     return json.loads(out.read_text())
 
 

@@ -1,11 +1,7 @@
 """Weights from real trainer ranks to real receivers in other processes, over gloo: what arrives, and what fails how."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,8 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.ranks import Ranks
+
 HERE = Path(__file__).parent
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
 SYNC = {"dtype": "float32", "num_buffers": 2, "bucket_mib_max": 1, "timeout_seconds": 20.0}
 
 
@@ -36,7 +33,7 @@ class Receivers:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._processes: dict[str, subprocess.Popen] = {}
+        self._processes: dict[str, Ranks] = {}
         self._flags: dict[str, tuple[str, ...]] = {}
         self._ready: dict[str, Path] = {}
 
@@ -44,9 +41,7 @@ class Receivers:
         return self._start(self._folder / f"receiver{len(self._processes)}", flags)
 
     def _start(self, ready: Path, flags: tuple[str, ...], *port: str) -> str:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "receiver_process.py"), str(ready), *flags, *port], env=ENV
-        )
+        process = Ranks(1, HERE / "receiver_process.py", ready, *flags, *port, log=ready.with_suffix(".log"))
         deadline = time.monotonic() + 60
         while not ready.exists():
             assert time.monotonic() < deadline, "the receiver did not start"
@@ -58,7 +53,6 @@ class Receivers:
 
     def kill(self, url: str) -> None:
         self._processes[url].kill()
-        self._processes[url].wait(10)
 
     def restart(self, url: str) -> None:
         self._ready[url].unlink()
@@ -73,7 +67,6 @@ class Receivers:
     def close(self) -> None:
         for process in self._processes.values():
             process.kill()
-            process.wait(10)
 
 
 @pytest.fixture
@@ -84,32 +77,17 @@ def receivers(tmp_path):
 
 
 class Trainer:
-    """Trainer ranks under torchrun; see `weight_sync_worker`."""
+    """Trainer ranks; see `weight_sync_worker`."""
 
     def __init__(self, work: Path, ranks: int, **job):
-        self._out, self._ranks = work / "out", ranks
+        self._out = work / "out"
         job = {"tp": 1, "out": str(self._out)} | job
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(HERE / "weight_sync_worker.py"), json.dumps(job)]
-        self._log = (work / "log").open("w+")
-        self.process = subprocess.Popen(
-            command, env=ENV, stdout=self._log, stderr=self._log, cwd=work, start_new_session=True
-        )
+        self.ranks = Ranks(ranks, HERE / "weight_sync_worker.py", json.dumps(job), log=work / "log", cwd=work)
 
     def records(self, timeout_s: float = 100) -> list[dict]:
         """Each rank's, when all have ended."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(10)
-            pytest.fail(f"the trainer has not ended after {timeout_s} s\n{self.log()[-6000:]}")
-        assert self.process.returncode == 0, self.log()[-6000:]
-        return [json.loads(Path(f"{self._out}.{rank}").read_text()) for rank in range(self._ranks)]
-
-    def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
+        self.ranks.check(timeout_s)
+        return [json.loads(Path(f"{self._out}.{rank}").read_text()) for rank in range(len(self.ranks.processes))]
 
 
 def assert_only_whole_versions(receivers: Receivers, urls: list[str], loop: dict) -> None:
@@ -269,8 +247,8 @@ def test_random_delays_kills_restarts_and_flips(tmp_path, receivers):
     def wait_until_taken(versions: int) -> None:
         deadline = time.monotonic() + 60
         while not all(len(receivers.taken(url)) >= versions for url in urls):
-            assert time.monotonic() < deadline, trainer.log()[-6000:]
-            assert trainer.process.poll() is None, trainer.log()[-6000:]
+            assert time.monotonic() < deadline, trainer.ranks.log[-6000:]
+            assert trainer.ranks.poll() is None, trainer.ranks.log[-6000:]
             time.sleep(0.1)
 
     wait_until_taken(1)

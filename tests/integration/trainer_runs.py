@@ -1,16 +1,23 @@
-"""Running grpo_train.py as a user does, on a small version of the quickstart, and reading what it wrote."""
+"""Running grpo_train.py on a small version of the quickstart, and reading what it wrote."""
 
+import atexit
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from conftest import free_port
+
+from tests.ranks import ROOT, Ranks
+from torchtitan.grpo.engines.control import ServerControl
+
 SMALL = {
     "--job.config_file": "train_configs/quickstart.toml",
     "--training.steps": "3",
@@ -26,29 +33,49 @@ BACKGROUND = {"--async_grpo.enabled": None, "--weight_sync.async_weight_update":
 """Flags of a run that neither waits for answers nor for servers."""
 
 
-def command(folder: Path, flags: dict[str, str | None], ranks: int = 1) -> list[str]:
+def arguments(folder: Path, flags: dict[str, str | None]) -> list[str]:
     given = SMALL | {"--job.dump_folder": str(folder)} | flags
+    return [part for flag in given.items() for part in flag if part is not None]
+
+
+def command(folder: Path, flags: dict[str, str | None], ranks: int = 1) -> list[str]:
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*line, "grpo_train.py", *(part for flag in given.items() for part in flag if part is not None)]
+    return [*line, "grpo_train.py", *arguments(folder, flags)]
 
 
 def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
+@functools.cache
+def embedded_url() -> str:
+    """An embedded server that all `train` runs share, one after the other: a server of its own takes longer to start
+    than a run. `endless` runs have one spawned, as users' runs do."""
+    folder, port = Path(tempfile.mkdtemp()), free_port()
+    script = ROOT / "torchtitan" / "grpo" / "engines" / "embedded" / "__main__.py"
+    arguments = ["--model", ROOT / "train_configs" / "tiny_qwen3", "--port", port]
+    server = Ranks(1, script, *arguments, log=folder / "server.log", environment=environment())
+    atexit.register(server.kill)
+    ServerControl(f"http://127.0.0.1:{port}").wait_healthy(120, server)
+    return f"http://127.0.0.1:{port}"
+
+
 def train(folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1) -> list[dict]:
     """Run to the end; the lines of metrics.jsonl that belong to GRPO steps 1 and on."""
-    done = attempt(folder, flags or {}, ranks)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    flags = flags or {}
+    if "--rollout.urls" not in flags:
+        flags = flags | {"--rollout.urls": embedded_url()}
+    status, said = attempt(folder, flags, ranks)
+    assert status == 0, said[-4000:]
     return steps(folder)
 
 
-def attempt(
-    folder: Path, flags: dict[str, str | None], ranks: int = 1, timeout_s: float = 240
-) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(folder, flags, ranks), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s
-    )
+def attempt(folder: Path, flags: dict[str, str | None], ranks: int = 1, timeout_s: float = 240) -> tuple[int, str]:
+    """Run to whatever end: (exit status, what was printed)."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log = folder.parent / f"{folder.name}.log"
+    run = Ranks(ranks, ROOT / "grpo_train.py", *arguments(folder, flags), log=log, environment=environment())
+    return run.wait(timeout_s), run.log
 
 
 class EndlessRun:

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
 from torchtitan.grpo.job_config import Data
+from torchtitan.grpo.reward_functions import answer_regex
 from torchtitan.grpo.rollouts.samples import Prompt
-from torchtitan.grpo.tasks import Row, answer_regex, load_rows
+from torchtitan.grpo.tasks import Row, load_rows
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024

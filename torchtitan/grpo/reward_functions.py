@@ -21,6 +21,19 @@ RewardFunction = Callable[[str, Prompt], float]
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
+def answer_regex(pattern: str, key: str) -> re.Pattern[str] | None:
+    """Compile a configured pattern; UserError naming `key` unless it is valid and has a group."""
+    if not pattern:
+        return None
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{key} = {pattern!r} is not a regular expression: {error}") from error
+    if not regex.groups:
+        raise UserError(f"{key} = {pattern!r} has no group: put parentheses around the answer, as in '#### (.+)'")
+    return regex
+
+
 def exact_match(answer: str, prompt: Prompt) -> float:
     """1 if the answer is the reference, but for space around it."""
     return float(answer.strip() == _reference(prompt).strip())

@@ -6,45 +6,27 @@ exactly, is stopped after its own time limit, and nothing is scored twice.
 """
 
 import contextlib
-import importlib
 import math
 import multiprocessing
 import queue
-import re
-import signal
 import sys
 import threading
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.job_config import Reward
-from torchtitan.grpo.reward_functions import BUILT_IN, PACKAGES, RewardFunction, checked, resolve
-from torchtitan.grpo.rollouts.samples import Prompt, Sample
-from torchtitan.grpo.tasks import answer_regex
+from torchtitan.grpo.reward_functions import BUILT_IN, answer_regex, resolve
+from torchtitan.grpo.reward_worker import Call, Score, serve
+from torchtitan.grpo.rollouts.samples import Sample
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a worker process to import its functions."""
 CHUNK_SAMPLES = 16
 """Most samples in one message to a worker."""
-
-
-class Call(NamedTuple):
-    """One score to compute: which function, of which answer."""
-
-    function: int
-    text: str
-    prompt: Prompt
-
-
-class Score(NamedTuple):
-    value: float
-    failure: str = ""
 
 
 class RewardRunner:
@@ -197,34 +179,6 @@ class Worker:
                 self._process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._ready = False
-
-
-def serve(connection: Connection, names: list[str], pattern: str) -> None:
-    """A worker process: receives lists of calls and sends each score by itself, until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    functions = [resolve(name) for name in names]
-    regexes = [answer_regex(pattern, "[reward] answer_pattern") if name in BUILT_IN else None for name in names]
-    for name in names:
-        if name in PACKAGES:
-            importlib.import_module(name)  # outside the time limit of the first score
-    with contextlib.suppress(EOFError, ConnectionError):
-        connection.send("ready")
-        while True:
-            for call in connection.recv():
-                connection.send(_score(functions[call.function], regexes[call.function], call))
-
-
-def _score(function: RewardFunction, regex: re.Pattern[str] | None, call: Call) -> Score:
-    try:
-        text = call.text
-        if regex is not None:
-            matches = list(regex.finditer(text))
-            if not matches:
-                return Score(0.0)  # no final answer
-            text = matches[-1].group(1) or ""
-        return Score(checked(function(text, call.prompt)))
-    except BaseException as error:  # SystemExit and the timeouts of libraries are failures of the function, too
-        return Score(0.0, f"{type(error).__name__}: {error}"[:500])
 
 
 _MAIN_LOCK = threading.Lock()

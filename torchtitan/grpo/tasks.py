@@ -10,7 +10,6 @@ import json
 import operator
 import os
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,19 +42,6 @@ class Rows:
     def place(self, position: int) -> str:
         """How an error names a row."""
         return f"{self.name}:{self.lines[position]}" if self.lines else f"{self.name}, row {position}"
-
-
-def answer_regex(pattern: str, key: str) -> re.Pattern[str] | None:
-    """Compile a configured pattern; UserError naming `key` unless it is valid and has a group."""
-    if not pattern:
-        return None
-    try:
-        regex = re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{key} = {pattern!r} is not a regular expression: {error}") from error
-    if not regex.groups:
-        raise UserError(f"{key} = {pattern!r} has no group: put parentheses around the answer, as in '#### (.+)'")
-    return regex
 
 
 def load_rows(data: Data, held_out: bool, validation_prompts: int) -> Rows:

@@ -1,0 +1,138 @@
+"""Python processes, forked from one that has imported everything: imports take longer than most of what tests run.
+
+Otherwise they are as torchrun or a shell starts them: a script with arguments, environment, folder and log of its own.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STOP_S = 20.0
+_PRELOADED = [
+    "grpo_train",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "torchtitan.grpo.engines.embedded.__main__",
+]
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(_PRELOADED)
+
+
+class Ranks:
+    """A script in `ranks` processes that find one another as under torchrun. One that fails ends the others.
+
+    Args:
+        log: Takes what all of them print.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        script: Path,
+        *arguments: object,
+        log: Path,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.log_path = log
+        log.write_bytes(b"")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.processes = []
+        for rank in range(ranks):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            environ = dict(environment) | {name: str(value) for name, value in own.items()}
+            args = (script, [str(argument) for argument in arguments], environ, cwd, log)
+            self.processes.append(_forks.Process(target=_run, args=args))
+        # The first start is that of the process that imports.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
+            for process in self.processes:
+                process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of rank 0."""
+        return self.processes[0].pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def poll(self) -> int | None:
+        """The first exit status that is not 0; 0 if all have ended; None while they run."""
+        statuses = [process.exitcode for process in self.processes]
+        return next((status for status in statuses if status), None if None in statuses else 0)
+
+    def wait(self, timeout_s: float) -> int:
+        """Until all have ended well or one has failed, which ends the others; fails the test after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.poll()) is None:
+            running = [process.sentinel for process in self.processes if process.exitcode is None]
+            if not wait(running, max(0.0, deadline - time.monotonic())):
+                self.kill()
+                pytest.fail(f"still running after {timeout_s:g} s\n{self.log[-6000:]}")
+        if status:
+            for process in self.processes:
+                process.terminate()
+            for process in self.processes:
+                process.join(STOP_S)
+            self.kill()
+        return status
+
+    def check(self, timeout_s: float = 180.0) -> None:
+        """Wait, and fail the test if a rank failed."""
+        status = self.wait(timeout_s)
+        assert status == 0, self.log[-6000:]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(STOP_S)
+
+
+def _run(script: Path, arguments: list[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
+    import torch
+
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    sys.argv = [str(script), *arguments]
+    sys.path[:0] = [str(Path(script).parent), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _end_with(parent: int) -> None:
+    """The tests were killed: nobody will end this process."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,56 @@
+"""A reward worker's own process. It imports what the reward functions need, and no torch: it starts in a moment.
+
+rewards.py  ---- lists of Call ---->  serve
+            <--- a Score for each --
+"""
+
+import contextlib
+import importlib
+import re
+import signal
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from torchtitan.grpo.reward_functions import BUILT_IN, PACKAGES, RewardFunction, answer_regex, checked, resolve
+from torchtitan.grpo.rollouts.samples import Prompt
+
+
+class Call(NamedTuple):
+    """One score to compute: which function, of which answer."""
+
+    function: int
+    text: str
+    prompt: Prompt
+
+
+class Score(NamedTuple):
+    value: float
+    failure: str = ""
+
+
+def serve(connection: Connection, names: list[str], pattern: str) -> None:
+    """A worker process: receives lists of calls and sends each score by itself, until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    functions = [resolve(name) for name in names]
+    regexes = [answer_regex(pattern, "[reward] answer_pattern") if name in BUILT_IN else None for name in names]
+    for name in names:
+        if name in PACKAGES:
+            importlib.import_module(name)  # outside the time limit of the first score
+    with contextlib.suppress(EOFError, ConnectionError):
+        connection.send("ready")
+        while True:
+            for call in connection.recv():
+                connection.send(_score(functions[call.function], regexes[call.function], call))
+
+
+def _score(function: RewardFunction, regex: re.Pattern[str] | None, call: Call) -> Score:
+    try:
+        text = call.text
+        if regex is not None:
+            matches = list(regex.finditer(text))
+            if not matches:
+                return Score(0.0)  # no final answer
+            text = matches[-1].group(1) or ""
+        return Score(checked(function(text, call.prompt)))
+    except BaseException as error:  # SystemExit and the timeouts of libraries are failures of the function, too
+        return Score(0.0, f"{type(error).__name__}: {error}"[:500])
