@@ -135,9 +135,11 @@ def test_a_frozen_and_a_killed_server_hold_up_neither_the_run_nor_the_others(ser
         broken = time.time()
         frozen.process.send_signal(signal.SIGSTOP)
         killed.close()
-        killed.start()
         first_step_without = len(steps(run.folder)) + 1
-        time.sleep(6.0)
+        run.wait_for("the killed server to be missed", lambda: f"{killed.url} is lost" in run.log)
+        killed.start()
+        # Requests at the frozen server time out within 5 s, so that a step ends while it is frozen.
+        time.sleep(max(0.0, broken + 9.0 - time.time()))
         thawed = time.time()
         frozen.process.send_signal(signal.SIGCONT)
         run.wait_for("the killed server to be asked again", lambda: killed.did("asked", broken))
@@ -150,7 +152,7 @@ def test_a_frozen_and_a_killed_server_hold_up_neither_the_run_nor_the_others(ser
         log = run.log
 
     out = [line for line in lines if line["sync/servers_in_traffic"] < 4]
-    assert out and f"{killed.url} is lost" in log  # the metric says so only if a step ends before it is back
+    assert out, "steps went on without the frozen server"
     assert lines[-1]["sync/servers_in_traffic"] == 4 and lines[-1]["sync/servers_lost"] == 0
     assert frozen.url in log and killed.url in log
 
@@ -163,7 +165,7 @@ def test_a_frozen_and_a_killed_server_hold_up_neither_the_run_nor_the_others(ser
             for line in server.did("took")
             if int(line["version"]) in step_times.at
         ]
-        assert max(late_s) < STRAGGLER_S + 1.0, (server.name, late_s)
+        assert max(late_s) < STRAGGLER_S + 2.5, (server.name, late_s)
     # A publish takes no longer while a server does not answer.
     assert max(line["time/sync_s"] for line in out) < 0.25
     # Requests under way at the frozen server time out, and are sent to the others.
