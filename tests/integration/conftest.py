@@ -186,15 +186,6 @@ def serve_sglang(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> I
         yield server
 
 
-@pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A vLLM server with a tiny random Qwen3, embedding and output apart."""
-    folder = tmp_path_factory.mktemp("vllm")
-    model_dir = save_tiny_qwen3(folder / "model")
-    with serve_vllm(folder, model_dir, "--max-model-len", "256", "--max-num-seqs", "16") as server:
-        yield server
-
-
 @pytest.fixture
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Start a server of an engine ("vllm" or "sglang") for a folder with flags; returns its address."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.integration.served_logprobs import answer_logprobs
-from tests.integration.test_weight_sync_vllm import CPU, SYNC, changed, trainer_of
+from tests.integration.weight_senders import CPU, SYNC, changed, trainer_of
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
@@ -257,7 +257,13 @@ def across_update(served: Served, trainer: Trainer) -> list[Completion]:
     async def scenario() -> list[Completion]:
         await asyncio.to_thread(trainer.publish, 1, "A")
         _, whole_s = await run(0)
-        for parts in (3, 6, 12):  # a machine that is busy at one moment and idle at the next may need another try
+        for parts in (
+            3,
+            6,
+            12,
+            24,
+            48,
+        ):  # a machine that is busy at one moment and idle at the next may need another try
             await asyncio.to_thread(trainer.publish, trainer.server.version + 1, "A")
             answers, _ = await run(whole_s / parts)
             if all(len(set(answer.versions)) == 2 for answer in answers):

@@ -1,16 +1,17 @@
-"""Weights change while answers are running: which weights sampled each token, and with which keys and values.
+"""What is vLLM's own, against a real server on CPU; test_engine_conformance.py has what every engine must do.
 
-A real server, real updates, a float32 model. What the server says is held against transformers, which computes the
-log-probabilities of an answer's tokens from the whole sequence under each version's weights.
+Most of it is what happens to answers under way when weights change: which weights sampled each token, and with which
+keys and values. What the server says is held against transformers, which computes the log-probabilities of an answer's
+tokens from the whole sequence under each version's weights.
 
-To run it against a vLLM that already runs, for example an older one on a GPU, set SERVER_URL and SERVER_MODEL (the
-folder that it serves, made by `save_tiny_qwen3`); its weights then travel through files, and SERVER_TOLERANCE is the
-largest difference in nat that its arithmetic explains (default 1e-4):
+To run that part against a server that already runs, an older vLLM on a GPU or the embedded one, set SERVER_URL and
+SERVER_MODEL (the folder that it serves, made by `save_tiny_qwen3`); its weights then travel through files, and
+SERVER_TOLERANCE is the largest difference in nat that its arithmetic explains (default 1e-4):
 
     python -c "from pathlib import Path; from tests.integration.conftest import *; save_tiny_qwen3(Path('/tmp/A'))"
     bash scripts/serve_vllm.sh /tmp/A --gpu 0 --dtype float32 --skip-tokenizer-init --max-model-len 1024
     SERVER_URL=http://127.0.0.1:8000 SERVER_MODEL=/tmp/A SERVER_TOLERANCE=0.03 \
-        python -m pytest -s tests/integration/test_token_versions.py
+        python -m pytest -s tests/integration/test_vllm.py
 """
 
 import asyncio
@@ -22,24 +23,28 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
-from conftest import save_tiny_qwen3, serve_vllm
+from conftest import RunningServer, save_tiny_qwen3, serve_vllm
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.integration import counted_versions
-from tests.integration.served_logprobs import answer_logprobs
-from tests.integration.test_weight_sync_vllm import CPU, SYNC, changed, fleet_of, trainer_of
+from tests.integration.served_logprobs import answer_logprobs, worst_logprob_difference
+from tests.integration.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of
 from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
-from torchtitan.grpo.engines.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
-from torchtitan.grpo.job_config import Rollout
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.models import load_hf_weights
+from torchtitan.grpo.weight_sync.link import WeightSyncError
 from torchtitan.grpo.weight_sync.sync import WeightSync
+
+pytestmark = pytest.mark.vllm
 
 PROMPT = [5 + i % 400 for i in range(300)]
 """Longer than two blocks of vLLM's cache (128 tokens on CPU): a request that shares it would find them there."""
@@ -135,28 +140,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"A": first, "B": changed(first, 7, folder / "B"), "C": changed(first, 8, folder / "C")}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.vllm), "embedded"])
-def served(request: pytest.FixtureRequest, folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def vllm_server(folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    if "SERVER_URL" in os.environ:
+        pytest.skip("SERVER_URL names the server")
     folder = tmp_path_factory.mktemp("server")
+    declare_plugin(folder / "plugin")
+    with serve_vllm(folder, folders["A"], "--max-num-seqs", "16") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def served(folders, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """After the tests that send weights by themselves: this trainer stays connected."""
     models = {name: Qwen3ForCausalLM.from_pretrained(path).eval() for name, path in folders.items()}
     if "SERVER_URL" in os.environ:
-        if request.param == "embedded":
-            pytest.skip("SERVER_URL names the server")
         served = Served(Control(os.environ["SERVER_URL"], None, 60.0), folders, models, "disk")
-        yield served
-        served.sync.close()
-    elif request.param == "vllm":
-        declare_plugin(folder / "plugin")
-        with serve_vllm(folder, folders["A"], "--max-num-seqs", "16") as server:
-            served = Served(Control(server.url, None, 60.0), folders, models)
-            yield served
-            served.sync.close()
     else:
-        with EmbeddedServer() as server:
-            server.start(folders["A"], Rollout(embedded_max_sequences=16), "cpu", folder / "log")
-            served = Served(Control(server.url, None, 60.0), folders, models)
-            yield served
-            served.sync.close()
+        served = Served(Control(request.getfixturevalue("vllm_server").url, None, 60.0), folders, models)
+    yield served
+    served.sync.close()
 
 
 def declare_plugin(folder: Path) -> None:
@@ -167,6 +170,94 @@ def declare_plugin(folder: Path) -> None:
     (info / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\ncounted_versions = {counted_versions.__name__}:register\n"
     )
+
+
+def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: RunningServer):
+    control = ServerControl(vllm_server.url, None, 60.0)
+    source, model = trainer_of(vllm_server.model_dir)
+
+    def without(name: str):
+        def to_hf(state: dict) -> dict:
+            return {key: value for key, value in source.adapter.to_hf(state).items() if key != name}
+
+        return SimpleNamespace(to_hf=to_hf)
+
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        sync = WeightSync(model, without(name), SYNC, fleet_of(control), CPU, source.tied)
+        with pytest.raises(WeightSyncError, match=rf"phase connect.*lacks 1 weights.*{name}"):
+            sync.connect()
+        sync.close()
+    assert not control.is_paused()
+
+    sync = WeightSync(model, source.adapter, SYNC, fleet_of(control), CPU, source.tied)
+    sync.connect()
+    sync.publish(6)
+    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
+    sync.close()
+
+
+def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vllm_server: RunningServer):
+    control = ServerControl(vllm_server.url, None, 60.0)
+    source, model = trainer_of(vllm_server.model_dir)
+
+    model.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))
+    adapter = SimpleNamespace(
+        to_hf=lambda state: {"model.spare": state["spare"]} if "spare" in state else source.adapter.to_hf(state)
+    )
+    sync = WeightSync(model, adapter, SYNC, fleet_of(control), CPU, source.tied)
+    sync.connect()
+    with pytest.raises(FleetError, match=r"version 7.*spare"):
+        sync.publish(7)
+    assert control.is_paused()
+    sync.close()
+
+    del model.spare
+    sync = WeightSync(model, source.adapter, SYNC, fleet_of(control), CPU, source.tied)
+    sync.connect()
+    sync.publish(8)
+    assert not control.is_paused()
+    assert control.weight_version() == "8"
+    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
+    sync.close()
+
+
+def test_the_server_passes_the_sampling_check(vllm_server: RunningServer):
+    ServerControl(vllm_server.url, None, 60.0).check(1024)
+    with pytest.raises(UserError, match="max-model-len"):
+        ServerControl(vllm_server.url, None, 60.0).check(100_000)
+
+
+def test_refusals(vllm_server: RunningServer) -> None:
+    async def ask(prompt: list[int], params: SamplingParams) -> None:
+        client = VllmClient(vllm_server.url, None, 60.0, lambda: -1)
+        try:
+            await client.generate(prompt, params, "r0")
+        finally:
+            await client.close()
+
+    with pytest.raises(UserError, match=rf"{vllm_server.url} refuses request r0: .*length 1100"):
+        asyncio.run(ask([5] * 1100, SamplingParams(1, 1.0, 4)))
+    with pytest.raises(UserError, match="max_num_seqs"):
+        asyncio.run(ask([5], SamplingParams(17, 1.0, 4)))
+
+
+def test_pause_keep_holds_requests(vllm_server: RunningServer) -> None:
+    control = ServerControl(vllm_server.url, None, 30.0)
+
+    async def scenario() -> None:
+        client = VllmClient(vllm_server.url, None, 60.0, lambda: -1)
+        await asyncio.to_thread(control.pause)
+        task = asyncio.create_task(client.generate([5, 6], SamplingParams(1, 0.7, 5, ignore_eos=True), "held"))
+        await asyncio.sleep(1.0)
+        assert not task.done()
+        await asyncio.to_thread(control.resume)
+        [completion] = await asyncio.wait_for(task, 30)
+        await client.close()
+        assert len(completion.token_ids) == 5
+
+    asyncio.run(scenario())
 
 
 def test_every_token_has_the_version_that_sampled_it(served: Served):
@@ -204,11 +295,8 @@ def test_without_recomputation_old_keys_and_values_stay_but_the_prefix_cache_doe
     assert {version for answer in answers for version in answer.versions} == {first + 1}
 
 
-@pytest.mark.vllm
-def test_the_salt_is_what_keeps_old_blocks_out(served: Served, request: pytest.FixtureRequest):
+def test_the_salt_is_what_keeps_old_blocks_out(served: Served):
     """The test above means nothing if the old blocks are gone: with the old salt they are still found."""
-    if request.node.callspec.params["served"] == "embedded":
-        pytest.skip("the embedded server has no prefix cache")
     old = served.publish("A")
     served.ask(replace(LONG, max_tokens=1))
     served.publish("B", clear_cache=False)
@@ -220,11 +308,8 @@ def test_the_salt_is_what_keeps_old_blocks_out(served: Served, request: pytest.F
     assert fresh.max() <= TOLERANCE
 
 
-@pytest.mark.vllm
-def test_our_count_is_vllms(served: Served, request: pytest.FixtureRequest):
+def test_our_count_is_vllms(served: Served):
     """What the plug-in gives to vLLM before 0.32, beside what 0.32 reports, in the same replies."""
-    if request.node.callspec.params["served"] == "embedded":
-        pytest.skip("only vLLM needs the count")
     bodies = [{"n": 3, "max_tokens": 600}, {"n": 1, "max_tokens": 550}, {"n": 4, "max_tokens": 450}]
     most_spans = 0
     for wait_s in (served.answer_s / parts for parts in (6, 12, 24, 48)):  # see `ask_across`
