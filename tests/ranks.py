@@ -49,9 +49,7 @@ class Ranks:
     ) -> None:
         self.log_path = log
         log.write_bytes(b"")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         self.processes = []
         for rank in range(ranks):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -113,6 +111,12 @@ class Ranks:
             process.kill()
         for process in self.processes:
             process.join(STOP_S)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _run(script: Path, arguments: list[str], environ: dict[str, str], cwd: Path, log: Path) -> None:

@@ -25,24 +25,24 @@ def checked(lines: list[dict]) -> None:
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_one_gpu_shared_with_the_server(compile, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    checked(train(tmp_path, BF16 | ({"--compile.enable": None} if compile else {})))
+    checked(train(tmp_path, BF16 | ({"--compile.enable": None} if compile else {}), own_server=True))
 
 
 @TWO_GPUS
 def test_weights_go_over_nccl_to_a_server_on_its_own_gpu(tmp_path):
-    checked(train(tmp_path, BF16))
+    checked(train(tmp_path, BF16, own_server=True))
 
 
 @TWO_GPUS
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_gpus_train_as_one(tp, tmp_path):
-    start = train(tmp_path / "start", BF16 | {"--training.steps": "1"})
+    start = train(tmp_path / "start", BF16 | {"--training.steps": "1"}, own_server=True)
     assert start
     folder = str(tmp_path / "start" / "checkpoint" / "step-1" / "hf")
     flags = {"--model.hf_assets_path": folder, "--model.weights": "hf", "--sft.steps": "0", "--optimizer.lr": "1e-5"}
     flags |= {"--grpo.entropy_coef": "0.01", "--grpo.zero_variance_groups": "keep"}
-    alone = train(tmp_path / "one", flags)
-    sharded = train(tmp_path / "two", flags | {"--parallelism.tensor_parallel_degree": str(tp)}, ranks=2)
+    alone = train(tmp_path / "one", flags, own_server=True)
+    sharded = train(tmp_path / "two", flags | {"--parallelism.tensor_parallel_degree": str(tp)}, 2, own_server=True)
     for one, two in zip(alone, sharded, strict=True):
         for name in ("train/loss", "train/grad_norm", "policy/entropy"):
             assert two[name] == pytest.approx(one[name], rel=0.02, abs=2e-3), (one["step"], name)

@@ -2,18 +2,18 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ranks import free_port
 from torchtitan.grpo.engines.control import ServerControl
 
 REPO_ROOT = Path(__file__).parents[2]
@@ -55,12 +55,6 @@ def save_tiny_qwen3(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _plugin_path(folder: Path) -> Path:
@@ -184,16 +178,3 @@ def serve_sglang(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> I
         pytest.skip("set SGLANG_PYTHON to a Python that has SGLang (scripts/install_sglang_cpu.sh) to run this")
     with serve("serve_sglang.sh", folder, model_dir, *flags, port=port) as server:
         yield server
-
-
-@pytest.fixture
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Start a server of an engine ("vllm" or "sglang") for a folder with flags; returns its address."""
-    with ExitStack() as stack:
-
-        def start(engine: str, model_dir: str, *flags: str) -> str:
-            folder = tmp_path_factory.mktemp(engine)
-            serve_engine = {"vllm": serve_vllm, "sglang": serve_sglang}[engine]
-            return stack.enter_context(serve_engine(folder, REPO_ROOT / model_dir, *flags)).url
-
-        yield start

@@ -1,6 +1,7 @@
 """What every engine has to do, against real servers on CPU: `[rollout] engine` is all that differs.
 
-Each engine serves two tiny random Qwen3, with the output apart and tied to the embedding; transformers is the judge.
+Each engine serves two tiny random Qwen3, with the output apart and tied to the embedding; the second learns the
+quickstart's task in the end. transformers is the judge.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import conftest
@@ -21,14 +23,17 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.integration.served_logprobs import answer_logprobs
+from tests.integration.trainer_runs import ROOT, train
 from tests.integration.weight_senders import CPU, SYNC, changed, trainer_of
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.models import load_hf_weights
+from torchtitan.grpo.models import export_hf, load_hf_weights, resolve_model
+from torchtitan.grpo.prompts import load_tokenizer
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
+TINY = ROOT / "train_configs" / "tiny_qwen3"
 EXACT = 1e-4
 DIFFERENT = 0.1
 """Mean difference in nat from which weights, or keys and values, count as others."""
@@ -50,6 +55,7 @@ class Served:
     engine: str
     running: RunningServer
     folders: dict[str, Path]
+    prompt: list[int]
 
     @property
     def url(self) -> str:
@@ -113,9 +119,9 @@ def start(tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
     """Start a server of an engine for a folder, at a free port or at a given one."""
     with ExitStack() as stack:
 
-        def start(engine: str, model: Path, port: int = 0) -> RunningServer:
+        def start(engine: str, model: Path, *flags: str, port: int = 0) -> RunningServer:
             serve = getattr(conftest, f"serve_{engine}")
-            return stack.enter_context(serve(tmp_path_factory.mktemp(engine), model, port=port))
+            return stack.enter_context(serve(tmp_path_factory.mktemp(engine), model, *flags, port=port))
 
         yield start
 
@@ -125,19 +131,33 @@ def engine(request) -> str:
     return request.param
 
 
-def make_served(engine: str, start, folder: Path, tied: bool) -> Served:
-    first = save_tiny_qwen3(folder / "A", vocab_size=4096, seed=int(tied), tied=tied)  # in several buckets
-    return Served(engine, start(engine, first), {"A": first, "B": changed(first, 7, folder / "B")})
-
-
 @pytest.fixture(scope="module")
 def served(engine, start, tmp_path_factory) -> Served:
-    return make_served(engine, start, tmp_path_factory.mktemp("untied"), tied=False)
+    folder = tmp_path_factory.mktemp("untied")
+    first = save_tiny_qwen3(folder / "A", vocab_size=4096)  # in several buckets
+    return Served(engine, start(engine, first), {"A": first, "B": changed(first, 7, folder / "B")}, PROMPT)
 
 
 @pytest.fixture(scope="module")
 def served_tied(engine, start, tmp_path_factory) -> Served:
-    return make_served(engine, start, tmp_path_factory.mktemp("tied"), tied=True)
+    """The quickstart's model, as a trainer exports it."""
+    folder = tmp_path_factory.mktemp("tied")
+    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(TINY), weights="random"), 64)
+    model = source.build()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model.init_weights(buffer_device=CPU)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)  # so that it has opinions
+    export_hf(model, source, folder / "A", load_tokenizer(str(TINY)), torch.float32)
+    flags = {
+        "embedded": ["--max-sequences", "256"],
+        "vllm": ["--max-model-len", "512"],
+        "sglang": ["--context-length", "512"],
+    }
+    running = start(engine, folder / "A", *flags[engine])
+    prompt = [5 + i % 50 for i in range(140)]
+    return Served(engine, running, {"A": folder / "A", "B": changed(folder / "A", 7, folder / "B")}, prompt)
 
 
 def test_the_server_is_as_the_trainer_needs_it(served: Served):
@@ -206,19 +226,25 @@ def test_a_cancelled_request_ends_at_the_server(served: Served):
     assert next_s < 3 * whole_s
 
 
+def test_an_export_is_what_the_trainer_had(served_tied: Served):
+    [[completion]] = served_tied.ask((served_tied.prompt, SamplingParams(1, 0.0, 12, ignore_eos=True)))
+    assert served_tied.differences("A", completion, served_tied.prompt).max() <= EXACT
+    assert served_tied.differences("B", completion, served_tied.prompt).mean() > DIFFERENT
+
+
 @pytest.mark.parametrize("which", ["untied", "tied"])
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_weights_a_b_a(served: Served, served_tied: Served, which, transport):
+def test_weights_b_a_b(served: Served, served_tied: Served, which, transport):
     served = {"untied": served, "tied": served_tied}[which]
     with Trainer(served, transport) as trainer:
-        for version, name in ((1, "A"), (2, "B"), (3, "A")):
+        for version, name in ((1, "B"), (2, "A"), (3, "B")):
             trainer.publish(version, name)
             assert trainer.sync.finished()[0].bytes >= sum(p.numel() * 4 for p in trainer.model.parameters())
             assert trainer.server.control.weight_version() in (str(version), None)
-            [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=version)
+            [[completion]] = served.ask((served.prompt, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=version)
             assert completion.versions == [version] * 12
-            assert served.differences(name, completion).max() <= EXACT
-            other = served.differences("B" if name == "A" else "A", completion)
+            assert served.differences(name, completion, served.prompt).max() <= EXACT
+            other = served.differences("B" if name == "A" else "A", completion, served.prompt)
             assert other.mean() > DIFFERENT, "A and B must differ for this test to mean much"
 
 
@@ -323,6 +349,31 @@ def test_a_torn_update_takes_the_server_out_and_a_whole_one_mends_it(served: Ser
         assert served.differences("B", completion).max() <= EXACT
 
 
+@pytest.mark.timeout(600)
+def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(served_tied: Served, tmp_path):
+    flags = {
+        "--data.arithmetic_max": "9",
+        "--sft.steps": "60",
+        "--sft.batch_size": "32",
+        "--grpo.prompts_per_step": "16",
+        "--grpo.group_size": "8",
+        "--training.steps": "40",
+        "--lr_scheduler.total_steps": "44",
+        "--optimizer.lr": "5e-4",
+    }
+    lines = train(tmp_path, flags | {"--rollout.engine": served_tied.engine, "--rollout.urls": served_tied.url})
+    assert all(line["policy/mismatch_abs"] <= EXACT for line in lines)
+    assert [line["sync/version"] for line in lines] == list(range(1, 41))
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1
+
+    if served_tied.engine != "embedded":
+        resumed = train(tmp_path, flags | {"--training.steps": "44", "--checkpoint.resume": None})[40:]
+        assert [line["step"] for line in resumed] == [41, 42, 43, 44]
+        assert all(line["policy/mismatch_abs"] <= EXACT for line in resumed)
+        assert sum(line["reward/mean"] for line in resumed) / 4 > sum(rewards[:8]) / 8 + 0.1
+
+
 def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, start):
     """kill -9, then the same port with its first weights: the trainer gives it the newest by itself."""
     greedy = SamplingParams(1, 0.0, 12, ignore_eos=True)
@@ -346,7 +397,7 @@ def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, s
         assert trainer.fleet.pick(-1) is None
         trainer.publish(2, "B")
         port = urlsplit(served.url).port
-        served.running = await asyncio.to_thread(start, served.engine, served.folders["A"], port)
+        served.running = await asyncio.to_thread(start, served.engine, served.folders["A"], port=port)
         caught_up_s = await until("in traffic again", lambda: server.serves(2), 60)
         assert (server.version, server.lost) == (2, False)
         assert server.control.weight_version() in ("2", None)

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import free_port
 
 from tests.integration.trainer_runs import BACKGROUND, EndlessRun, endless, environment, steps
-from tests.ranks import ROOT, Ranks
+from tests.ranks import ROOT, Ranks, free_port
 from torchtitan.grpo.engines.control import ServerControl
 
 STRAGGLER_S = 1.5

@@ -1,4 +1,4 @@
-"""The whole trainer with the embedded server, and with a real vLLM server: learning, repeating, resuming, sharding."""
+"""The whole trainer with the embedded server: repeating, resuming, sharding, exporting."""
 
 import json
 import shutil
@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.served_logprobs import worst_logprob_difference
 from tests.integration.trainer_runs import BACKGROUND, steps, train, without_times
 
 
@@ -101,42 +100,3 @@ def test_two_ranks_learn_what_one_rank_learns(flags, tmp_path):
     for one, two in zip(alone, sharded, strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "policy/kl", "policy/entropy"):
             assert two[name] == pytest.approx(one[name], abs=2e-4), (one["step"], name)
-
-
-@pytest.mark.parametrize(
-    "engine,length_flag",
-    [
-        pytest.param("vllm", "--max-model-len", marks=pytest.mark.vllm),
-        pytest.param("sglang", "--context-length", marks=pytest.mark.sglang),
-    ],
-)
-@pytest.mark.timeout(600)
-def test_the_quickstart_learns_with_other_engines(engine, length_flag, serving, tmp_path):
-    """`engine` and `urls` are all that differs. The server has loaded an export; SGLang's run goes on with our own."""
-    train(tmp_path / "before", {"--training.steps": "1"})
-    export = tmp_path / "before" / "checkpoint" / "step-1" / "hf"
-    url = serving(engine, str(export), length_flag, "64")
-    if engine == "vllm":
-        reference = AutoModelForCausalLM.from_pretrained(export).eval()
-        assert worst_logprob_difference(url, reference) <= 1e-4
-    flags = {
-        "--data.arithmetic_max": "9",
-        "--sft.steps": "60",
-        "--sft.batch_size": "32",
-        "--grpo.prompts_per_step": "16",
-        "--grpo.group_size": "8",
-        "--training.steps": "40",
-        "--lr_scheduler.total_steps": "44",
-        "--optimizer.lr": "5e-4",
-    }
-    lines = train(tmp_path / "run", flags | {"--rollout.engine": engine, "--rollout.urls": url})
-    assert all(line["policy/mismatch_abs"] <= 1e-4 for line in lines)
-    assert [line["sync/version"] for line in lines] == list(range(1, 41))
-    rewards = [line["reward/mean"] for line in lines]
-    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1
-
-    if engine == "sglang":
-        resumed = train(tmp_path / "run", flags | {"--training.steps": "44", "--checkpoint.resume": None})[40:]
-        assert [line["step"] for line in resumed] == [41, 42, 43, 44]
-        assert all(line["policy/mismatch_abs"] <= 1e-4 for line in resumed)
-        assert sum(line["reward/mean"] for line in resumed) / 4 > sum(rewards[:8]) / 8 + 0.1

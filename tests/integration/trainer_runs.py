@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from conftest import free_port
-
-from tests.ranks import ROOT, Ranks
+from tests.ranks import ROOT, Ranks, free_port
 from torchtitan.grpo.engines.control import ServerControl
 
 SMALL = {
@@ -60,10 +58,12 @@ def embedded_url() -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def train(folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1) -> list[dict]:
+def train(
+    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, own_server: bool = False
+) -> list[dict]:
     """Run to the end; the lines of metrics.jsonl that belong to GRPO steps 1 and on."""
     flags = flags or {}
-    if "--rollout.urls" not in flags:
+    if "--rollout.urls" not in flags and not own_server:
         flags = flags | {"--rollout.urls": embedded_url()}
     status, said = attempt(folder, flags, ranks)
     assert status == 0, said[-4000:]
@@ -79,11 +79,16 @@ def attempt(folder: Path, flags: dict[str, str | None], ranks: int = 1, timeout_
 
 
 class EndlessRun:
-    """A run that goes on until it is stopped: its launcher's process, its folder and its log."""
+    """A run that goes on until it is stopped: its process (torchrun's, or the ranks'), its folder and its log."""
 
-    def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int) -> None:
+    def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int, torchrun: bool) -> None:
         self.folder = folder
         self.log_path = folder.parent / "log.txt"
+        self.process: subprocess.Popen | Ranks
+        if not torchrun:
+            own = arguments(folder, ENDLESS | flags)
+            self.process = Ranks(ranks, ROOT / "grpo_train.py", *own, log=self.log_path, environment=environment())
+            return
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
                 command(folder, ENDLESS | flags, ranks),
@@ -115,17 +120,19 @@ class EndlessRun:
 
 
 @contextmanager
-def endless(folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1) -> Iterator[EndlessRun]:
+def endless(
+    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, torchrun: bool = False
+) -> Iterator[EndlessRun]:
     """A run that is in its loop."""
-    run = EndlessRun(folder, flags or {}, ranks)
+    run = EndlessRun(folder, flags or {}, ranks, torchrun)
     try:
         run.wait_for("the first step", lambda: steps(folder))
         yield run
     finally:
+        run.process.kill()
         for pid in processes_of(folder):  # none, unless the test has failed or is done with the run
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        run.process.wait(30)
 
 
 def steps(folder: Path) -> list[dict]:
