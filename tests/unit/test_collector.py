@@ -336,6 +336,7 @@ def test_the_wait_for_a_place_is_no_wait_for_a_server(make_collector, new_server
     with pytest.raises(EngineError, match=r"no server in traffic after 0.6 s"):
         future.result(20)
     assert time.monotonic() - begin >= 0.6
+    server.control.resume()  # or the first answer would be waited for
 
 
 def test_a_request_given_up_while_it_waits_takes_no_place(make_collector, new_server) -> None:
