@@ -64,11 +64,6 @@ class Ranks:
                 process.start()
 
     @property
-    def pid(self) -> int:
-        """Of rank 0."""
-        return self.processes[0].pid
-
-    @property
     def returncode(self) -> int | None:
         return self.poll()
 

@@ -51,8 +51,8 @@ def embedded_url() -> str:
     than a run. `endless` runs have one spawned, as users' runs do."""
     folder, port = Path(tempfile.mkdtemp()), free_port()
     script = ROOT / "torchtitan" / "grpo" / "engines" / "embedded" / "__main__.py"
-    arguments = ["--model", ROOT / "train_configs" / "tiny_qwen3", "--port", port]
-    server = Ranks(1, script, *arguments, log=folder / "server.log", environment=environment())
+    flags = ["--model", ROOT / "train_configs" / "tiny_qwen3", "--port", port]
+    server = Ranks(1, script, *flags, log=folder / "server.log", environment=environment())
     atexit.register(server.kill)
     ServerControl(f"http://127.0.0.1:{port}").wait_healthy(120, server)
     return f"http://127.0.0.1:{port}"

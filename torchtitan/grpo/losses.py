@@ -51,38 +51,29 @@ def importance_weights(
     level: Literal["token", "sequence"],
     minimum: float,
     maximum: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Weight [T], detached, that corrects for the sampler (engine, older weights) not being the trainer's old policy.
 
     The ratio is exp(trainer - sampler) of each token, or its product over the sequence, the same for all its tokens.
     `truncate` clamps it to [minimum, maximum] (truncated importance sampling, TIS). `mask` keeps a ratio inside the
     bounds as it is and puts 0 for one outside (IcePop, masked importance sampling); what is masked stays in the
     normaliser, so a step with much of it masked is a smaller step. `none` gives ones.
+
+    Returns:
+        The weight, and bool [T], where it is not the ratio because that was out of bounds.
     """
+    if correction not in ("none", "truncate", "mask"):
+        raise ValueError(f"unknown correction {correction!r}: use 'none', 'truncate' or 'mask'")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"unknown level {level!r}: use 'token' or 'sequence'")
     if correction == "none":
-        return torch.ones_like(trainer_logprobs)
-    ratio = _importance_ratio(trainer_logprobs, sampler_logprobs, sample_ids, level)
-    if correction == "truncate":
-        return ratio.clamp(minimum, maximum)
-    if correction == "mask":
-        return ratio.where((ratio >= minimum) & (ratio <= maximum), 0)
-    raise ValueError(f"unknown correction {correction!r}: use 'none', 'truncate' or 'mask'")
-
-
-def importance_clipped(
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    sample_ids: Tensor,
-    correction: Literal["none", "truncate", "mask"],
-    level: Literal["token", "sequence"],
-    minimum: float,
-    maximum: float,
-) -> Tensor:
-    """Where [T] `importance_weights`, called with the same arguments, truncates or masks the ratio; bool."""
-    if correction == "none":
-        return torch.zeros_like(trainer_logprobs, dtype=torch.bool)
-    ratio = _importance_ratio(trainer_logprobs, sampler_logprobs, sample_ids, level)
-    return (ratio < minimum) | (ratio > maximum)
+        return torch.ones_like(trainer_logprobs), torch.zeros_like(trainer_logprobs, dtype=torch.bool)
+    log_ratio = (trainer_logprobs - sampler_logprobs).detach()
+    if level == "sequence":
+        log_ratio = _sequence_sum(log_ratio, sample_ids)[sample_ids]
+    ratio = log_ratio.exp()
+    inside = (ratio >= minimum) & (ratio <= maximum)
+    return ratio.clamp(minimum, maximum) if correction == "truncate" else ratio.where(inside, 0), ~inside
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
@@ -246,7 +237,7 @@ def row_loss(
     """
     answers = row.answers
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    correction = (
+    importance, clipped = importance_weights(
         trainer_logprobs,
         answers.sampler_logprobs,
         answers.sample_ids,
@@ -262,14 +253,14 @@ def row_loss(
         answers.weights,
         answers.sample_ids,
         grpo,
-        importance=importance_weights(*correction),
+        importance=importance,
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
     tokens = trainer_logprobs, answers.sampler_logprobs, answers.weights
     sums |= {"loss": loss.detach()} | mismatch_sums(*tokens)
     if max_age:
-        sums |= age_sums(*tokens, answers.ages, max_age, importance_clipped(*correction))
+        sums |= age_sums(*tokens, answers.ages, max_age, clipped)
     return loss, sums
 
 
@@ -302,7 +293,7 @@ def age_sums(
 
     Args:
         ages: int64, from `Microbatch.ages`; under 0 counts as 0, over `max_age` as `max_age`.
-        clipped: bool, from `importance_clipped`.
+        clipped: bool, from `importance_weights`.
     """
     trained = weights != 0
     log_ratio = (trainer_logprobs - sampler_logprobs).detach().double().where(trained, 0)
@@ -331,17 +322,6 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLo
     clipped_low = negative & (ratio < low)
     clipped_high = (advantages > 0) & (ratio > high)
     return TokenLosses(losses, ratio.detach(), clipped_low, clipped_high, dual_clipped)
-
-
-def _importance_ratio(
-    trainer_logprobs: Tensor, sampler_logprobs: Tensor, sample_ids: Tensor, level: Literal["token", "sequence"]
-) -> Tensor:
-    log_ratio = (trainer_logprobs - sampler_logprobs).detach()
-    if level == "sequence":
-        log_ratio = _sequence_sum(log_ratio, sample_ids)[sample_ids]
-    elif level != "token":
-        raise ValueError(f"unknown level {level!r}: use 'token' or 'sequence'")
-    return log_ratio.exp()
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
