@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -391,6 +392,26 @@ def test_an_environment_that_fails_is_named_with_its_prompt(make_collector, erro
     named = f"[rollout] environment = 'tests:rollout': prompt 12: {type(error).__name__}: "
     assert str(raised.value).startswith(named) and "tool" in str(raised.value)
     assert in_flight(collector) == [0, 0]
+
+
+def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_collector, monkeypatch) -> None:
+    over = threading.Event()
+
+    async def blocking(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        over.wait(30)
+        return await single_turn(client, prompt)
+
+    collector = make_collector(environment=blocking)
+    monkeypatch.setattr("torchtitan.grpo.rollouts.collector.BLOCKED_S", 0.3)
+    monkeypatch.setattr("torchtitan.grpo.rollouts.collector.CLOSE_TIMEOUT_S", 0.3)
+    with pytest.raises(UserError, match=r"= 'tests:rollout' has kept the event loop .* 0.3 s: it must await"):
+        collector.collect(prompts_of(1), PARAMS, "t")
+    with pytest.raises(UserError, match="has kept the event loop"):
+        collector.take_busy_seconds()
+    begin = time.monotonic()
+    collector.close()
+    assert time.monotonic() - begin < 1
+    over.set()
 
 
 def test_an_environment_may_ask_several_times_at_once(make_collector, tokenizer) -> None:

@@ -1,13 +1,13 @@
 """Prompts in, scored groups of answers out."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hashlib
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 SCORING_THREADS = 16
 CLOSE_TIMEOUT_S = 10.0
+BLOCKED_S = 60.0
+"""So long nothing may keep the event loop from turning."""
 
 
 class Scorer(Protocol):
@@ -67,7 +69,7 @@ class Collector:
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
         self.router = Router(fleet, max_concurrent_requests, request_timeout_s, self._loop)
-        self._scoring = ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
+        self._scoring = concurrent.futures.ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
         self._thread.start()
         fleet.add_listener(self._on_fleet_change)
@@ -93,12 +95,27 @@ class Collector:
         return self.call(self._collect(prompts, params, tag, min_version))
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the collector's event loop and wait for it; an interrupt cancels it."""
+        """Run a coroutine on the collector's event loop and wait for it; an interrupt cancels it.
+
+        Raises:
+            UserError: The event loop has stood still for BLOCKED_S: no time limit of a coroutine holds then.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
+            while not concurrent.futures.wait([future], BLOCKED_S).done:
+                self._check_loop()
             return future.result()
         finally:
-            future.cancel()  # nothing but an interrupt leaves it unfinished
+            future.cancel()  # only an interrupt or a blocked loop leaves it unfinished
+
+    def _check_loop(self) -> None:
+        turned = threading.Event()
+        self._loop.call_soon_threadsafe(turned.set)
+        if not turned.wait(BLOCKED_S):
+            raise UserError(
+                f"[rollout] environment = {self.environment_name!r} has kept the event loop from turning for over "
+                f"{BLOCKED_S:g} s: it must await what takes time, or leave it to asyncio.to_thread"
+            )
 
     def add_listener(self, call: Callable[[], None]) -> None:
         """Have `call` called on the event loop after every change of the fleet."""
@@ -116,11 +133,14 @@ class Collector:
         """Cancel what is under way and close the connections. Bounded."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_TIMEOUT_S)
+        self._scoring.shutdown(wait=False, cancel_futures=True)
+        try:
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            return  # an environment keeps the loop from turning: its thread ends with the process
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         self._loop.close()
-        self._scoring.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
