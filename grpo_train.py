@@ -203,7 +203,8 @@ class Trainer:
         """One optimizer step per minibatch. Token weights hold the global normaliser, so gradients only add up.
 
         Returns:
-            Sums over this rank's tokens, and the gradient's norm. Nobody has waited for the device: `learned` does.
+            Sums over this rank's tokens, and the gradient's norm. But for the first step's check of the sampler nobody
+            has waited for the device: `learned` does.
         """
         fixed_logprobs = self._fixed_logprobs(batch)
         sums: dict[str, torch.Tensor] = {}

@@ -133,11 +133,12 @@ class Collector:
         """Cancel what is under way and close the connections. Bounded."""
         if self._loop.is_closed():
             return
-        self._scoring.shutdown(wait=False, cancel_futures=True)
         try:
             asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_TIMEOUT_S)
         except TimeoutError:
             return  # an environment keeps the loop from turning: its thread ends with the process
+        finally:
+            self._scoring.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         self._loop.close()
