@@ -133,9 +133,11 @@ class Collector:
         """Cancel what is under way and close the connections. Bounded."""
         if self._loop.is_closed():
             return
+        shut_down = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
         try:
-            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_TIMEOUT_S)
+            shut_down.result(CLOSE_TIMEOUT_S)
         except TimeoutError:
+            shut_down.cancel()
             return  # an environment keeps the loop from turning: its thread ends with the process
         finally:
             self._scoring.shutdown(wait=False, cancel_futures=True)
