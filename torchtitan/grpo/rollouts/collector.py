@@ -68,6 +68,7 @@ class Collector:
         self.group_timeout_s = group_timeout_s
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
+        self._abandoned = False
         self.router = Router(fleet, max_concurrent_requests, request_timeout_s, self._loop)
         self._scoring = concurrent.futures.ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
@@ -131,13 +132,12 @@ class Collector:
 
     def close(self) -> None:
         """Cancel what is under way and close the connections. Bounded."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or self._abandoned:
             return
-        shut_down = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
         try:
-            shut_down.result(CLOSE_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_TIMEOUT_S)
         except TimeoutError:
-            shut_down.cancel()
+            self._abandoned = True
             return  # an environment keeps the loop from turning: its thread ends with the process
         finally:
             self._scoring.shutdown(wait=False, cancel_futures=True)
