@@ -92,3 +92,21 @@ def test_all_of_a_servers_workers_take_part_in_an_update():
 def test_a_pause_that_sglang_has_not_is_no_silent_other_one():
     with pytest.raises(ValueError, match="no pause mode 'wait'"):
         SglangControl(URL).pause("wait")
+
+
+def test_a_server_started_anew_at_the_address_of_a_paused_one_is_not_paused(monkeypatch):
+    control, serves = SglangControl(URL), "default"
+    monkeypatch.setattr(SglangControl, "_call", lambda *_, **__: None)
+    monkeypatch.setattr(SglangControl, "weight_version", lambda _: serves)
+    assert not control.is_paused()
+    control.pause()
+    assert not control.is_paused()  # it may be another: nothing was given to this one yet
+    for version in ("1", "2", "3"):
+        control.load_folder("folder", version, False, 1.0)
+    serves = "2"  # the third has not arrived
+    assert control.is_paused()
+    serves = "default"
+    assert not control.is_paused()
+    serves = "3"
+    control.resume()
+    assert not control.is_paused()

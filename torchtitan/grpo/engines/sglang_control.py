@@ -1,6 +1,7 @@
 """The control routes of one SGLang server (0.5.15 and newer): pause, weight updates. Synchronous, for threads."""
 
 import re
+from collections import deque
 from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
@@ -21,6 +22,7 @@ class SglangControl(HttpControl):
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
         super().__init__(url, api_key, timeout_s)
         self._paused = False
+        self._given: deque[str] = deque(maxlen=2)  # the newest versions; the last may not have arrived
         self._has_sessions = True
 
     def info(self) -> dict[str, Any]:
@@ -75,7 +77,8 @@ class SglangControl(HttpControl):
         self._paused = False
 
     def is_paused(self) -> bool:
-        return self._paused
+        """Of the server that `pause` was called for: one started anew at its address has no version from here."""
+        return self._paused and self.weight_version() in self._given
 
     def join_group(self, name: str, backend: str, address: str, port: int, world_size: int) -> None:
         """Have the server's workers join a process group as ranks 1..; returns when they have."""
@@ -119,6 +122,8 @@ class SglangControl(HttpControl):
             version: Of the weights, with the last tensors of an update.
             flush_cache: Forget cached keys and values; refused while requests run.
         """
+        if version is not None:
+            self._given.append(version)
         names, dtypes, shapes = zip(*tensors, strict=True)
         body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": name, "flush_cache": flush_cache}
         body |= {"load_format": "flattened_bucket" if flattened else None, "weight_version": version}
@@ -126,6 +131,7 @@ class SglangControl(HttpControl):
 
     def load_folder(self, folder: str, version: str, flush_cache: bool, timeout_s: float) -> None:
         """Have the server load safetensors files of a folder; returns when it has. It needs no session."""
+        self._given.append(version)
         body = {"model_path": folder, "weight_version": version, "flush_cache": flush_cache}
         self._call("POST", "/update_weights_from_disk", "update", body=body, timeout_s=timeout_s)
 
