@@ -49,10 +49,11 @@ def environment() -> dict[str, str]:
 def embedded_url() -> str:
     """An embedded server that all `train` runs share, one after the other: a server of its own takes longer to start
     than a run. `endless` runs have one spawned, as users' runs do."""
-    folder, port = Path(tempfile.mkdtemp()), free_port()
+    folder, port = tempfile.TemporaryDirectory(), free_port()
+    atexit.register(folder.cleanup)
     script = ROOT / "torchtitan" / "grpo" / "engines" / "embedded" / "__main__.py"
     flags = ["--model", ROOT / "train_configs" / "tiny_qwen3", "--port", port]
-    server = Ranks(1, script, *flags, log=folder / "server.log", environment=environment())
+    server = Ranks(1, script, *flags, log=Path(folder.name, "server.log"), environment=environment())
     atexit.register(server.kill)
     ServerControl(f"http://127.0.0.1:{port}").wait_healthy(120, server)
     return f"http://127.0.0.1:{port}"
