@@ -84,7 +84,11 @@ def serve(
 def serve_command(
     command: list, folder: Path, model_dir: Path, port: int, **environment: str
 ) -> Iterator[RunningServer]:
-    """The server that `command` starts at `port`, once it is healthy."""
+    """The server that `command` starts at `port`, once it is healthy.
+
+    In the tests' session: from one of its own (Linux shares cores out among sessions first, sched_autogroup_enabled) a
+    vLLM that generated on two cores kept five processes of the tests from running at all for up to 9 s at a time.
+    """
     log_path = folder / "server.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -92,7 +96,7 @@ def serve_command(
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
     server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, log_path)
     try:

@@ -97,7 +97,7 @@ class EndlessRun:
                 env=environment(),
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
             )
 
     @property

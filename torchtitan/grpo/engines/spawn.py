@@ -68,9 +68,10 @@ class EmbeddedServer:
             if rollout.api_key_env:
                 command += ["--api-key-env", rollout.api_key_env]
             with log_path.open("ab") as log:
-                # A session of its own: Ctrl-C reaches the trainer alone, which then closes the server in order.
+                # A group of its own: Ctrl-C reaches the trainer alone, which then closes the server in order. Not a
+                # session: Linux shares the cores out among sessions first (sched_autogroup_enabled).
                 self.process = subprocess.Popen(
-                    command, env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    command, env=_environment(), stdout=log, stderr=subprocess.STDOUT, process_group=0
                 )
             deadline = time.monotonic() + rollout.start_timeout_seconds
             while not ready.exists():
