@@ -228,9 +228,9 @@ class Child:
         self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log")  # noqa: SIM115
         command = [sys.executable, str(_SCRIPT), *arguments, "--parent-pid", str(os.getpid())]
         command += ["--device", "cpu" if device == "cpu" else "cuda:0"]
-        # A session of its own: Ctrl-C reaches the trainer alone, which then ends its children.
+        # A group of its own: Ctrl-C reaches the trainer alone, which then ends its children.
         self.process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, process_group=0
         )
 
     def check(self) -> None:
