@@ -75,11 +75,11 @@ Model, data, seeds, number of steps and the limits on requests are the same for 
 Rewards are a coin flipped by the answer's bytes, so that every group has a gradient and nothing is learned.
 
 Columns, over --steps steps after --warmup (validation and checkpoints are off). Async runs ask as far ahead as their
-age allows from the start (`run_ahead = "full"`), and go on for some steps that are not measured, since servers run
-empty when nothing more is to be asked:
+age allows from the start (`run_ahead = "full"`), and are ended at the last measured step, long before servers would run
+empty because nothing more is to be asked:
 
   tokens/s      all answer tokens of these steps over all their wall clock, whatever happened in it; `a GPU`: over
-                trainer and server devices; `median`: of the steps' own rates
+                trainer and server devices (--devices); `median`: of the steps' own rates
   generated     tokens/s by vLLM's own counter meanwhile: as many, unless answers piled up before or after
   of the bound  of the slower of generation alone and training alone, measured in the same call: generation with the
                 job's prompts and lengths and no trainer, at the best of one step's answers and --sequences at a time
@@ -102,7 +102,8 @@ Two H200s, the work of TRL's AsyncGRPOTrainer measurement (docs/benchmarks.md), 
   python scripts/bench_async.py modes --preset trl --trainers 0 --servers 1 --out /tmp/trl
   python scripts/bench_async.py modes --preset lognormal --trainers 0 --servers 1 --out /tmp/lognormal
 
-Four, 2 + 2: --trainers 0 1 --servers 2 3. Servers that run already: --urls; they must serve OUT/model, made before by
+Four, 2 + 2: --trainers 0 1 --servers 2 3. Two servers on one GPU, for a model so small that vLLM's own threads and not
+the GPU are the limit: --servers 1 1 --server-flags "--gpu-memory-utilization 0.44 --kv-cache-memory-bytes 48G". Servers that run already: --urls; they must serve OUT/model, made before by
 `bench_async.py model`. A trial on a CPU: modes --preset cpu --out /tmp/cpu.
 """
 
@@ -160,8 +161,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     modes.add_argument("--compile", action="store_true", help="[compile] enable: its first steps take a minute")
     modes.add_argument("--trainers", nargs="+", type=device, default=["0"], metavar="GPU", help="a rank each; or cpu")
-    modes.add_argument("--servers", nargs="+", type=device, default=["1"], metavar="GPU", help="one each; or cpu")
+    modes.add_argument("--servers", nargs="+", type=device, default=["1"], metavar="GPU", help="a server each; or cpu")
     modes.add_argument("--urls", nargs="+", type=address, default=[], help="running servers, in place of --servers")
+    modes.add_argument("--devices", type=positive, help="GPUs in all, if servers of --urls share one")
     modes.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     modes.add_argument("--sequences", type=positive, help="answers under way at one server, at most")
     modes.add_argument("--server-flags", default="", help="more flags of the server, in one word")

@@ -226,10 +226,11 @@ def run_mode(
     mode: str, args: argparse.Namespace, flags: Flags, urls: list[str], folder: Path, limit_s: float, out: Output
 ) -> str:
     """One run; its metrics stay in a folder of its name. Returns what went wrong."""
-    # Further steps that are not measured: in the last ones servers are asked for nothing new and run empty.
+    # The run has more steps than are measured, and ends early: in its last ones servers are asked for nothing new and
+    # run empty.
     age = max_age(mode, args.age)
     measured = measured_steps(age, args)
-    flags = flags | {"training.steps": measured[-1] + age} | mode_flags(mode, args.age)
+    flags = flags | {"training.steps": measured[-1] + age + 1} | mode_flags(mode, args.age)
     flags |= args.flags
     name = run_name(mode, args.age, args.label)
     run = folder / name
@@ -240,7 +241,7 @@ def run_mode(
 
     counted: list[tuple[float, float | None]] = []
 
-    def show(line: Mapping[str, float]) -> None:
+    def show(line: Mapping[str, float]) -> bool:
         if line.get("step") in (measured[0] - 1, measured[-1]):
             counted.append((time.monotonic(), generated_tokens(urls)))
         if line.get("step", 0) > 0 and "time/step_s" in line:
@@ -251,6 +252,7 @@ def run_mode(
                 f"{line.get('time/train_s', 0):.2f}, sync {line.get('time/sync_s', 0):.3f}), age "
                 f"{line.get('rollout/age_mean', 0):.2f} to {line.get('rollout/age_max', 0):g}"
             )
+        return line.get("step") == measured[-1]
 
     error = train(name, flags, args.trainers, run, limit_s, show)
     if len(counted) == 2 and counted[0][1] is not None:
@@ -260,7 +262,8 @@ def run_mode(
 
 
 def _devices(args: argparse.Namespace) -> int:
-    return len(args.trainers) + (len(args.urls) or len(args.servers))
+    servers = len(args.urls) or (len(args.servers) if "cpu" in args.servers else len(set(args.servers)))
+    return args.devices or len(args.trainers) + servers
 
 
 def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
@@ -285,8 +288,8 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
 
 def describe(args: argparse.Namespace) -> str:
     lengths = f"{args.lengths}, mean {args.mean:g}" + (f", sigma {args.sigma:g}" if args.lengths == "lognormal" else "")
-    servers = _devices(args) - len(args.trainers)
+    servers = len(args.urls) or len(args.servers)
     return (
         f"{args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most {args.max_answer}; "
-        f"{len(args.trainers)} + {servers} devices; {args.steps} steps"
+        f"{len(args.trainers)} rank(s) and {servers} server(s) on {_devices(args)} devices; {args.steps} steps"
     )

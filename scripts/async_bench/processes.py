@@ -74,7 +74,12 @@ def healthy(url: str) -> bool:
 
 
 def train(
-    name: str, flags: dict[str, object], devices: list[str], folder: Path, limit_s: float, show: Callable[[dict], None]
+    name: str,
+    flags: dict[str, object],
+    devices: list[str],
+    folder: Path,
+    limit_s: float,
+    show: Callable[[dict], bool | None],
 ) -> str:
     """One run of grpo_train.py in `folder`, under torchrun as a user starts it.
 
@@ -82,10 +87,10 @@ def train(
         flags: Configuration keys and values; `job.dump_folder` is added.
         devices: One trainer rank each.
         limit_s: Longest time for all of it; then it is ended.
-        show: Gets each step's record of metrics.jsonl when it is written.
+        show: Gets each step's record of metrics.jsonl when it is written; once it returns True the run is ended.
 
     Returns:
-        "" if it ended well, else what went wrong.
+        "" if it ended well or `show` had seen enough, else what went wrong.
     """
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(devices))]
     words += ["grpo_train.py", *as_flags(flags), "--job.dump_folder", str(folder)]
@@ -99,8 +104,8 @@ def train(
         while True:
             ended = run.status()  # before the last look at the file
             lines = read_lines(folder / "metrics.jsonl")
-            for line in lines[seen:]:
-                show(line)
+            if any([show(line) for line in lines[seen:]]):
+                return ""
             seen = len(lines)
             if ended is not None:
                 return f"{name}: exit status {ended}; {run.said()}" if ended else ""

@@ -342,6 +342,7 @@ def test_a_torn_update_takes_the_server_out_and_a_whole_one_mends_it(served: Ser
         with pytest.raises(RuntimeError, match="the trainer failed here"):
             trainer.publish(2, "B")
         assert trainer.server.version == 1
+    served.server().control.check(1024, 5)  # the next run finds it paused, and takes it
     with Trainer(served) as trainer:
         trainer.publish(3, "B")
         [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=3)

@@ -4,10 +4,13 @@ The routes are vLLM's development routes (0.25.1 and 0.32.0); the embedded serve
 """
 
 import json
+import logging
 from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "torchtitan_grpo"
 _TOP_LOGPROBS = 5
@@ -37,6 +40,9 @@ class ServerControl(HttpControl):
                 f"{self.url}: serves at most {served} tokens (--max-model-len), the trainer asks for up to "
                 f"{longest_tokens} ([training] seq_len)"
             )
+        if self.is_paused():  # it would answer nothing until it has been given weights
+            logger.info("%s is paused, as a run that ends in the midst of an update leaves it", self.url)
+            return
         self.check_sampling([prompt_id])
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:

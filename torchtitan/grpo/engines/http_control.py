@@ -88,6 +88,8 @@ class HttpControl:
     def check(self, longest_tokens: int, prompt_id: int = 1) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
+        A server that an earlier run left paused is taken: it gets weights before anything is asked of it.
+
         Args:
             longest_tokens: Of a prompt with its answer.
             prompt_id: Any token that the model knows.
