@@ -102,9 +102,10 @@ Two H200s, the work of TRL's AsyncGRPOTrainer measurement (docs/benchmarks.md), 
   python scripts/bench_async.py modes --preset trl --trainers 0 --servers 1 --out /tmp/trl
   python scripts/bench_async.py modes --preset lognormal --trainers 0 --servers 1 --out /tmp/lognormal
 
-Four, 2 + 2: --trainers 0 1 --servers 2 3. Two servers on one GPU, for a model so small that vLLM's own threads and not
-the GPU are the limit: --servers 1 1 --server-flags "--gpu-memory-utilization 0.44 --kv-cache-memory-bytes 48G". Servers that run already: --urls; they must serve OUT/model, made before by
-`bench_async.py model`. A trial on a CPU: modes --preset cpu --out /tmp/cpu.
+Four, 2 + 2: --trainers 0 1 --servers 2 3. Servers that run already: --urls; they must serve OUT/model, made before by
+`bench_async.py model`. Two servers on one GPU, for a model so small that vLLM's own threads and not the GPU are the
+limit: --servers 1 1 --server-flags "--gpu-memory-utilization 0.44 --kv-cache-memory-bytes 56G". A trial on a CPU:
+modes --preset cpu --out /tmp/cpu.
 """
 
 CURVES_HELP = """What staleness costs in reward: the quickstart task, sync and with growing age, over seeds; CPU only.

@@ -13,7 +13,7 @@ from typing import Any
 
 from async_bench.generation import Ask, generated_tokens, generation_rate
 from async_bench.long_tail import LENGTHS, draw_lengths
-from async_bench.measured import BOUND, MEASURED, compare, in_order, mode_and_age, summarise
+from async_bench.measured import BOUND, MEASURED, compare, in_order, summarise
 from async_bench.processes import Server, healthy, read_lines, train
 from bench_common.output import Output, Row
 
@@ -21,6 +21,9 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.prompts import end_token_ids, load_tokenizer
 
 Flags = dict[str, Any]
+
+MEASURED_FILE = "measured.json"
+"""In a run's folder: which of its steps are measured, and what its servers generated meanwhile."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 
@@ -234,7 +237,7 @@ def run_mode(
     flags |= args.flags
     name = run_name(mode, args.age, args.label)
     run = folder / name
-    for file in ("metrics.jsonl", "generated.json"):
+    for file in ("metrics.jsonl", MEASURED_FILE):
         (run / file).unlink(missing_ok=True)
     out.say(f"{name}: {' '.join(f'{key}={value}' for key, value in mode_flags(mode, args.age).items())}")
     start = time.monotonic()
@@ -255,9 +258,11 @@ def run_mode(
         return line.get("step") == measured[-1]
 
     error = train(name, flags, args.trainers, run, limit_s, show)
+    found: Row = {"first": measured[0], "last": measured[-1]}
     if len(counted) == 2 and counted[0][1] is not None:
         (start, before), (end, after) = counted
-        (run / "generated.json").write_text(json.dumps({"generated_per_s": (after - before) / (end - start)}) + "\n")
+        found["generated_per_s"] = (after - before) / (end - start)
+    (run / MEASURED_FILE).write_text(json.dumps(found) + "\n")
     return error
 
 
@@ -270,14 +275,12 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
     """The table of every mode that is in the folder, and the hardware's bound."""
     bounds = read_lines(folder / "bound.jsonl")
     rows = []
-    found = {path.parent.name for path in folder.glob("*/metrics.jsonl")}
-    for name in in_order(found):
-        mode, age = mode_and_age(name)
-        steps = measured_steps(max_age(mode, age), args)
+    for name in in_order(path.parent.name for path in folder.glob(f"*/{MEASURED_FILE}")):
+        found = json.loads((folder / name / MEASURED_FILE).read_text())
+        steps = range(found.pop("first"), found.pop("last") + 1)
         row = summarise(read_lines(folder / name / "metrics.jsonl"), steps, _devices(args))
         if row is not None:
-            generated = read_lines(folder / name / "generated.json")
-            rows.append({"mode": name} | row | (generated[0] if generated else {}))
+            rows.append({"mode": name} | row | found)
     lines = compare(rows, bounds)
     if bounds:
         out.table("Generation alone, all servers", BOUND, bounds)
@@ -291,5 +294,5 @@ def describe(args: argparse.Namespace) -> str:
     servers = len(args.urls) or len(args.servers)
     return (
         f"{args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most {args.max_answer}; "
-        f"{len(args.trainers)} rank(s) and {servers} server(s) on {_devices(args)} devices; {args.steps} steps"
+        f"{len(args.trainers)} rank(s) and {servers} server(s) on {_devices(args)} devices"
     )
