@@ -1,5 +1,6 @@
 """A vLLM plug-in of the tests: our own bookkeeping of token versions beside vLLM 0.32's, under another name."""
 
+from torchtitan.grpo.engines.vllm_replies import in_api_server
 from torchtitan.grpo.weight_sync import token_versions
 
 KEY = "counted_versions"
@@ -7,5 +8,5 @@ KEY = "counted_versions"
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`. Where vLLM reports no versions, our plug-in's are the only ones."""
-    if token_versions.in_api_server() and token_versions.reported_by_vllm():
+    if in_api_server() and token_versions.reported_by_vllm():
         token_versions.install(KEY)

@@ -243,6 +243,24 @@ def test_refusals(vllm_server: RunningServer) -> None:
         asyncio.run(ask([5], SamplingParams(17, 1.0, 4)))
 
 
+def test_log_probabilities_are_one_list_where_that_is_asked(vllm_server: RunningServer) -> None:
+    sampling = {"max_tokens": 12, "n": 2, "seed": 3, "logprobs": 0, "detokenize": False, "output_kind": 2}
+
+    def choices(**more: object) -> list[dict]:
+        body = {"token_ids": PROMPT, "sampling_params": sampling | more}
+        reply = requests.post(f"{vllm_server.url}{GENERATE_ROUTE}", json=body, timeout=60)
+        reply.raise_for_status()
+        return sorted(reply.json()["choices"], key=lambda choice: choice["index"])
+
+    for flat, usual in zip(choices(flat_logprobs=True), choices(), strict=True):
+        assert flat["token_ids"] == usual["token_ids"] and len(flat["token_ids"]) == 12
+        assert flat["logprobs"] is None and "token_logprobs" not in usual
+        expected = [entry["logprob"] for entry in usual["logprobs"]["content"]]
+        assert flat["token_logprobs"] == pytest.approx(expected, abs=1e-5)
+    for choice in choices(flat_logprobs=True, logprobs=1):
+        assert len(choice["logprobs"]["content"]) == 12 and "token_logprobs" not in choice
+
+
 def test_pause_keep_holds_requests(vllm_server: RunningServer) -> None:
     control = ServerControl(vllm_server.url, None, 30.0)
 

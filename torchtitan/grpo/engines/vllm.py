@@ -104,6 +104,7 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "logprobs": 0,
+        "flat_logprobs": True,  # `flat_logprobs.py`
         "detokenize": False,
         # vLLM 0.25's route keeps the default, cumulative outputs, and then reports only one of n choices.
         "output_kind": _FINAL_ONLY,
@@ -128,6 +129,7 @@ class _Choice(msgspec.Struct):
     index: int
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
+    token_logprobs: list[float] | None = None
     finish_reason: FinishReason | None = None
     weight_versions: list[_Span] | None = None
 
@@ -149,10 +151,12 @@ def _completion(choice: _Choice, version: int) -> Completion:
         # Ours are decimal; servers start with a name of their own ("default"), and have it while `version` is -1.
         if span.version.isdecimal():
             versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-    content = (choice.logprobs and choice.logprobs.content) or []
+    logprobs = choice.token_logprobs
+    if logprobs is None:  # a server without our plug-in's replies, or the embedded one
+        logprobs = [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
     return Completion(
         token_ids=token_ids,
-        logprobs=[token.logprob for token in content],
+        logprobs=logprobs,
         finish_reason=choice.finish_reason or "abort",
         versions=versions,
     )

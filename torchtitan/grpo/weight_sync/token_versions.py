@@ -20,10 +20,10 @@ labels an answer with the version of its start. So it does if this vLLM's intern
 
 import functools
 import logging
-import multiprocessing
-import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
+
+from torchtitan.grpo.engines.vllm_replies import with_field
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
@@ -31,8 +31,6 @@ KEY = "weight_versions"
 """vLLM 0.32's name of the spans, in a choice of the reply and in `CompletionOutput`."""
 FIRST = "default"
 """vLLM 0.32's name of the weights that a server starts with."""
-
-_API_SERVER = "vllm.entrypoints.openai.api_server"
 
 Span = dict[str, Any]
 
@@ -73,13 +71,6 @@ class _Mark:
 
     def __init__(self, version: str, output_processor: Any) -> None:
         self.version, self.output_processor = version, output_processor
-
-
-def in_api_server() -> bool:
-    """Whether this process is vLLM's API server, and not one of its children, which load the plug-in too."""
-    main = getattr(sys.modules["__main__"], "__spec__", None)
-    serves = _API_SERVER in sys.modules or (main is not None and main.name == _API_SERVER)
-    return serves and multiprocessing.parent_process() is None
 
 
 def reported_by_vllm() -> bool:
@@ -178,7 +169,7 @@ def _install(key: str) -> None:
         if ledger is None or last is None or not hasattr(reply, "choices") or not _one_engine(self.engine_client):
             return reply
         spans = {output.index: getattr(output, key, None) for output in last.outputs}
-        return _with_spans(type(reply), key).of(reply, spans)
+        return with_field(reply, key, spans)
 
     AsyncLLM.update_weights, AsyncLLM.finish_weight_update = remember_version, finish_and_mark
     AsyncMPClient.get_output_async = skip_marks
@@ -190,26 +181,3 @@ def _install(key: str) -> None:
 def _one_engine(engine_client: Any) -> bool:
     one_api_server = getattr(engine_client.engine_core, "client_count", 1) == 1
     return one_api_server and engine_client.vllm_config.parallel_config.data_parallel_size == 1
-
-
-@functools.cache
-def _with_spans(reply_class: type, key: str) -> type:
-    """A class of replies whose choices have one more field. The choices' own class drops fields that it does not
-    declare, and the route sends what `model_dump` returns."""
-
-    class ReplyWithSpans(reply_class):
-        _spans: dict[int, list[Span] | None]
-
-        @classmethod
-        def of(cls, reply: Any, spans: dict[int, list[Span] | None]) -> "ReplyWithSpans":
-            made = cls.model_construct(**dict(reply))
-            made._spans = spans
-            return made
-
-        def model_dump(self, **kwargs: Any) -> dict[str, Any]:
-            dumped = super().model_dump(**kwargs)
-            for choice in dumped["choices"]:
-                choice[key] = self._spans.get(choice["index"])
-            return dumped
-
-    return ReplyWithSpans

@@ -20,7 +20,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from torchtitan.grpo.engines import bundled_outputs
+from torchtitan.grpo.engines import bundled_outputs, flat_logprobs
+from torchtitan.grpo.engines.vllm_replies import in_api_server
 from torchtitan.grpo.weight_sync import receiver, token_versions
 from torchtitan.grpo.weight_sync.buckets import Bucket
 from torchtitan.grpo.weight_sync.direct_load import DirectLoading
@@ -176,5 +177,7 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, TorchtitanGrpoEngine)
     bundled_outputs.install()  # in the API server too: where the engine's process is forked, it is not asked again
-    if token_versions.in_api_server() and not token_versions.reported_by_vllm():
-        token_versions.install()
+    if in_api_server():
+        flat_logprobs.install()
+        if not token_versions.reported_by_vllm():
+            token_versions.install()
