@@ -187,8 +187,9 @@ class AsyncGrpo:
     """At a step, groups that are not complete and would be too old for the next one: `wait` for them, or `drop` them,
     which favours short answers."""
     order_window: int = 0
-    """A step takes complete groups out of this many oldest ones, so that short answers do not crowd out long ones; 0
-    is twice `[grpo] prompts_per_step`, and `prompts_per_step` the order of the data."""
+    """A step takes complete groups out of this many oldest ones, so that short answers do not crowd out long ones. 0 is
+    `[grpo] prompts_per_step` times `max_trajectory_age_steps` + 1, as many as can be under way: a step then waits for
+    long answers only when they would become too old. `prompts_per_step` keeps the order of the data."""
 
 
 @dataclass

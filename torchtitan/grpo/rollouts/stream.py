@@ -74,17 +74,18 @@ class RolloutStream:
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
         self._has_signal = has_signal
         per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
+        max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         self._buffer = StalenessBuffer(
             per_step,
-            ahead.max_trajectory_age_steps if ahead.enabled else 0,
-            (ahead.order_window or 2 * per_step) if ahead.enabled else per_step + surplus,
+            max_age,
+            (ahead.order_window or max(2, max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
             ahead.late_groups if ahead.enabled else "wait",
             surplus,
         )
         self._per_step, self._surplus, self._steps = per_step, surplus, steps
         self._pace = None
         if ahead.enabled and ahead.run_ahead == "auto":
-            self._pace = Pace(per_step, ahead.max_trajectory_age_steps, surplus)
+            self._pace = Pace(per_step, max_age, surplus)
         self._taken_at: float | None = None
         self._nonce = secrets.token_hex(4)  # request ids must differ from those of another run on the same servers
         self._wanted = 0
