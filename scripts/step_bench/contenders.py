@@ -1,7 +1,6 @@
 """Training steps of several makers on the same work: each builds a model and says how its gradients are made."""
 
 import contextlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -166,12 +165,13 @@ def trl(setup: Setup) -> Contender:
 def _hugging_face(setup: Setup, logprobs_of: Callable[[Tensor, Tensor], Tensor]) -> Contender:
     """Args: logprobs_of: (float32 logits [B, T, V], targets [B, T]) -> log-probabilities [B, T]."""
     from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers.utils import is_flash_attn_2_available
 
     config, dims, device = setup.config, setup.dims, setup.device
     if dims.tp_enabled or dims.dp_replicate_enabled:
         raise ValueError("runs with sharded data parallelism only")
-    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    attention = "flash_attention_2" if flash else "sdpa"
+    # FlashAttention 4 has the same top-level package as 2.
+    attention = "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(

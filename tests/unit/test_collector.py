@@ -301,7 +301,7 @@ def test_those_who_wait_keep_their_order(make_collector, new_server, in_thread) 
     futures = []
     for tag in "abcd":
         futures.append(in_thread(collector.collect, prompts_of(1), PARAMS, tag))
-        wait_until(lambda: server.in_flight + len(collector.router._waiting) == len(futures))
+        wait_until(lambda: server.in_flight + collector.router.waiting == len(futures))
     server.control.resume()
     for future in futures:
         future.result(20)
@@ -321,6 +321,17 @@ def test_later_turns_go_before_groups_that_have_not_begun(make_collector) -> Non
     turns = [(name.split("-")[1], name.endswith("-turn1")) for name, _ in server.client.asked]
     # A turn ends and gives its place to the next group before its own second turn can wait for one.
     assert max(turns.index((f"{i:06d}", True)) - turns.index((f"{i:06d}", False)) for i in range(5)) <= 2
+
+
+def test_what_a_group_asks_at_once_gets_its_places_before_the_next_group(make_collector, new_server) -> None:
+    async def at_once(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        answers = await asyncio.gather(*[client.generate(prompt.token_ids) for _ in range(4)])
+        return [Sample(prompt, a.token_ids, a.logprobs, a.versions, a.finish_reason) for (a,) in answers[:2]]
+
+    collector = make_collector([new_server().url], environment=at_once, max_concurrent_requests=3)
+    collector.collect(prompts_of(6), PARAMS, "a")
+    groups = [name.split("-")[1] for name, _ in collector.fleet.servers[0].client.asked]
+    assert groups == sorted(groups)
 
 
 def test_the_wait_for_a_place_is_no_wait_for_a_server(make_collector, new_server, in_thread) -> None:
@@ -353,7 +364,7 @@ def test_a_request_given_up_while_it_waits_takes_no_place(make_collector, new_se
             assert server.in_flight == 1, "it is the waiting one's, which does not know yet"
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert waiting.cancelled() and not collector.router._waiting
+        assert waiting.cancelled() and not collector.router.waiting
         if not given_a_place:
             collector.router._release(server)
         return server.in_flight

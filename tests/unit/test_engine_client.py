@@ -16,11 +16,15 @@ class Answers(http.server.BaseHTTPRequestHandler):
     """Answers every request with four tokens and `spans`, the weights that sampled them (None: does not say)."""
 
     spans: list[dict] | None = None
+    flat = False
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         choice = {"index": 0, "finish_reason": "stop", "token_ids": [5, 6, 7, 2], "weight_versions": self.spans}
-        choice["logprobs"] = {"content": [{"logprob": -0.5}] * 4}
+        if self.flat:
+            choice |= {"logprobs": None, "token_logprobs": [-0.5, -1.0, 0.0, -0.25]}
+        else:
+            choice["logprobs"] = {"content": [{"logprob": -0.5}] * 4}
         body = json.dumps({"choices": [choice]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -77,3 +81,9 @@ def test_an_answer_by_weights_that_are_not_ours_is_an_error(url, spans):
     Answers.spans = spans
     with pytest.raises(EngineError, match=rf"{url}: request r .*'default' in place of version 0: .*was restarted"):
         ask(url, 0)
+
+
+@pytest.mark.parametrize(("flat", "expected"), [(True, [-0.5, -1.0, 0.0, -0.25]), (False, [-0.5] * 4)])
+def test_log_probabilities_are_read_as_a_list_and_as_objects(url, monkeypatch, flat, expected):
+    monkeypatch.setattr(Answers, "flat", flat)
+    assert ask(url, 3).logprobs == expected

@@ -74,7 +74,7 @@ def serving(monkeypatch):
         "vllm.logprobs": {"FlatLogprobs": SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
     }
-    for name in {".".join(name.split(".")[:end]) for name in modules for end in range(1, name.count(".") + 2)}:
+    for name in {".".join(full.split(".")[:end]) for full in modules for end in range(1, full.count(".") + 2)}:
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

@@ -152,7 +152,7 @@ def _completion(choice: _Choice, version: int) -> Completion:
         if span.version.isdecimal():
             versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
     logprobs = choice.token_logprobs
-    if logprobs is None:  # a server without our plug-in's replies, or the embedded one
+    if logprobs is None:  # a server without our plug-in's replies
         logprobs = [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
     return Completion(
         token_ids=token_ids,

@@ -166,7 +166,7 @@ class Collector:
 
         async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
             first = None if suffix else cohort
-            return await self.router.answer(prompt, token_ids, params, request_id + suffix, start, bool(suffix), first)
+            return await self.router.answer(prompt, token_ids, params, request_id + suffix, start, first)
 
         client = RolloutClient(self.tokenizer, params, prompt, ask)
         try:

@@ -21,21 +21,21 @@ class Ticket:
     """A request that waits for a server.
 
     Attributes:
-        goes_on: Its group is under way: this is a later turn, or is sent again.
         eligible_at: When a server that it may go to was last seen.
         held_at: Since when one is left to others, since servers that are about to be eligible are less busy.
     """
 
     start: "Start"
-    goes_on: bool
     server: asyncio.Future[Server]
     eligible_at: float
     held_at: float | None = None
 
 
 class Start(Protocol):
-    """Which weights the requests of a group need, and what to call when one has to wait for a server, and when it is
-    given one of a version."""
+    """Which weights the requests of a group need, whether one of them has been given a server yet, and what to call
+    when one has to wait for a server, and when it is given one of a version."""
+
+    is_under_way: bool
 
     def min_version(self) -> int: ...
 
@@ -79,9 +79,9 @@ class Router:
     Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have a
     place free and have acknowledged the weights that it needs. New weights reach servers one after the other: the first
     that has them gets its share of what waits for them, and more only if the others take longer than `HOLD_S`. While
-    there is no server for it a request waits, first come, first served, but those of groups under way before others,
-    without taking the place of one that need not; at most `request_timeout_s` with no server that it might ever go to,
-    and not at all once fewer servers than `[rollout] min_servers` are left.
+    there is no server for it a request waits, first come, first served, but later turns and retries of groups under way
+    before others, without taking the place of one that need not; at most `request_timeout_s` with no server that it
+    might ever go to, and not at all once fewer servers than `[rollout] min_servers` are left.
 
     Retries: a request that its server fails (`EngineError`) makes that server suspected, which takes it out of traffic,
     and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. Requests under
@@ -110,9 +110,16 @@ class Router:
         self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
         self._busy_s: dict[str, float] = defaultdict(float)
         self._busy_since: dict[Server, float] = {}
-        self._waiting: dict[Ticket, None] = {}
+        self._under_way: dict[Ticket, None] = {}
+        """Those who wait, and whose group was under way when they came."""
+        self._others: dict[Ticket, None] = {}
         self._hold_ends: asyncio.TimerHandle | None = None
         self._newest = self._newest_in_traffic()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a server."""
+        return len(self._under_way) + len(self._others)
 
     def take_busy_seconds(self) -> dict[str, float]:
         """Seconds in which each server had a request of ours, since the last call."""
@@ -128,7 +135,7 @@ class Router:
         all, and while not all servers have the weights."""
         load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
         free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
-        if self._waiting or free < count or len(load) < len(self.fleet.eligible(-1)):
+        if self.waiting or free < count or len(load) < len(self.fleet.eligible(-1)):
             return [None] * count
         servers = []
         for _ in range(count):
@@ -154,7 +161,6 @@ class Router:
         params: SamplingParams,
         request_id: str,
         start: Start,
-        later_turn: bool,
         cohort: tuple[Server, tuple[str, int]] | None,
     ) -> list[Completion]:
         """Ask the assigned server as part of its cohort, or else the best there is; again if that fails."""
@@ -165,7 +171,7 @@ class Router:
                 server, named = cohort
                 self._occupy(server, start)
             else:
-                server = await self._acquire(start, goes_on=later_turn or failures > 0)
+                server = await self._acquire(start)
             try:
                 own_id = f"{request_id}-retry-{failures}" if failures else request_id
                 return await self._ask(server, token_ids, params, own_id, named)
@@ -188,15 +194,16 @@ class Router:
                 for request in requests:
                     request.cancel()
         before, self._newest = self._newest, self._newest_in_traffic()
-        for ticket in self._waiting:
+        for ticket in [*self._under_way, *self._others]:
             if ticket.start.min_version() <= max(before, self._newest):
                 ticket.eligible_at = self._loop.time()
         try:
             self.fleet.check()
         except Exception as error:
-            for ticket in self._waiting:
-                ticket.server.set_exception(error)
-            self._waiting.clear()
+            for waiting in (self._under_way, self._others):
+                for ticket in waiting:
+                    ticket.server.set_exception(error)
+                waiting.clear()
         self._dispatch()
 
     async def _ask(
@@ -220,11 +227,12 @@ class Router:
         finally:
             self._running[server].discard(request)
 
-    async def _acquire(self, start: Start, goes_on: bool = False) -> Server:
+    async def _acquire(self, start: Start) -> Server:
         """A place at a server, taken; `_release` gives it back."""
         self.fleet.check()
-        ticket = Ticket(start, goes_on, self._loop.create_future(), self._loop.time())
-        self._waiting[ticket] = None
+        ticket = Ticket(start, self._loop.create_future(), self._loop.time())
+        waiting = self._under_way if start.is_under_way else self._others
+        waiting[ticket] = None
         self._dispatch()
         if not ticket.server.done():
             start.waits()
@@ -244,7 +252,7 @@ class Router:
                 self._release(ticket.server.result())
             raise
         finally:
-            self._waiting.pop(ticket, None)
+            waiting.pop(ticket, None)
 
     def _none_eligible(self, min_version: int) -> EngineError:
         wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
@@ -254,16 +262,19 @@ class Router:
         )
 
     def _dispatch(self) -> None:
-        """Give free places to those who wait: to groups under way first, in the order in which they came."""
-        if not self._waiting:
+        """Give free places to those who wait: to groups under way first, in the order in which they came.
+
+        What a group asks at once came at once: it gets its places before the next group gets its first.
+        """
+        if not self.waiting:
             return
         in_traffic = self.fleet.eligible(-1)
         places = [server for server in in_traffic if self._has_place(server)]
         newest = max((server.version for server in places), default=-1)
         oldest = min((server.version for server in in_traffic), default=-1)
-        share = (sum(server.in_flight for server in in_traffic) + len(self._waiting)) / max(1, len(in_traffic))
+        share = (sum(server.in_flight for server in in_traffic) + self.waiting) / max(1, len(in_traffic))
         now, held = self._loop.time(), False
-        for ticket in sorted(self._waiting, key=lambda ticket: not ticket.goes_on):
+        for ticket in [*self._under_way, *self._others]:
             if not places:
                 return
             min_version = ticket.start.min_version()
@@ -278,7 +289,8 @@ class Router:
                     held = True
                     continue
             self._occupy(server, ticket.start)
-            del self._waiting[ticket]
+            self._under_way.pop(ticket, None)
+            self._others.pop(ticket, None)
             ticket.server.set_result(server)
             if not self._has_place(server):
                 places.remove(server)

@@ -48,12 +48,18 @@ class Row:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its `params.n` answers. Set `cancelled` from any thread to have it dropped at the next step."""
+    """One prompt and its `params.n` answers. Set `cancelled` from any thread to have it dropped at the next step.
+
+    Attributes:
+        top_logprobs: So many of the likeliest tokens are answered beside each sampled one.
+        flat_logprobs: The sampled tokens' log-probabilities are answered as one list.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     top_logprobs: int = 0
+    flat_logprobs: bool = False
     rows: list[Row] = field(default_factory=list)
     unfinished: int = 0
     cancelled: bool = False

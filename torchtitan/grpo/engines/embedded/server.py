@@ -164,6 +164,7 @@ class EmbeddedApp:
             seed=_number(sampling, "seed", None, int, -(1 << 63)),
             ignore_eos=bool(sampling.pop("ignore_eos", False)),
         )
+        flat_logprobs = bool(sampling.pop("flat_logprobs", False))
         top_logprobs = _number(sampling, "logprobs", 0, int, 0)
         if top_logprobs > min(TOP_LOGPROBS_MAX, vocab_size):
             raise BadRequest(f"logprobs must be at most {min(TOP_LOGPROBS_MAX, vocab_size)}")
@@ -177,7 +178,7 @@ class EmbeddedApp:
         except ValueError as error:
             raise BadRequest(str(error)) from error
         request_id = str(body.get("request_id") or uuid.uuid4().hex)
-        return Request(request_id, token_ids, params, top_logprobs)
+        return Request(request_id, token_ids, params, top_logprobs, flat_logprobs and not top_logprobs)
 
     def _reply(self, request: Request) -> dict:
         prompt_tokens = len(request.prompt_ids)
@@ -305,12 +306,6 @@ class EmbeddedApp:
 
 
 def _choice(index: int, row: Row) -> dict:
-    content = [
-        {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
-        for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
-    ]
-    for entry, best in zip(content, row.top_logprobs, strict=False):
-        entry["top_logprobs"] = [{"token_id": token, "logprob": logprob, "rank": None} for token, logprob in best]
     ends = [start for _, start in row.version_starts[1:]] + [len(row.token_ids)]
     return {
         "index": index,
@@ -325,8 +320,21 @@ def _choice(index: int, row: Row) -> dict:
         ]
         if row.token_ids
         else [],
-        "logprobs": {"content": content},
+        **_logprobs(row),
     }
+
+
+def _logprobs(row: Row) -> dict:
+    """As vLLM with our plug-in answers them (`flat_logprobs.py`)."""
+    if row.request.flat_logprobs:
+        return {"logprobs": None, "token_logprobs": row.logprobs}
+    content = [
+        {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
+        for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
+    ]
+    for entry, best in zip(content, row.top_logprobs, strict=False):
+        entry["top_logprobs"] = [{"token_id": token, "logprob": logprob, "rank": None} for token, logprob in best]
+    return {"logprobs": {"content": content}}
 
 
 def _error(status: int, message: str) -> web.Response:
