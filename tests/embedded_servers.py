@@ -37,7 +37,11 @@ class ServerThread:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.call(self._start(port))
+        try:
+            self.call(self._start(port))
+        except OSError:  # the port is taken
+            self.close()
+            raise
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)

@@ -1,6 +1,7 @@
 """The rollout stream, its collector and buffer against embedded servers that run in this process."""
 
 import asyncio
+import contextlib
 import json
 import random
 import threading
@@ -495,7 +496,8 @@ class World:
         self.newest = 0
         self.events = {"withdrawn": 0, "suspected": 0, "killed": 0}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._turn)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> "World":
         self._thread.start()
@@ -504,6 +506,14 @@ class World:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(30)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._turn()
+        except BaseException as error:
+            self._error = error
 
     def _turn(self) -> None:
         away, back_at = None, 0.0
@@ -512,8 +522,9 @@ class World:
                 if i != away and server.version < self.newest and self.random.random() < 0.15:
                     self._update(i)
             if away is not None and time.monotonic() >= back_at:
-                self._update(away)
-                away = None
+                with contextlib.suppress(OSError):  # its port is a client's for the moment: it comes back later
+                    self._update(away)
+                    away = None
             elif away is None and self.random.random() < 0.05:
                 away, back_at = self.random.randrange(len(self.run.threads)), time.monotonic() + self.random.random()
                 self._break(away)
