@@ -104,7 +104,7 @@ def train(
         while True:
             ended = run.status()  # before the last look at the file
             lines = read_lines(folder / "metrics.jsonl")
-            if any([show(line) for line in lines[seen:]]):
+            if any([show(line) for line in lines[seen:]]):  # a list: every line is shown
                 return ""
             seen = len(lines)
             if ended is not None:

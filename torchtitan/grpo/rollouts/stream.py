@@ -78,7 +78,7 @@ class RolloutStream:
         self._buffer = StalenessBuffer(
             per_step,
             max_age,
-            (ahead.order_window or max(2, max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
+            (ahead.order_window or (max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
             ahead.late_groups if ahead.enabled else "wait",
             surplus,
         )
