@@ -41,7 +41,7 @@ class ServerControl(HttpControl):
                 f"{longest_tokens} ([training] seq_len)"
             )
         if self.is_paused():  # it would answer nothing until it has been given weights
-            logger.info("%s is paused, as a run that ends in the midst of an update leaves it", self.url)
+            logger.info("%s is paused, as an update that was broken off leaves it", self.url)
             return
         self.check_sampling([prompt_id])
 

@@ -88,7 +88,8 @@ class HttpControl:
     def check(self, longest_tokens: int, prompt_id: int = 1) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
-        A server that an earlier run left paused is taken: it gets weights before anything is asked of it.
+        A server that is known to be paused, as an update that was broken off leaves it, is not asked for
+        log-probabilities: it gets weights before it answers anything.
 
         Args:
             longest_tokens: Of a prompt with its answer.

@@ -57,6 +57,8 @@ class SglangControl(HttpControl):
                 f"{self.url}: serves at most {served} tokens (--context-length), the trainer asks for up to "
                 f"{longest_tokens} ([training] seq_len)"
             )
+        if self.is_paused():  # by us
+            return
         self.resume()  # a trainer that crashed may have left it paused, and then it would answer nothing
         self.check_sampling([prompt_id])
 

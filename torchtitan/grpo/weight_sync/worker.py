@@ -295,8 +295,7 @@ class ServerWorker(threading.Thread):
             if not self.server.control.is_healthy():
                 self._lose("it is not healthy")
                 return
-            if not self.server.control.is_paused():  # paused it would not answer; then it is the one we left so
-                self.server.check()
+            self.server.check()
             self.connect()
         except (WeightSyncError, UserError, EngineError) as error:
             self._lose(error)
