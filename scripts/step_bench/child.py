@@ -1,7 +1,8 @@
 """One contender in a process, or under torchrun ranks, of its own: `python -m step_bench.child FOLDER`.
 
 FOLDER holds job.json; each rank writes rank<N>.json: {"rows": [...]} and more, {"error": ...} if it failed, or
-{"refused": ...} if the arguments cannot work for any contender.
+{"refused": ...} if the arguments cannot work for any contender. Meanwhile the file holds what is there already, with
+{"unfinished": true}; what was there stays beside an error.
 """
 
 import faulthandler
@@ -10,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +28,36 @@ from .measure import GIB, measure, update
 from .offload_pass import offload_pass
 from .setup import Setup
 
+Result = dict[str, Any]
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+
+def run(job: dict[str, Any]) -> Iterator[Result]:
+    """What the contender has found so far, each time more."""
     name = job["contender"]
     if name == "plan":
-        return {"rows": [plan(Setup(job, distributed=False))]}
-    if name == "logprobs":
-        return {"rows": list(logprob_pass(Setup(job, distributed=False)))}
+        yield {"rows": [plan(Setup(job, distributed=False))]}
+        return
+    if name in ("logprobs", "offload"):
+        one_by_one = logprob_pass(Setup(job, distributed=False)) if name == "logprobs" else offload_pass(Setup(job))
+        rows = []
+        for row in one_by_one:
+            rows.append(row)
+            yield {"rows": rows}
+        return
     setup = Setup(job)
-    if name == "offload":
-        return {"rows": list(offload_pass(setup))}
     if name == "torchtitan" and setup.device.type == "cpu":
-        return {"left_out": "its varlen attention needs CUDA"}
+        yield {"left_out": "its varlen attention needs CUDA"}
+        return
     contender = CONTENDERS[name](setup)
     row = measure(setup, contender)
     if name == "ours":
         row["estimate_gib"] = sum(setup.estimate.values()) / GIB
         row["estimate"] = setup.estimate
-    found: dict[str, Any] = {"rows": [row]}
+    yield {"rows": [row]}
     if name == "ours" and job["profile"]:
         trace = Path(job["profile"]) / f"{job['shape']}_rank{dist.get_rank()}.json"
-        found |= profile_step(lambda: update(setup, contender), setup.device, trace) | {"trace": str(trace)}
-    return found
+        profile = profile_step(lambda: update(setup, contender), setup.device, trace)
+        yield {"rows": [row]} | profile | {"trace": str(trace)}
 
 
 def plan(setup: Setup) -> dict[str, Any]:
@@ -71,23 +81,32 @@ def main(folder: Path) -> int:
     job = json.loads((folder / "job.json").read_text())
     faulthandler.dump_traceback_later(job["limit_s"], exit=True)  # should its parent be gone
     logging.disable(logging.INFO)
+    path = folder / f"rank{os.environ.get('RANK', '0')}.json"
+
+    def write(result: Result) -> None:
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps(result))
+        unfinished.replace(path)
+
+    result: Result = {}
     try:
-        result = run(job)
+        for result in run(job):
+            write(result | {"unfinished": True})
     except UserError as error:
         result = {"refused": str(error)}
     except ModuleNotFoundError as error:
         result = {"error": f"{error.name} is not installed"}
     except torch.OutOfMemoryError as error:
-        result = {"error": f"out of memory: {str(error).splitlines()[0]}"}
+        result = result | {"error": f"out of memory: {str(error).splitlines()[0]}"}
         traceback.print_exc()
     except Exception as error:
-        result = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        result = result | {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
         traceback.print_exc()
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+    write(result)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without asking the other ranks, which may wait for one that failed.
-    os._exit(0 if "rows" in result or "left_out" in result else 1)
+    os._exit(1 if "error" in result or "refused" in result else 0)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ def steps(args: argparse.Namespace, out: Output) -> int:
                 if "left_out" in found:
                     out.say(f"{shape} {name}: left out, {found['left_out']}")
                     continue
-                for row in found.get("rows", [{"error": found.get("error")}]):
+                error = [{"error": found["error"]}] if "error" in found else []
+                for row in found.get("rows", []) + error:
                     row = {"shape": shape, "contender": name} | row
                     apart.get(name, rows).append(row)
                     set_ratio(rows)
@@ -137,7 +138,7 @@ def steps(args: argparse.Namespace, out: Output) -> int:
 
 
 def run_child(args: argparse.Namespace, shape: str, name: str, limit_s: float, folder: Path) -> dict[str, Any]:
-    """One contender in a process of its own; {"error": ...} if it fails, whatever the way.
+    """One contender in a process of its own: its rows, and {"error": ...} if it fails, whatever the way.
 
     Raises:
         Refused: The configuration is wrong.
@@ -180,12 +181,13 @@ def run_child(args: argparse.Namespace, shape: str, name: str, limit_s: float, f
         if not failed[0]["error"].startswith("out of memory") and not failed[0]["error"].endswith("not installed"):
             print(said, file=sys.stderr)
         return failed[0]
-    if len(results) == ranks:
+    if len(results) == ranks and not results[0].get("unfinished"):
         return results[0]
-    if ended is None:
-        return {"error": f"not done after {limit_s:.0f} s (--run-limit-s); {last_line(said)}"}
-    print(said, file=sys.stderr)
-    return {"error": f"exit status {ended}; {last_line(said)}"}
+    error = f"not done after {limit_s:.0f} s (--run-limit-s); {last_line(said)}"
+    if ended is not None:
+        print(said, file=sys.stderr)
+        error = f"exit status {ended}; {last_line(said)}"
+    return {"rows": [row for result in results[:1] for row in result.get("rows", [])], "error": error}
 
 
 def ac_of(ac: str, shape: str) -> str:

@@ -154,12 +154,15 @@ def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys):
 
 
 def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
-    """What children leave behind: an error of one rank, nothing at all, a result."""
+    """What children leave behind: an error of one rank, nothing at all, a result, a part of it."""
+    logprobs_row = {"way": "w", "pass": "forward", "compile": "no", "ms": 1.0}
+    offload_row = {"way": "off", "step_ms": 2.0, "exposed_ms": 0.0, "freed_gib": 0.0}
     outcomes = {
         "torchtitan": ("import sys; sys.exit(3)", None),
         "ours": ("import sys; sys.exit(1)", {"rank1.json": {"error": "out of memory: CUDA out of memory."}}),
         "transformers": ("import time; time.sleep(60)", None),
-        "logprobs": ("", {"rank0.json": {"rows": [{"way": "w", "pass": "forward", "compile": "no", "ms": 1.0}]}}),
+        "logprobs": ("", {"rank0.json": {"rows": [logprobs_row]}}),
+        "offload": ("import time; time.sleep(60)", {"rank0.json": {"rows": [offload_row], "unfinished": True}}),
     }
     real = runs.Process
 
@@ -174,13 +177,14 @@ def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeyp
     monkeypatch.setattr(runs, "LEAST_S", 0.1)
     args = bench.parse_arguments(["--what", *outcomes, "--gpus", "2", "--run-limit-s", "3", "--out", str(tmp_path)])
     assert runs.steps(args, Output(True, tmp_path / "found.jsonl")) == 0
-    rows = {}
-    for line in (tmp_path / "found.jsonl").read_text().splitlines():
-        rows[json.loads(line)["contender"]] = json.loads(line).get("error", "")
+    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    rows = {line["contender"]: line.get("error", "") for line in lines}
     assert "exit status 3" in rows["torchtitan"]
     assert rows["ours"] == "out of memory: CUDA out of memory."
     assert "not done after 3 s (--run-limit-s)" in rows["transformers"]
     assert rows["logprobs"] == ""
+    assert [line.get("way", "not done") for line in lines if line["contender"] == "offload"] == ["off", "not done"]
+    assert "not done after 3 s (--run-limit-s)" in rows["offload"]
     assert "out of memory" in capsys.readouterr().out
 
 
