@@ -10,10 +10,7 @@ import dataclasses
 import itertools
 import math
 import os
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +55,7 @@ from torchtitan.grpo.statistics import (
     sync_metrics,
     validation_metrics,
 )
+from torchtitan.grpo.stopping import FAILED_S, end_within, stop_in_time
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
@@ -102,6 +100,7 @@ class Trainer:
             self._build()
             self._connect_servers()
         except BaseException:
+            end_within(FAILED_S)
             self.close()
             raise
 
@@ -549,18 +548,6 @@ def _split(n: int, parts: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
-def stop_with_torchrun() -> None:
-    """End this process when torchrun is gone: killed, it would leave its trainers on the GPUs."""
-    launcher = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
-
-
 def main(argv: list[str]) -> int:
     init_logger()
     dry_run = "--dry_run" in argv
@@ -570,12 +557,13 @@ def main(argv: list[str]) -> int:
         if dry_run:
             print(describe(config) if speaks else "", end="")
             return 0
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's stop: let `close` run
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            stop_with_torchrun()
+        stop_in_time()
         trainer = Trainer(config)
         try:
             trainer.train()
+        except BaseException:
+            end_within(FAILED_S)
+            raise
         finally:
             trainer.close()
     except UserError as error:

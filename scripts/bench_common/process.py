@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LOG_TAIL_CHARS = 3000
-GRACE_S = 15.0
+GRACE_S = 40.0
+"""Longer than torchrun's own for its ranks, 30 s: they are in sessions of their own, and outlive one that is killed."""
 
 
 class Process:

@@ -1,0 +1,85 @@
+"""Processes that are told to stop while their main thread waits in C, where no handler of Python's is called."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GRACE_S = 1.0
+
+WAITS_IN_C = """
+import ctypes
+mutex = ctypes.create_string_buffer(64)  # PTHREAD_MUTEX_INITIALIZER
+libc = ctypes.CDLL(None)
+print("waits", flush=True)
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)
+"""
+CLOSES_IN_TIME = """
+import time
+print("waits", flush=True)
+try:
+    time.sleep(60)
+finally:
+    print("closed", flush=True)
+"""
+
+
+def start(body: str, launcher: str = "", **environment: str) -> subprocess.Popen:
+    program = f"from torchtitan.grpo.stopping import stop_in_time\nstop_in_time({GRACE_S}){body}"
+    command = [sys.executable, "-c", program]
+    if launcher:
+        command = [sys.executable, "-c", launcher, *command]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_waits_in_c_ends_and_says_where_it_was(number):
+    process = start(WAITS_IN_C)
+    assert process.stdout.readline() == "waits\n"
+    told = time.monotonic()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert GRACE_S <= time.monotonic() - told < 20
+    assert "Timeout" in said and 'File "<string>", line 8 in <module>' in said
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_process_that_can_closes_in_order(number, status):
+    process = start(CLOSES_IN_TIME)
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(number)
+    printed, said = process.communicate(timeout=30)
+    assert (process.returncode, printed) == (status, "closed\n")
+    assert "Timeout" not in said
+
+
+def test_what_a_forked_child_is_told_is_not_for_its_parent():
+    child = "import os, signal, time\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\ntime.sleep(0.5)\n"
+    process = start(f"\n{child}os.kill(pid, signal.SIGINT)\nos.waitpid(pid, 0)\ntime.sleep({3 * GRACE_S})\n")
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+
+
+def test_without_its_launcher_a_process_ends():
+    process = start(WAITS_IN_C, "import subprocess, sys\nsubprocess.run(sys.argv[1:])", TORCHELASTIC_RUN_ID="test")
+    assert process.stdout.readline() == "waits\n"
+    process.kill()
+    _, said = process.communicate(timeout=30)  # the pipes close when both are gone
+    assert "Timeout" in said
+
+
+def test_a_later_call_does_not_give_more_time():
+    body = "\nfrom torchtitan.grpo.stopping import end_within\nend_within(0.5)\nend_within(60)"
+    process = start(body + WAITS_IN_C)
+    began = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode == 1 and time.monotonic() - began < 20
