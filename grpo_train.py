@@ -144,7 +144,9 @@ class Trainer:
         if not self.is_rank0:
             return []
         with self.ledger.stage("rollout"):
-            return self.rollouts.take(step - 1)
+            groups = self.rollouts.take(step - 1)
+        self.ledger.add("reward", self.rollouts.take_scoring_seconds(), out_of="rollout")
+        return groups
 
     def pack(self, groups: list[Group], step: int) -> Batch:
         """Rewards become advantages, answers become packed rows: this rank's rows of each minibatch."""

@@ -34,8 +34,10 @@ class OddIndices:
 
     def __init__(self) -> None:
         self.dull: Callable[[int], bool] = lambda index: False
+        self.takes_s = 0.0
 
     def score(self, samples: list[Sample]) -> None:
+        time.sleep(self.takes_s)
         for number, sample in enumerate(samples):
             sample.reward = 0.0 if self.dull(sample.prompt.index) else float(number)
 
@@ -227,6 +229,20 @@ def test_a_step_waits_for_servers_with_its_weights(make_run) -> None:
 def test_steps_come_in_their_order(make_run) -> None:
     with pytest.raises(AssertionError, match="the step at version 2 comes after that at -1"):
         make_run().stream.take(2)
+
+
+def test_the_wait_for_scores_alone_is_told_apart(make_run) -> None:
+    held = Held()
+    run = make_run(environment=held.rollout)
+    held.after = lambda index: True
+    threading.Timer(0.6, lambda: setattr(held, "after", lambda index: False)).start()
+    run.stream.take(0)
+    assert run.stream.take_scoring_seconds() < 0.3, "that was a wait for answers"
+    run.rewards.takes_s = 0.6
+    run.publish(1)
+    run.stream.take(1)
+    assert 0.3 < run.stream.take_scoring_seconds() < 5
+    assert run.stream.take_scoring_seconds() == 0
 
 
 # Servers that are not there

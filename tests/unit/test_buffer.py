@@ -263,6 +263,19 @@ def test_as_many_groups_may_begin_as_the_bound_allows(max_age: int, surplus: int
     assert buffer.min_version(next_one) == 0
 
 
+def test_what_a_step_would_be_if_answers_were_scored() -> None:
+    buffer = StalenessBuffer(2, max_age=0, window=2)
+    first, second = (buffer.add(prompt_of(i)) for i in range(2))
+    for entry in (first, second):
+        buffer.begin(entry, 0)
+    first.answered = True
+    assert buffer.ready(but_for_scores=True) is None
+    buffer.finish(first, group_of(first.prompt, [0]))
+    second.answered = True
+    assert buffer.ready(but_for_scores=True) == [first, second]
+    assert buffer.ready() is None
+
+
 def test_no_step_is_taken_that_is_not_ready() -> None:
     buffer = StalenessBuffer(2, 1, 4)
     finish(buffer, began(buffer, 0, 1))

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 1.0
+UNTIL_IN_C_S = 1.0
+"""From a process's last word in Python until its main thread surely waits in C."""
 
 WAITS_IN_C = """
 import ctypes
@@ -22,8 +24,8 @@ libc.pthread_mutex_lock(mutex)
 """
 CLOSES_IN_TIME = """
 import time
-print("waits", flush=True)
 try:
+    print("waits", flush=True)
     time.sleep(60)
 finally:
     print("closed", flush=True)
@@ -44,6 +46,7 @@ def start(body: str, launcher: str = "", **environment: str) -> subprocess.Popen
 def test_a_process_that_waits_in_c_ends_and_says_where_it_was(number):
     process = start(WAITS_IN_C)
     assert process.stdout.readline() == "waits\n"
+    time.sleep(UNTIL_IN_C_S)
     told = time.monotonic()
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
@@ -72,6 +75,7 @@ def test_what_a_forked_child_is_told_is_not_for_its_parent():
 def test_without_its_launcher_a_process_ends():
     process = start(WAITS_IN_C, "import subprocess, sys\nsubprocess.run(sys.argv[1:])", TORCHELASTIC_RUN_ID="test")
     assert process.stdout.readline() == "waits\n"
+    time.sleep(UNTIL_IN_C_S)
     process.kill()
     _, said = process.communicate(timeout=30)  # the pipes close when both are gone
     assert "Timeout" in said

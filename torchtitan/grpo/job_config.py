@@ -58,7 +58,7 @@ class Training:
 @dataclass
 class Metrics:
     log_freq: int = 1
-    """Steps between log lines. A step takes seconds to minutes, so each one is shown."""
+    """Steps between points in TensorBoard and Weights & Biases. Console and `metrics.jsonl` have every step."""
     enable_tensorboard: bool = True
     """Write TensorBoard files: a reward curve is the first thing to look at."""
     samples_per_step: int = 4
@@ -114,7 +114,8 @@ class Grpo:
     group_size: int = 8
     """Answers sampled per prompt; advantages are relative within this group."""
     minibatches: int = 1
-    """Optimizer steps taken on one batch of rollouts. Over 1, old log-probabilities are computed before the first."""
+    """Optimizer steps taken on one batch of rollouts. Over 1, old log-probabilities are computed before the first,
+    unless `proximal_logprobs` is `sampler`."""
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
     """Baseline subtracted from a reward: the group's mean (GRPO) or the mean of the others (RLOO)."""
     advantage_std: bool = True
@@ -216,8 +217,8 @@ class Rollout:
     Empty: each prompt is answered once."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Give each request a seed of its own, from `debug.seed`, so that a run's answers repeat. vLLM is slower then: it
-    draws for one sequence after the other. `auto` does so but for vLLM with `[async_grpo]`, where arrival times decide
-    anyway."""
+    draws for one sequence after the other. `auto` does so but for vLLM and SGLang with `[async_grpo]`, where arrival
+    times decide anyway."""
     max_concurrent_requests: int = 256
     """Requests in flight at one server; each asks for one prompt's whole group, or for what an environment asks. On
     average a third of a large group is running until its longest answer has ended: let servers queue a few times what
@@ -226,12 +227,12 @@ class Rollout:
     """Longest wait for one request."""
     group_timeout_seconds: float = 1200.0
     """Longest time for one group, from its first request to its rewards. Then it is given up, counted, and another
-    prompt is asked in its place."""
+    prompt is asked in its place; a held-out prompt that takes longer ends the run."""
     start_timeout_seconds: float = 300.0
     """Longest wait for a server to be healthy at the start."""
     max_logprob_mismatch: float = 0.2
-    """At the start, mean |trainer - sampler| log-probability over a probe above this stops the run: the server's
-    logprobs mode, model or weights are not what the trainer takes them for."""
+    """In the first step, before the optimizer's, mean |trainer - sampler| log-probability of the trained tokens above
+    this stops the run: the server's logprobs mode, model or weights are not what the trainer takes them for."""
     embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the spawned server runs; `auto` is the trainer's device type. On CUDA: a GPU left over, else rank 0's."""
     embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -243,7 +244,8 @@ class Rollout:
 @dataclass
 class WeightSync:
     transport: Literal["auto", "nccl", "gloo", "disk"] = "auto"
-    """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU or to a server on the same GPU.
+    """Process-group backend towards the servers; `auto` is nccl on CUDA, gloo on CPU or to a spawned server on the same
+    GPU; for servers of `urls` that share the trainer's GPU set `gloo`.
     `disk` is for servers that can join no group with the trainer: they read each version from `disk_folder`."""
     disk_folder: str = ""
     """With `transport = "disk"`, the folder for the newest version, at the same path for trainer and servers; empty is

@@ -206,7 +206,7 @@ def _check_async(config: JobConfig) -> Iterator[str]:
     if 0 < ahead.order_window < prompts:
         yield (
             f"[async_grpo] order_window = {ahead.order_window} is under [grpo] prompts_per_step = {prompts}: a step "
-            "takes that many groups out of it, so raise it, or 0 for twice as many"
+            "takes that many groups out of it, so raise it, or 0 for as many as the age allows"
         )
 
 

@@ -28,6 +28,7 @@ class Entry:
         occurrence: How many groups of the same `number // B`, asked and not yet trained on, have the same prompt.
         begun: Weight version of the server at its first request, None before that; no token is older.
         group: Its samples, once they are complete and scored.
+        answered: They are complete, and are being scored.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Entry:
     occurrence: int = 0
     begun: int | None = None
     group: Group | None = None
+    answered: bool = False
 
 
 class StalenessBuffer:
@@ -111,10 +113,16 @@ class StalenessBuffer:
         """The last version that may be trained on it."""
         return (self.version if entry.begun is None else entry.begun) + self.max_age
 
-    def ready(self) -> list[Entry] | None:
-        """The groups that the next step takes, by number, or None if it has to wait."""
+    def ready(self, but_for_scores: bool = False) -> list[Entry] | None:
+        """The groups that the next step takes, by number, or None if it has to wait.
+
+        Args:
+            but_for_scores: What it would be if all answers that are there were scored.
+        """
         oldest = sorted(self.entries.values(), key=lambda entry: (self.deadline(entry), entry.number))
-        complete = [entry for entry in oldest[: self.window] if entry.group is not None]
+        complete = [
+            entry for entry in oldest[: self.window] if entry.group is not None or (but_for_scores and entry.answered)
+        ]
         if len(complete) < self.groups_per_step:
             return None
         batch = complete[: self.groups_per_step]

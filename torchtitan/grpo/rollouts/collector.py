@@ -161,8 +161,10 @@ class Collector:
         request_id: str,
         start: Start,
         cohort: tuple[Server, tuple[str, int]] | None = None,
+        answered: Callable[[], None] = lambda: None,
     ) -> Group:
-        """One scored group: the environment's rollout of the prompt, with as many requests as it makes."""
+        """One scored group: the environment's rollout of the prompt, with as many requests as it makes. `answered` is
+        called before it is scored."""
 
         async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
             first = None if suffix else cohort
@@ -179,6 +181,7 @@ class Collector:
             name = f"[rollout] environment = {self.environment_name!r}"
             raise UserError(f"{name}: prompt {prompt.index}: {type(error).__name__}: {error}") from error
         group = checked(samples, self.environment_name, params.max_tokens)
+        answered()
         return await self._loop.run_in_executor(self._scoring, self._score, group)
 
     async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:

@@ -87,6 +87,7 @@ class RolloutStream:
         if ahead.enabled and ahead.run_ahead == "auto":
             self._pace = Pace(per_step, max_age, surplus)
         self._taken_at: float | None = None
+        self._scores_s = 0.0
         self._nonce = secrets.token_hex(4)  # request ids must differ from those of another run on the same servers
         self._wanted = 0
         self._replaced_this_step = self._timed_out_this_step = 0
@@ -107,6 +108,15 @@ class RolloutStream:
             FleetError: Too few servers are left.
         """
         return self._collector.call(self._take(version))
+
+    def take_scoring_seconds(self) -> float:
+        """Seconds that `take` has waited for nothing but scores, since the last call."""
+
+        async def read() -> float:
+            seconds, self._scores_s = self._scores_s, 0.0
+            return seconds
+
+        return self._collector.call(read())
 
     def is_ready(self) -> bool:
         """Whether `take` would return the next step's groups without a wait."""
@@ -160,15 +170,18 @@ class RolloutStream:
     async def _take(self, version: int) -> list[Group]:
         if version != self._buffer.version:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
-        asked_at = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        asked_at = clock()
         self._wanted = version + 1
         self._fill()
         while self._failure is None and self._buffer.ready() is None:
+            began, only_scores = clock(), self._buffer.ready(but_for_scores=True) is not None
             if self._tasks:
                 self._changed.clear()
                 await self._changed.wait()  # each group has its time limit
             else:
                 await self._wait_for_server()
+            self._scores_s += clock() - began if only_scores else 0.0
         if self._failure is not None:
             raise self._failure
         taken, late = self._buffer.take()
@@ -177,7 +190,7 @@ class RolloutStream:
             if entry in self._tasks:
                 self._tasks.pop(entry).cancel()
         self._replaced_this_step = self._timed_out_this_step = 0
-        now = asyncio.get_running_loop().time()
+        now = clock()
         if self._pace is not None and self._taken_at is not None:
             spare = sum(entry.group is not None for entry in self._buffer.entries.values())
             self._pace.step(now - asked_at, now - self._taken_at, spare)
@@ -240,7 +253,13 @@ class RolloutStream:
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
         async with asyncio.timeout(self._timeout_s) as limit:
             start = Start(self._buffer, entry, limit, self._timeout_s)
-            return await self._collector.group(entry.prompt, params, request_id, start, cohort)
+            return await self._collector.group(
+                entry.prompt, params, request_id, start, cohort, lambda: self._answered(entry)
+            )
+
+    def _answered(self, entry: Entry) -> None:
+        entry.answered = True
+        self._changed.set()
 
     def _ended(self, entry: Entry, task: asyncio.Task) -> None:
         if self._tasks.get(entry) is not task:

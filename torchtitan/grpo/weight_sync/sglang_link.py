@@ -2,7 +2,7 @@
 
 Nothing of ours runs in the server: each bucket is acknowledged by its HTTP reply, a version by its name. There are no
 checksums, so that a broken byte on the wire would not be found, and a tensor that the model does not know is
-skipped; that both ends mean the same model is checked by the log-probabilities at the start of a run.
+skipped; that both ends mean the same model is checked by the log-probabilities of the first step.
 """
 
 import time
