@@ -130,6 +130,7 @@ class Trainer:
             self.save()
             batch = following
         self.weight_sync.drain()
+        self.broadcast.json()  # rank 0 may still validate or push, and the other ranks' sync threads follow it
 
     def warm_start(self) -> None:
         """`[sft]`: supervised steps on prompt and reference answer pairs of the training data."""
@@ -248,7 +249,7 @@ class Trainer:
         due = self.step % validation.freq == 0 or self.step == self.config.training.steps
         if not (self.is_rank0 and validation.enable and due):
             return {}
-        with self.ledger.stage("validate"):
+        with self.ledger.stage("validate"), self.weight_sync.hurry():
             prompts = self.held_out.first(validation.prompts)
             # These weights are measured, not older ones: servers that do not have them yet are waited for.
             greedy = self.collector.collect(prompts, self._sampling(1, 0.0), "greedy", self.step)
@@ -279,6 +280,7 @@ class Trainer:
     def save(self) -> None:
         if self._saves():
             with self.ledger.stage("checkpoint"):
+                self.broadcast.json()  # rank 0 may still validate, for longer than NCCL lets others wait
                 self.checkpointer.save(self.step)
                 self.offload.settle()
 
@@ -568,6 +570,7 @@ def main(argv: list[str]) -> int:
             raise
         finally:
             trainer.close()
+        end_within(FAILED_S)  # an environment's thread may hang
     except UserError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)

@@ -231,6 +231,17 @@ def test_steps_come_in_their_order(make_run) -> None:
         make_run().stream.take(2)
 
 
+def test_surplus_groups_that_found_no_place_outlast_a_long_step(make_run) -> None:
+    grpo = Grpo(prompts_per_step=B, group_size=2, oversampling=1.0)
+    run = make_run(grpo=grpo, max_concurrent_requests=1, request_timeout_s=1.0)
+    run.stream.take(0)
+    assert run.count("groups_queued") > 0
+    time.sleep(1.5)  # training and a push take longer than a request may wait for a server
+    run.publish(1)
+    batch = run.stream.take(1)
+    assert {version for group in batch for sample in group for version in sample.versions} == {1}
+
+
 def test_the_wait_for_scores_alone_is_told_apart(make_run) -> None:
     held = Held()
     run = make_run(environment=held.rollout)

@@ -81,6 +81,23 @@ def test_a_reward_that_hangs_or_raises_is_counted_and_the_run_goes_on(tmp_path, 
     assert all(line["reward/failures"] >= 32 for line in lines)
 
 
+def test_no_rank_leaves_before_rank_0_has_validated(tmp_path, monkeypatch):
+    """Without a checkpoint nothing else keeps ranks together at the end."""
+    (tmp_path / "slow_rewards.py").write_text(
+        "import pathlib, time\n"
+        "def slow(answer, prompt):\n"
+        f"    under_way = pathlib.Path({str(tmp_path / 'run' / 'metrics.jsonl')!r}).exists()\n"
+        "    time.sleep(1.8 if under_way else 0)\n"
+        "    return 0.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags: dict[str, str | None] = {"--reward.functions": "exact_match,slow_rewards:slow", "--reward.workers": "4"}
+    flags |= {"--checkpoint.no-enable": None, "--training.steps": "1", "--validation.samples_per_prompt": "1"}
+    flags |= {"--sft.steps": "1", "--grpo.prompts_per_step": "2", "--grpo.group_size": "2"}
+    status, said = attempt(tmp_path / "run", flags, ranks=2)
+    assert status == 0, said[-4000:]
+
+
 class NotAnEngine(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health" else 404)

@@ -134,7 +134,9 @@ class Simulation:
             assert entry.group == old.entries[number].group
 
 
-def simulate(seed: int, kind: type[StalenessBuffer] = StalenessBuffer) -> tuple[StalenessBuffer, Outcome]:
+def simulate(
+    seed: int, kind: type[StalenessBuffer] = StalenessBuffer, may_reload: bool = True
+) -> tuple[StalenessBuffer, Outcome]:
     chance = random.Random(f"settings/{seed}")
     per_step, max_age = chance.randint(1, 5), chance.randint(0, 4)
     surplus = chance.choice([0, 0, 1, 2])
@@ -142,7 +144,7 @@ def simulate(seed: int, kind: type[StalenessBuffer] = StalenessBuffer) -> tuple[
     late = chance.choice(["wait", "drop"])
     buffer = kind(per_step, max_age, window, late, surplus)
     drop = chance.choice([0.0, 0.0, 0.2])
-    run = Simulation(seed, buffer, chance.choice([0.0, 0.1, 0.3]), chance.random() < 0.4, drop)
+    run = Simulation(seed, buffer, chance.choice([0.0, 0.1, 0.3]), chance.random() < 0.4 and may_reload, drop)
     return buffer, run.run()
 
 
@@ -183,13 +185,14 @@ def test_the_simulation_notices_a_buffer_that_lets_groups_begin_too_early() -> N
         def _check_ages(self, entry: Entry) -> None:
             pass
 
-        def _others_in_time(self, oldest: list[Entry], batch: list[Entry]) -> bool:
+        def _in_time(self, left: list[Entry]) -> bool:
             return True
 
     with pytest.raises(AssertionError, match="has a token sampled at version"):
         for seed in range(40):
-            simulate(seed, Lax)
-    over = [outcome.oldest_age > buffer.max_age for buffer, outcome in (simulate(s, LaxAndSilent) for s in range(40))]
+            simulate(seed, Lax, may_reload=False)  # a restart asks what is too old anew
+    runs = (simulate(seed, LaxAndSilent, may_reload=False) for seed in range(40))
+    over = [outcome.oldest_age > buffer.max_age for buffer, outcome in runs]
     assert any(over)
 
 
@@ -333,6 +336,31 @@ def test_a_window_under_one_step_is_refused() -> None:
 def test_the_same_prompt_twice_in_a_step_is_counted() -> None:
     buffer = StalenessBuffer(3, 1, 6)
     assert [buffer.add(prompt_of(i)).occurrence for i in (7, 8, 7, 7, 7, 8)] == [0, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("late", ["wait", "drop"])
+@pytest.mark.parametrize(
+    "after", [(2, 1), (2, 0), (1, 8), (4, 2)], ids=lambda after: f"{after[0]}-groups-age-{after[1]}"
+)
+def test_a_resumed_run_may_have_another_age_and_other_steps(after, late) -> None:
+    before = StalenessBuffer(2, 2, 6)
+    for version in range(3):  # asks as far ahead as it may
+        for entry in began(before, version, before.room(version)):
+            before.finish(entry, group_of(entry.prompt, [version]))
+        before.take()
+    groups_per_step, max_age = after
+    buffer = StalenessBuffer(groups_per_step, max_age, 9 * groups_per_step, late)
+    buffer.load_state_dict(before.state_dict(), lambda indices: [prompt_of(index) for index in indices])
+    assert len(buffer.entries) == len(before.entries)
+    for _ in range(12):
+        for entry in list(buffer.entries.values()):
+            if entry.begun is None and buffer.min_version(entry) <= buffer.version:
+                buffer.begin(entry, buffer.version)
+                buffer.finish(entry, group_of(entry.prompt, [buffer.version]))
+        began_now = began(buffer, buffer.version, max(0, buffer.room(buffer.version)))
+        for entry in began_now:
+            buffer.finish(entry, group_of(entry.prompt, [buffer.version]))
+        assert len(buffer.take()[0]) == groups_per_step
 
 
 def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:

@@ -250,7 +250,8 @@ def _start_wandb(config: JobConfig, folder: Path) -> Any:
         import wandb
     except ImportError as error:
         raise UserError(
-            "[metrics] enable_wandb: the wandb package is missing; pip install wandb, or set it to false"
+            "[metrics] enable_wandb: the wandb package is missing; "
+            "pip install 'torchtitan-grpo[wandb]' (in a checkout: '.[wandb]'), or set it to false"
         ) from error
     project = os.environ.get("WANDB_PROJECT", "torchtitan-grpo")
     run = wandb.init(project=project, dir=str(folder), config=config.to_dict(), resume="allow")

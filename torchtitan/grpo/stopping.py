@@ -14,7 +14,7 @@ import time
 GRACE_S = 25.0
 """To close servers, threads and files in order; torchrun kills its workers 30 s after it has told them to stop."""
 FAILED_S = 60.0
-"""The same after an error, of which the other ranks do not know yet."""
+"""The same after an error, of which the other ranks do not know yet, and for what is left after the end."""
 _LAUNCHER_POLL_S = 1.0
 
 _lock = threading.Lock()

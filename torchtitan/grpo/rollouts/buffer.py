@@ -12,7 +12,7 @@ trained on older tokens than the bound, however long an answer takes. (Admission
 2505.24298; the deadlines, by which the bound holds for every token, are this project's.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -78,6 +78,12 @@ class StalenessBuffer:
             return 0
         return self._allowed(server_version) - self.consumed - len(self.entries)
 
+    def may_begin(self, server_version: int) -> int:
+        """How many more of the groups that are there, but have not begun, may begin on a server at this version."""
+        if server_version + self.max_age < self.version:
+            return 0
+        return max(0, self._allowed(server_version) - self.consumed - self._begun)
+
     def add(self, prompt: Prompt) -> Entry:
         block = range(self.next_number - self.next_number % self.groups_per_step, self.next_number)
         others = (self.entries[number] for number in block if number in self.entries)
@@ -119,14 +125,17 @@ class StalenessBuffer:
         Args:
             but_for_scores: What it would be if all answers that are there were scored.
         """
-        oldest = sorted(self.entries.values(), key=lambda entry: (self.deadline(entry), entry.number))
+        oldest = self._oldest_first(self.entries.values())
         complete = [
             entry for entry in oldest[: self.window] if entry.group is not None or (but_for_scores and entry.answered)
         ]
         if len(complete) < self.groups_per_step:
             return None
         batch = complete[: self.groups_per_step]
-        if self.late == "wait" and not self._others_in_time(oldest, batch):
+        taken = set(batch)
+        # Groups that have not begun meet their deadlines by themselves: they begin only if there is room for them.
+        left = [entry for entry in oldest if entry.begun is not None and entry not in taken]
+        if self.late == "wait" and not self._in_time(left):
             return None
         return sorted(batch, key=lambda entry: entry.number)
 
@@ -166,7 +175,9 @@ class StalenessBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any], prompts_at: Callable[[list[int]], list[Prompt]]) -> None:
-        """Restore; `prompts_at` gives the prompts of some indices. Groups that were not complete have not begun."""
+        """Restore; `prompts_at` gives the prompts of some indices. Groups that were not complete have not begun, nor
+        have those any more that are too old for this buffer, whose age and groups a step may be others than before.
+        """
         self.version, self.next_number = state["version"], state["next_number"]
         prompts = prompts_at([entry["prompt"] for entry in state["entries"]])
         self.entries = {}
@@ -174,7 +185,17 @@ class StalenessBuffer:
             group = None if saved["samples"] is None else [Sample(prompt, **sample) for sample in saved["samples"]]
             entry = Entry(saved["number"], prompt, saved["occurrence"], saved["begun"], group)
             self.entries[entry.number] = entry
-        self._begun = sum(entry.begun is not None for entry in self.entries.values())
+        begun = self._oldest_first(entry for entry in self.entries.values() if entry.begun is not None)
+        while begun and (
+            self.deadline(begun[0]) < self.version
+            or (self.late == "wait" and not self._in_time(begun[self.groups_per_step :]))
+        ):
+            begun[0].begun = begun[0].group = None
+            del begun[0]
+        self._begun = len(begun)
+
+    def _oldest_first(self, entries: Iterable[Entry]) -> list[Entry]:
+        return sorted(entries, key=lambda entry: (self.deadline(entry), entry.number))
 
     def _remove(self, entry: Entry) -> None:
         del self.entries[entry.number]
@@ -183,16 +204,12 @@ class StalenessBuffer:
     def _allowed(self, server_version: int) -> int:
         return (server_version + self.max_age + 1) * self.groups_per_step + self.surplus
 
-    def _others_in_time(self, oldest: list[Entry], batch: list[Entry]) -> bool:
-        """Whether what this step leaves can be taken by later steps before it is too old, but for the surplus.
-
-        Groups that have not begun meet their deadlines by themselves: they begin only if there is room for them.
-        """
-        taken = set(batch)
-        left = sorted(self.deadline(entry) for entry in oldest if entry.begun is not None and entry not in taken)
+    def _in_time(self, left: list[Entry]) -> bool:
+        """Whether what this step leaves, oldest first, can be taken by later ones before it is too old, but for the
+        surplus."""
         return all(
-            waiting <= (deadline - self.version) * self.groups_per_step + self.surplus
-            for waiting, deadline in enumerate(left, 1)
+            waiting <= (self.deadline(entry) - self.version) * self.groups_per_step + self.surplus
+            for waiting, entry in enumerate(left, 1)
         )
 
     def _check_ages(self, entry: Entry) -> None:

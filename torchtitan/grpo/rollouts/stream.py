@@ -185,6 +185,9 @@ class RolloutStream:
         if self._failure is not None:
             raise self._failure
         taken, late = self._buffer.take()
+        if not self._ahead:  # what still waits for a place is asked again when a step wants it
+            for entry in [entry for entry in self._tasks if entry.begun is None]:
+                self._tasks.pop(entry).cancel()
         for entry in late:
             self.counts["late"] += 1
             if entry in self._tasks:
@@ -223,6 +226,8 @@ class RolloutStream:
             return
         buffer = self._buffer
         waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in self._tasks]
+        to_begin = sum(entry.begun is None for entry in self._tasks)
+        waiting = waiting[: max(0, buffer.may_begin(max(versions)) - to_begin)]
         asked = buffer.consumed + len(buffer.entries)
         steps = self._steps if self._ahead else self._wanted
         count = min(buffer.room(max(versions)), steps * self._per_step + self._surplus - asked)

@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -159,10 +160,18 @@ class WeightSync:
                 lambda: self._thread.followed >= self._newest or not self._thread.is_alive(), "the last push"
             )
             return
+        with self.hurry():
+            self._wait_until(lambda: self._thread.settled(self._newest), f"the push of version {self._newest}")
+
+    @contextmanager
+    def hurry(self) -> Iterator[None]:
+        """On rank 0: somebody waits for the newest version, so versions are pushed whatever the cadence."""
         self._thread.hurry = True
         self._board.notify()
-        self._wait_until(lambda: self._thread.settled(self._newest), f"the push of version {self._newest}")
-        self._thread.hurry = False
+        try:
+            yield
+        finally:
+            self._thread.hurry = False
 
     def idle(self) -> bool:
         """Whether no weights are on their way from this rank."""

@@ -176,7 +176,8 @@ class Leader(SyncThread):
             if newest >= 0 and board.in_common() and (board.push_wanted or due):
                 return self._push_in_common
             wanted = board.copy_wanted or (board.copies_only and due)
-            if newest >= 0 and wanted and board.copy is not None and board.copy.readers == 0:
+            if newest >= 0 and wanted and board.copy is not None and not board.copy_in_use():
+                board.copy.version = -1  # from now on nobody takes hold of it
                 return self._make_copy
             board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
         return None

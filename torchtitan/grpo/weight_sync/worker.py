@@ -122,6 +122,10 @@ class Board:
         """Under the lock."""
         self.reports = [*self.reports[-_REPORTS_MAX:], report]
 
+    def copy_in_use(self) -> bool:
+        """Whether a worker reads the copy, or has been woken to: a newer one must not take its turn away each time."""
+        return self.copy.readers > 0 or any(worker.may_take(self.copy) for worker in self.workers)
+
     def in_common(self) -> list["ServerWorker"]:
         return [worker for worker in self.workers if worker.mode is Mode.COMMON and not worker.dropped]
 
@@ -141,6 +145,9 @@ class ServerWorker(threading.Thread):
         """Why the lead goes on without this server, until it has connected anew."""
         self.wake = threading.Condition(board.lock)
         self._board = board
+        self.has = -1
+        self.awaits_copy = False
+        """It waits for a copy of a version after `has`."""
         self._given = -1  # on this connection
         self._removed = False
         self._retry_at = 0.0
@@ -241,8 +248,12 @@ class ServerWorker(threading.Thread):
                 self.mode, board.push_wanted = Mode.COMMON, True
                 board.changed.notify_all()
                 return
-        have = self.server.version if self.server.in_traffic else -1
-        if not self._wait(lambda: self._newer_copy(have)):
+        self.has, self.awaits_copy = self.server.version if self.server.in_traffic else -1, True
+        try:
+            taken = self._wait(self._takes_copy)
+        finally:
+            self.awaits_copy = False
+        if not taken:
             self._look_after_health()
             return
         copy = board.copy
@@ -275,13 +286,16 @@ class ServerWorker(threading.Thread):
             board.fleet.admit(self.server, version)
         board.notify()
 
-    def _newer_copy(self, have: int) -> bool:
-        """Take hold of a copy that is newer than `have` and not older than what the others were sent."""
+    def may_take(self, copy: Copy) -> bool:
+        """It waits, and the copy is newer than what it has and not older than what the others were sent."""
+        return self.awaits_copy and copy.version > self.has and copy.version >= self._board.sent
+
+    def _takes_copy(self) -> bool:
         board, copy = self._board, self._board.copy
-        if copy is not None and copy.version > have and copy.version >= board.sent:
+        if copy is not None and self.may_take(copy):
             copy.readers += 1
             return True
-        if board.sent > have:
+        if board.sent > self.has:
             board.copy_wanted = True
             board.changed.notify_all()
         return False
