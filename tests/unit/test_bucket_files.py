@@ -1,3 +1,7 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -6,6 +10,7 @@ from torchtitan.grpo.weight_sync.bucket_files import bucket_path, read_bucket, w
 from torchtitan.grpo.weight_sync.buckets import Checksum, TensorSpec, plan_buckets
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 
+ROOT = Path(__file__).parents[2]
 SPECS = [
     TensorSpec("a", torch.bfloat16, (3, 5)),
     TensorSpec("b", torch.float32, (7,)),
@@ -66,6 +71,22 @@ def test_a_copy_shows_whole_versions_only_and_removes_old_ones(bucket, tmp_path)
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-00000004"]
     copy.close()
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_what_a_killed_trainer_has_left_is_removed_by_the_next_one(bucket):
+    living = DiskCopy("", [bucket])
+    living.begin()
+    living.complete(1, [1])
+    program = "import os; from torchtitan.grpo.weight_sync.disk import DiskCopy; copy = DiskCopy('', []); copy.begin()"
+    program += "; copy.complete(1, []); print(copy.feed().folder.parent, flush=True); os._exit(9)"
+    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    left = Path(killed.stdout.strip())
+    assert left.name.startswith("torchtitan-grpo-"), killed.stderr
+    next_one = DiskCopy("", [bucket])
+    assert not left.exists()
+    assert living.feed().folder.is_dir(), "that of a trainer that lives stays"
+    living.close()
+    next_one.close()
 
 
 def test_a_folder_of_its_own_is_removed(bucket):

@@ -23,11 +23,12 @@ class ServerControl(HttpControl):
 
     def world_size(self) -> int:
         """Over all of the server's parallelism."""
-        return int(self._json("GET", "/get_world_size", "world size", params={"include_dp": "true"})["world_size"])
+        params = {"include_dp": "true"}
+        return self._json("GET", "/get_world_size", "world size", lambda said: int(said["world_size"]), params=params)
 
     def model_info(self) -> dict[str, Any]:
         """The served model's entry of `/v1/models`: `id`, `max_model_len` and what else the server says."""
-        models = self._json("GET", "/v1/models", "model info")["data"]
+        models = self._json("GET", "/v1/models", "model info", lambda said: [dict(model) for model in said["data"]])
         if not models:
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]
@@ -53,7 +54,7 @@ class ServerControl(HttpControl):
         self._call("POST", "/resume", "resume")
 
     def is_paused(self) -> bool:
-        return bool(self._json("GET", "/is_paused", "pause state")["is_paused"])
+        return self._json("GET", "/is_paused", "pause state", lambda said: bool(said["is_paused"]))
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Have the server join the weight-transfer group; returns when it has (`weight_sync.receiver.InitInfo`)."""
@@ -72,11 +73,12 @@ class ServerControl(HttpControl):
 
     def weight_version(self) -> str | None:
         """The version that the server says it serves; None if it has no such route (vLLM before 0.32)."""
-        reply = self._request("GET", "/weight_info", "weight version")
+        phase, path = "weight version", "/weight_info"
+        reply = self._request("GET", path, phase)
         if reply.status == 404:
             return None
-        self._check(reply, "weight version", "/weight_info")
-        return str(reply.json()["weight_version"])
+        self._check(reply, phase, path)
+        return self._read(reply, path, phase, lambda said: str(said["weight_version"]))
 
     def _top_logprobs(self, prompt_ids: list[int], temperature: float) -> dict[int, float]:
         phase, path = "sampling check", "/inference/v1/generate"
@@ -88,8 +90,12 @@ class ServerControl(HttpControl):
                 f"{self.url}: HTTP {reply.status} on {path}. Start vLLM with --enable-scale-out (0.32 and newer)."
             )
         self._check(reply, phase, path)
-        entry = reply.json()["choices"][0]["logprobs"]["content"][0]
-        return {_token_id(top): float(top["logprob"]) for top in [entry, *(entry.get("top_logprobs") or [])]}
+
+        def read(said: Any) -> dict[int, float]:
+            entry = said["choices"][0]["logprobs"]["content"][0]
+            return {_token_id(top): float(top["logprob"]) for top in [entry, *(entry.get("top_logprobs") or [])]}
+
+        return self._read(reply, path, phase, read)
 
     def _explain(self, status: int, phase: str, path: str, said: str) -> None:
         if status == 404:

@@ -3,13 +3,16 @@
 import json
 import subprocess
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
 
 from torchtitan.grpo.engines.protocol import EngineError, error_text
 from torchtitan.grpo.errors import UserError
+
+T = TypeVar("T")
 
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before uvicorn drops them (5 s): a request sent on a connection that the server is
@@ -153,8 +156,16 @@ class HttpControl:
         """Log-probabilities of the most likely next tokens."""
         raise NotImplementedError
 
-    def _json(self, method: str, path: str, phase: str, **kwargs: Any) -> dict[str, Any]:
-        return self._call(method, path, phase, **kwargs).json()
+    def _json(self, method: str, path: str, phase: str, read: Callable[[Any], T], **kwargs: Any) -> T:
+        """What `read` finds in the JSON of a reply."""
+        return self._read(self._call(method, path, phase, **kwargs), path, phase, read)
+
+    def _read(self, reply: urllib3.BaseHTTPResponse, path: str, phase: str, read: Callable[[Any], T]) -> T:
+        try:
+            return read(reply.json())
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # a proxy, say, answers for a lost server
+            what = f"{type(error).__name__}: {error}"
+            raise ServerError(f"{self.url}: phase {phase}: {path} answers not as expected: {what}") from error
 
     def _call(self, method: str, path: str, phase: str, **kwargs: Any) -> urllib3.BaseHTTPResponse:
         reply = self._request(method, path, phase, **kwargs)

@@ -27,7 +27,7 @@ class SglangControl(HttpControl):
 
     def info(self) -> dict[str, Any]:
         """The server's arguments, as they were resolved, and its version."""
-        return self._json("GET", "/server_info", "server info")
+        return self._json("GET", "/server_info", "server info", dict)
 
     def world_size(self) -> int:
         """See `HttpControl.world_size`.
@@ -63,8 +63,11 @@ class SglangControl(HttpControl):
         self.check_sampling([prompt_id])
 
     def _served_tokens(self) -> int | None:
-        models = self._json("GET", "/v1/models", "model info")["data"]
-        return models[0].get("max_model_len") if models else None
+
+        def read(said: Any) -> int | None:
+            return said["data"][0].get("max_model_len") if said["data"] else None
+
+        return self._json("GET", "/v1/models", "model info", read)
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
         """See `HttpControl.pause`; SGLang has no `wait`."""
@@ -143,15 +146,19 @@ class SglangControl(HttpControl):
 
     def weight_version(self) -> str | None:
         """See `HttpControl.weight_version`."""
-        version = self._json("GET", "/model_info", "weight version").get("weight_version")
+        version = self._json("GET", "/model_info", "weight version", lambda said: said.get("weight_version"))
         return None if version is None else str(version)
 
     def _top_logprobs(self, prompt_ids: list[int], temperature: float) -> dict[int, float]:
         sampling = {"temperature": temperature, "max_new_tokens": 1, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
         body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True}
         body |= {"top_logprobs_num": _TOP_LOGPROBS, "stream": False}
-        meta = self._json("POST", "/generate", "sampling check", body=body)["meta_info"]
-        return {int(token): float(logprob) for logprob, token, _ in meta["output_top_logprobs"][0]}
+
+        def read(said: Any) -> dict[int, float]:
+            top = said["meta_info"]["output_top_logprobs"][0]
+            return {int(token): float(logprob) for logprob, token, _ in top}
+
+        return self._json("POST", "/generate", "sampling check", read, body=body)
 
     def _explain(self, status: int, phase: str, path: str, said: str) -> None:
         if status == 404:

@@ -4,6 +4,7 @@ A version is a folder of safetensors files, one a bucket; it is written beside i
 whole, so that nobody reads half of one. Servers check it by the same plan, trailers and checksums as a broadcast.
 """
 
+import fcntl
 import shutil
 import tempfile
 import time
@@ -20,6 +21,9 @@ from torchtitan.grpo.weight_sync.push import Copy
 
 _MEMORY = Path("/dev/shm")
 """Files there are never written to a disk."""
+_PREFIX = "torchtitan-grpo-"
+_IN_USE = "in-use"
+"""A file that the owner of a folder keeps locked: the lock ends with its process, however that ends."""
 
 
 class DiskCopy(Copy):
@@ -33,9 +37,16 @@ class DiskCopy(Copy):
     def __init__(self, folder: str, buckets: Sequence[Bucket]):
         super().__init__()
         self._own = not folder
-        memory = _MEMORY if _MEMORY.is_dir() else None
-        self._folder = Path(folder or tempfile.mkdtemp(prefix="torchtitan-grpo-", dir=memory)).absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._own:
+            parent = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+            _remove_unowned(parent)
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._lock = (self._folder / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            (self._folder / "lock").rename(self._folder / _IN_USE)  # locked before anybody looks for it
+        else:
+            self._folder = Path(folder).absolute()
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._buckets = buckets
         self._part = self._whole = self._folder / "version.part"
 
@@ -65,6 +76,18 @@ class DiskCopy(Copy):
             shutil.rmtree(folder, ignore_errors=True)
         if self._own:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.close()
+
+
+def _remove_unowned(parent: Path) -> None:
+    """Remove what trainers have left that were killed: each would keep a whole model in memory."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            with (folder / _IN_USE).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use, another user's, or just being made
+            continue
 
 
 @dataclass(frozen=True)
