@@ -28,7 +28,7 @@ class ServerControl(HttpControl):
 
     def model_info(self) -> dict[str, Any]:
         """The served model's entry of `/v1/models`: `id`, `max_model_len` and what else the server says."""
-        models = self._json("GET", "/v1/models", "model info", lambda said: [dict(model) for model in said["data"]])
+        models = self._models()
         if not models:
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]

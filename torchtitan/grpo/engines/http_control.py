@@ -156,6 +156,10 @@ class HttpControl:
         """Log-probabilities of the most likely next tokens."""
         raise NotImplementedError
 
+    def _models(self) -> list[dict[str, Any]]:
+        """The served models' entries of `/v1/models`, which every engine has."""
+        return self._json("GET", "/v1/models", "model info", lambda said: [dict(model) for model in said["data"]])
+
     def _json(self, method: str, path: str, phase: str, read: Callable[[Any], T], **kwargs: Any) -> T:
         """What `read` finds in the JSON of a reply."""
         return self._read(self._call(method, path, phase, **kwargs), path, phase, read)

@@ -63,11 +63,8 @@ class SglangControl(HttpControl):
         self.check_sampling([prompt_id])
 
     def _served_tokens(self) -> int | None:
-
-        def read(said: Any) -> int | None:
-            return said["data"][0].get("max_model_len") if said["data"] else None
-
-        return self._json("GET", "/v1/models", "model info", read)
+        models = self._models()
+        return models[0].get("max_model_len") if models else None
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
         """See `HttpControl.pause`; SGLang has no `wait`."""
