@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default 0)")
     parser.add_argument("--run-limit-s", type=seconds, default=240.0, help="of one contender (default 240)")
     parser.add_argument("--time-limit-s", type=seconds, default=1800.0, help="of all; what does not fit is left out")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="one more step of ours: kernels, Chrome trace")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="one more step of each: kernels, Chrome trace")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append what is found as JSON lines, at once")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw all profiled steps that are in --json's file")
     parser.add_argument(
@@ -116,8 +116,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--tokens {args.tokens} is not a multiple of --documents {args.documents}")
     if args.plot and not args.json:
         parser.error("--plot draws what --json has recorded: name its file")
-    if args.profile and "ours" not in args.what:
-        parser.error("--profile is of ours: add it to --what")
+    if args.profile and set(args.what) <= {"logprobs", "offload"}:
+        parser.error("--profile is of training steps: add a contender that has them to --what")
     return args
 
 

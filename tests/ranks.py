@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,10 +21,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
-_HANG = "still running after"
-tried_again_if_it_hangs = pytest.mark.flaky(reruns=1, only_rerun=[_HANG])
-"""For scripts in which nothing waits but torch's collectives: two gloo ranks once stood still in a test that had passed
-some thousand times. The first hang is a warning with every thread's stack, a second one fails the test."""
 _PRELOADED = [
     "grpo_train",
     "torch._dynamo",
@@ -92,13 +87,14 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         while (status := self.poll()) is None:
             running = [process.sentinel for process in self.processes if process.exitcode is None]
+            if not running:  # they ended after `poll` looked: to wait for none of them takes all the time
+                continue
             if not wait(running, max(0.0, deadline - time.monotonic())):
                 before = self.log
                 self._log_stacks()
                 self.kill()
-                hang = f"{_HANG} {timeout_s:g} s\n{before[-6000:]}\n{self.log[len(before) :][-12000:]}"
-                warnings.warn(hang, stacklevel=2)
-                pytest.fail(hang)
+                stacks = self.log[len(before) :][-12000:]
+                pytest.fail(f"still running after {timeout_s:g} s\n{before[-6000:]}\n{stacks}")
         if status:
             for process in self.processes:
                 process.terminate()

@@ -54,8 +54,8 @@ def run(job: dict[str, Any]) -> Iterator[Result]:
         row["estimate_gib"] = sum(setup.estimate.values()) / GIB
         row["estimate"] = setup.estimate
     yield {"rows": [row]}
-    if name == "ours" and job["profile"]:
-        trace = Path(job["profile"]) / f"{job['shape']}_rank{dist.get_rank()}.json"
+    if job["profile"]:
+        trace = Path(job["profile"]) / f"{job['shape']}_{name}_rank{dist.get_rank()}.json"
         profile = profile_step(lambda: update(setup, contender), setup.device, trace)
         yield {"rows": [row]} | profile | {"trace": str(trace)}
 

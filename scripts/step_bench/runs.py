@@ -123,7 +123,7 @@ def steps(args: argparse.Namespace, out: Output) -> int:
                     out.record({"table": name if name in ("plan", *apart) else "steps"} | row)
                     out.say(f"{shape} {name}: {headline(row)} ({took_s:.0f} s)")
                 if "kernels" in found:
-                    show_profile(shape, args, found, out)
+                    show_profile(shape, name, args, found, out)
     if args.plot:
         from step_bench.picture import draw_shares
 
@@ -243,15 +243,15 @@ def show(title: str, columns: dict[str, str], rows: list[Row], out: Output) -> N
         out.say(f"\n**{title}**\n\n{markdown(kept, rows)}\n")
 
 
-def show_profile(shape: str, args: argparse.Namespace, found: dict[str, Any], out: Output) -> None:
+def show_profile(shape: str, contender: str, args: argparse.Namespace, found: dict[str, Any], out: Output) -> None:
     kernels = [row | {"name": row["name"].replace("|", "/")[:NAME_CHARS]} for row in found["kernels"]]
-    show(f"{shape} ours: device time of one step by class", SHARE_COLUMNS, found["shares"], out)
-    show(f"{shape} ours: kernels that take most", KERNEL_COLUMNS, kernels, out)
+    show(f"{shape} {contender}: device time of one step by class", SHARE_COLUMNS, found["shares"], out)
+    show(f"{shape} {contender}: kernels that take most", KERNEL_COLUMNS, kernels, out)
     out.say(f"Chrome trace: {found['trace']}")
     for table in ("shares", "kernels"):
         for row in found[table]:
-            label = " ".join([shape, *(f"{key}={value}" for key, value in args.flags.items())])
-            out.record({"table": table, "shape": shape, "label": label} | row)
+            label = " ".join([shape, contender, *(f"{key}={value}" for key, value in args.flags.items())])
+            out.record({"table": table, "shape": shape, "contender": contender, "label": label} | row)
 
 
 def last_line(text: str) -> str:

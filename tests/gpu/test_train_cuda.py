@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
 import torch
 
-from tests.integration.trainer_runs import ROOT, command, environment, servers_of, steps, train
+from tests.integration.trainer_runs import endless, servers_of, train
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 BF16 = {"--training.mixed_precision_param": "bfloat16"}
@@ -51,20 +50,22 @@ def test_two_gpus_train_as_one(tp, tmp_path):
 @TWO_GPUS
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_lost_nccl_peer_ends_the_run_in_bounded_time(number, tmp_path):
-    log = (tmp_path / "log.txt").open("w")
-    flags = BF16 | {"--training.steps": "100000", "--sft.steps": "1"}
-    flags |= {"--weight_sync.timeout_seconds": "10", "--rollout.request_timeout_seconds": "10"}
-    line = command(tmp_path / "run", flags)
-    process = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not steps(tmp_path / "run"):
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
-        time.sleep(0.2)
-    (server,) = servers_of(tmp_path / "run")
-    os.kill(server, number)
-    started = time.monotonic()
-    assert process.wait(90) != 0
-    print(f"ended {time.monotonic() - started:.1f} s after the server was lost")
-    assert "http://127.0.0.1:" in (tmp_path / "log.txt").read_text()
-    if number == signal.SIGSTOP and servers_of(tmp_path / "run"):
-        os.kill(server, signal.SIGKILL)
+    flags = BF16 | {"--weight_sync.timeout_seconds": "10", "--rollout.request_timeout_seconds": "10"}
+    with endless(tmp_path / "run", flags, torchrun=True) as run:
+        (server,) = servers_of(run.folder)
+        os.kill(server, number)
+        started = time.monotonic()
+        assert run.process.wait(90) != 0
+        print(f"ended {time.monotonic() - started:.1f} s after the server was lost")
+        assert "http://127.0.0.1:" in run.log
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_two_gpus_leave_nothing_when_told_to_stop(number, tmp_path):
+    with endless(tmp_path / "run", BF16, ranks=2, torchrun=True) as run:
+        started = time.monotonic()
+        run.process.send_signal(number)
+        assert run.process.wait(45) != 0
+        run.wait_until_gone(5)
+        print(f"gone {time.monotonic() - started:.1f} s after the signal")

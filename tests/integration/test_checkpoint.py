@@ -11,7 +11,7 @@ import torch.distributed as dist
 from checkpoint_worker import TINY, TinyTrainer, checkpoint_section
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import Ranks, tried_again_if_it_hangs
+from tests.ranks import Ranks
 from torchtitan.grpo.checkpoint import Checkpointer, complete_steps
 from torchtitan.grpo.errors import UserError
 
@@ -54,7 +54,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert resumed.digest() == digests[6]
 
 
-@tried_again_if_it_hangs
 def test_two_ranks_resume_exactly_and_one_rank_takes_over_their_weights(tmp_path):
     outs = {name: tmp_path / f"{name}.json" for name in ("straight", "resumed", "alone")}
     dump = tmp_path / "dump"

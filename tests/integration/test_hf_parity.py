@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.ranks import Ranks, tried_again_if_it_hangs
+from tests.ranks import Ranks
 from torchtitan.grpo.models import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
 from torchtitan.grpo.packed_model import Documents, PackedAttention
 
@@ -156,7 +156,6 @@ def test_a_flavours_config_takes_its_token_ids_from_the_tokenizer(folders, tmp_p
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 1, 2)
 
 
-@tried_again_if_it_hangs
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)], ids=["fsdp2", "tp2", "fsdp2-tp2"])
 def test_sharded_load_and_export(folders, tmp_path, ranks, tp):
     out = tmp_path / "seen.json"

@@ -7,9 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.ranks import Ranks, tried_again_if_it_hangs
-
-pytestmark = tried_again_if_it_hangs
+from tests.ranks import Ranks
 
 SHAPE = dict(
     vocab_size=131,  # odd, so that FSDP2 and TP shards are uneven

@@ -37,7 +37,7 @@ SMALL += ["--microbatches", "2", "--steps", "2", "--warmup", "1"]
         ("--steps 0", "0 is under 1"),
         ("--ac some", "invalid choice: 'some'"),
         ("--peak-tflops 0", "0 is not a positive number"),
-        ("--what torchtitan --profile x", "--profile is of ours"),
+        ("--what logprobs offload --profile x", "--profile is of training steps"),
         ("--micro 2", "unrecognized arguments: --micro 2"),
         ("-- training.steps 3", "'training.steps' is not --section.key"),
     ],
@@ -147,8 +147,10 @@ def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys):
         (way, kind) for way in ("full logits", "token_logprobs") for kind in ("forward", "forward + backward")
     ]
     assert not any("error" in line for line in lines)
-    assert {line["name"] for line in lines if line["table"] == "shares"} >= {"matmul", "optimizer"}
-    assert (tmp_path / "profile" / "tiny_rank0.json").stat().st_size > 0
+    for name in steps:
+        shares = {line["name"] for line in lines if line["table"] == "shares" and line["contender"] == name}
+        assert shares >= {"matmul", "optimizer"}
+        assert (tmp_path / "profile" / f"tiny_{name}_rank0.json").stat().st_size > 0
     for heading in ("tokens/s/GPU", "MFU %", "forward + backward ms", "clip + optimizer ms", "--dry_run's GiB"):
         assert f" {heading} |" in said
 
