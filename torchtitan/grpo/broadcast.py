@@ -28,6 +28,8 @@ class Broadcaster:
 
     def microbatches(self, rows_by_rank: list[list[Microbatch]] | None, rank: int) -> list[Microbatch]:
         """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere)."""
+        if rows_by_rank is not None and dist.get_world_size(self._group) == 1:
+            return rows_by_rank[rank]
         headers, ints, floats = [], [], []
         for row in (row for rows in rows_by_rank or [] for row in rows):
             header, row_ints, row_floats = row.to_tensors()
@@ -37,9 +39,11 @@ class Broadcaster:
         header = self._tensor(torch.stack(headers).flatten() if headers else None, torch.int64).view(-1, 3)
         all_ints = self._tensor(torch.cat(ints) if ints else None, torch.int64)
         all_floats = self._tensor(torch.cat(floats) if floats else None, torch.float32)
+        rows_per_rank = int(self.json(len(rows_by_rank[0]) if rows_by_rank else None))
+        if rows_by_rank is not None:
+            return rows_by_rank[rank]
         int_parts = all_ints.split((header[:, 0] * header[:, 2]).tolist())
         float_parts = all_floats.split((header[:, 1] * header[:, 2]).tolist())
-        rows_per_rank = int(self.json(len(rows_by_rank[0]) if rows_by_rank else None))
         return [
             Microbatch.from_tensors(int_parts[i].view(-1, header[i, 2]), float_parts[i].view(-1, header[i, 2]))
             for i in range(rank * rows_per_rank, (rank + 1) * rows_per_rank)

@@ -366,8 +366,10 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Mi
     tokens = (ids for s, end in zip(laid, ends, strict=True) for ids in (s.prompt_ids, s.answer_ids[: end - 1]))
     ints["tokens"][:length] = np.fromiter(chain.from_iterable(tokens), np.int64, length)
 
-    masks = (s.loss_mask[:end] if s.loss_mask else [True] * end for s, end in zip(laid, ends, strict=True))
-    trained = np.fromiter(chain.from_iterable(masks), bool, answers.sum())  # over answer tokens, as `lay` gets them
+    trained = np.ones(answers.sum(), bool)  # over answer tokens, as `lay` gets them
+    if any(s.loss_mask for s in laid):
+        masks = (s.loss_mask[:end] if s.loss_mask else [True] * end for s, end in zip(laid, ends, strict=True))
+        trained = np.fromiter(chain.from_iterable(masks), bool, len(trained))
     where = (positions >= np.repeat(prompts - 1, documents)).nonzero()[0][trained]
 
     def lay(values: np.ndarray, answer_values: Iterable[list]) -> None:
