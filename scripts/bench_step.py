@@ -9,7 +9,7 @@ Each contender runs in a process of its own, one after another, so that its peak
   transformers  what a short script does: AutoModelForCausalLM, float32 weights, bfloat16 autocast (on several GPUs
                 FSDP2 with that precision), FlashAttention if flash_attn is installed, else SDPA, documents as rows of a
                 batch, which have one length and so no padding, log_softmax of full float32 logits; never compiled;
-                --ac selective is full, as it has no other
+                --ac selective and matmul are full, as it has no other
   trl           the same model with TRL's selective_log_softmax; its trainers are not run. Needs trl
   logprobs      no model: from --tokens hidden states to log-probabilities, by full logits and by token_logprobs (which
                 gives the entropy too), forward alone and with backward, eager and compiled
@@ -79,9 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-share", type=share, default=0.0, help="of a document, not trained (default 0)")
     parser.add_argument(
         "--ac",
-        choices=["auto", "none", "selective", "full"],
+        choices=["auto", "none", "matmul", "selective", "full"],
         default="auto",
-        help="activation checkpointing; selective is by operator (default: none for tiny and 0.6b, else selective)",
+        help="activation checkpointing; selective is by operator (default: none for tiny and 0.6b, else selective); "
+        "matmul keeps every product, where torchtitan has selective alone",
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the blocks (default: on CUDA)")
     parser.add_argument("--gpus", type=positive, default=1, help="ranks, started by torchrun if over 1 (default 1)")

@@ -26,7 +26,7 @@ from .kernels import profile_step
 from .logprob_pass import logprob_pass
 from .measure import GIB, measure, update
 from .offload_pass import offload_pass
-from .setup import Setup
+from .setup import Setup, checkpointing
 
 Result = dict[str, Any]
 
@@ -69,7 +69,7 @@ def plan(setup: Setup) -> dict[str, Any]:
         "work": f"{work.microbatches} x {job['tokens']:,}",
         "documents": f"{work.microbatches * work.documents} x {work.length:,}",
         "trained_tokens": work.trained_tokens,
-        "ac": setup.config.activation_checkpoint.mode,
+        "ac": checkpointing(setup.config),
         "step_tflop": setup.flops / 1e12,
         "step_at_peak_ms": setup.flops / (job["peak_tflops"] * 1e9),
         "estimate_gib": sum(setup.estimate.values()) / GIB,

@@ -1,6 +1,7 @@
 """Training steps of several makers on the same work: each builds a model and says how its gradients are made."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from torchtitan.grpo.packing import Microbatch, PackedSample, pack
 from torchtitan.grpo.parallelize import build_model
 from torchtitan.tools.utils import set_default_dtype
 
-from .setup import Setup
+from .setup import Setup, checkpointing
 
 IGNORED = -100  # torchtitan's and PyTorch's label of a token that is not trained
 
@@ -86,7 +87,7 @@ def ours(setup: Setup) -> Contender:
         gradients,
         sum(len(row.tokens) for row in rows),
         int(sum(row.loss_mask.sum() for row in rows)),
-        config.activation_checkpoint.mode,
+        checkpointing(config),
         config.compile.enable,
         logprobs=logprobs,
     )
@@ -97,7 +98,9 @@ def torchtitan(setup: Setup) -> Contender:
     from torchtitan.models.llama4.infra.parallelize import apply_fsdp
     from torchtitan.protocols.train_spec import get_train_spec
 
-    config, dims = setup.config, setup.dims
+    config, dims = copy.deepcopy(setup.config), setup.dims
+    if checkpointing(config) == "matmul":
+        config.activation_checkpoint.selective_ac_option = "op"
     spec = get_train_spec("qwen3")
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = spec.model_cls(setup.source.model_args)
@@ -144,7 +147,7 @@ def torchtitan(setup: Setup) -> Contender:
         gradients,
         inputs.numel(),
         int((labels != IGNORED).sum()),
-        config.activation_checkpoint.mode,
+        checkpointing(config),
         config.compile.enable,
         note,
     )

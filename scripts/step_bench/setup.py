@@ -67,6 +67,13 @@ class Setup:
         return 1 / (self.work.trained_tokens * self.data_ranks)
 
 
+def checkpointing(config: JobConfig) -> str:
+    """`[activation_checkpoint]` in a word, as --ac has it."""
+    checkpoint = config.activation_checkpoint
+    is_matmul = (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "matmul")
+    return "matmul" if is_matmul else checkpoint.mode
+
+
 def configure(job: Mapping[str, Any], on_cuda: bool) -> JobConfig:
     """grpo_train.py's configuration of the step; `job["flags"]` win."""
     compiled = on_cuda if job["compile"] is None else job["compile"]
@@ -78,8 +85,8 @@ def configure(job: Mapping[str, Any], on_cuda: bool) -> JobConfig:
         "training.seq_len": job["documents"],
         "training.tokens_per_microbatch": job["tokens"],
         "training.mixed_precision_param": "bfloat16" if on_cuda else "float32",
-        "activation_checkpoint.mode": job["ac"],
-        "activation_checkpoint.selective_ac_option": "op",
+        "activation_checkpoint.mode": "selective" if job["ac"] == "matmul" else job["ac"],
+        "activation_checkpoint.selective_ac_option": "matmul" if job["ac"] == "matmul" else "op",
         # A plan may be asked for where there is no GPU, and would be refused.
         "compile.enable": compiled and not job["dry"],
         "data.max_prompt_tokens": prompt,

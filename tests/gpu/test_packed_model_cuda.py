@@ -51,7 +51,7 @@ def process_group():
     torch.distributed.destroy_process_group()
 
 
-def build(folder, precision: str, compile: bool, flash_attention: str = "FA2"):
+def build(folder, precision: str, compile: bool, flash_attention: str = "FA2", keeps: str = "op"):
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32",
@@ -62,7 +62,7 @@ def build(folder, precision: str, compile: bool, flash_attention: str = "FA2"):
         flash_attention=flash_attention,
     )
     config.activation_checkpoint.mode = "selective"
-    config.activation_checkpoint.selective_ac_option = "op"
+    config.activation_checkpoint.selective_ac_option = keeps
     config.compile.enable = compile
     dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
     source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 512)
@@ -92,13 +92,13 @@ def expected(folder, batch: list[PackedSample]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "precision,compile,tolerance", [("float32", False, 1e-4), ("bfloat16", False, 0.1), ("bfloat16", True, 0.1)]
 )
-@pytest.mark.parametrize("flash_attention", ["FA2", "FA4"])
-def test_logprobs_equal_transformers_and_train(folder, precision, compile, tolerance, flash_attention):
+@pytest.mark.parametrize(("flash_attention", "keeps"), [("FA2", "op"), ("FA4", "op"), ("FA4", "matmul")])
+def test_logprobs_equal_transformers_and_train(folder, precision, compile, tolerance, flash_attention, keeps):
     if flash_attention == "FA4":
         pytest.importorskip(MODULE, reason="flash-attn-4 is not installed")
     torch.backends.cuda.matmul.allow_tf32 = False
     batch = samples()
-    model = build(folder, precision, compile, flash_attention)
+    model = build(folder, precision, compile, flash_attention, keeps)
     (row,) = pack(batch, 640, 1, 640)[0]
     row = row.to(DEVICE)
     reference = expected(folder, batch)

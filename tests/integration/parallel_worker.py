@@ -41,7 +41,7 @@ def main(
     )
     config.parallelism.tensor_parallel_degree = tp
     config.activation_checkpoint.mode = checkpointing
-    config.activation_checkpoint.selective_ac_option = "op"
+    config.activation_checkpoint.selective_ac_option = "matmul"
     dist_utils.init_distributed(config.comm, base_folder=".")
     world = dist.get_world_size()
     dims = ParallelDims(replicas, world // tp // replicas, 1, tp, 1, 1, 1, world)

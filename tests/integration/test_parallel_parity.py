@@ -67,8 +67,9 @@ def test_sharded_training_equals_one_process(folders, model, tmp_path):
 
 def test_four_ranks_equal_one_process(folders, tmp_path):
     alone = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "1"))
-    both = torch.tensor(run(folders["qwen3-tied"], 4, 2, tmp_path / "4", checkpointing="full"))
-    torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
+    for checkpointing in ("full", "selective"):
+        both = torch.tensor(run(folders["qwen3-tied"], 4, 2, tmp_path / checkpointing, checkpointing=checkpointing))
+        torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
     for tp in (1, 2):  # replicas of shards, and of tensor-parallel ranks
         replicated = torch.tensor(run(folders["qwen3-tied"], 4, tp, tmp_path / f"replicas{tp}", replicas=2))
         torch.testing.assert_close(replicated, alone, atol=1e-5, rtol=0)

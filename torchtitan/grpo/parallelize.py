@@ -4,10 +4,15 @@ torchtitan's own `apply_fsdp` fails on tied embeddings with torch 2.13 and appli
 so the FSDP2 grouping is ours; the other three are torchtitan's.
 """
 
+import functools
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -64,14 +69,7 @@ def build_model(
         flash=_attention(source, config, dims, device),
     )
     if trainable and config.activation_checkpoint.mode != "none":
-        apply_ac(
-            model,
-            config.activation_checkpoint,
-            model_compile_enabled=compiled,
-            op_sac_save_list=(qwen3 if source.family == "qwen3" else llama3)._op_sac_save_list
-            | {KEPT_BY_SELECTIVE_CHECKPOINTING},
-            base_folder=config.job.dump_folder,
-        )
+        _apply_checkpointing(model, source, config)
     if compiled and source.family == "qwen3":
         qwen3.apply_compile(model, config.compile, ep_enabled=False)
     elif compiled:
@@ -83,6 +81,35 @@ def build_model(
         model.init_weights(buffer_device=device)
     model.requires_grad_(trainable)
     return model.train()
+
+
+def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfig) -> None:
+    checkpoint = config.activation_checkpoint
+    kept = (qwen3 if source.family == "qwen3" else llama3)._op_sac_save_list | {KEPT_BY_SELECTIVE_CHECKPOINTING}
+    if (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "matmul"):
+        apply_ac(
+            model,
+            checkpoint,
+            model_compile_enabled=config.compile.enable,
+            op_sac_save_list=kept,
+            base_folder=config.job.dump_folder,
+        )
+        return
+
+    # torchtitan's operations, without its rule that every second product is computed again.
+    def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for name, block in model.layers.named_children():
+        block = checkpoint_wrapper(
+            block,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+            preserve_rng_state=checkpoint.preserve_rng_state,
+            determinism_check=checkpoint.determinism_check,
+            early_stop=checkpoint.early_stop,
+            debug=checkpoint.debug,
+        )
+        model.layers.register_module(name, block)
 
 
 def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device) -> Attention:

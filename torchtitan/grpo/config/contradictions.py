@@ -140,8 +140,11 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
     if shard != -1 and shard < 1:
         yield f"[parallelism] data_parallel_shard_degree = {shard} must be at least 1, or -1 for all that are left"
     option = config.activation_checkpoint.selective_ac_option
-    if option != "op" and not (option.isdigit() and int(option) > 0):
-        yield f'[activation_checkpoint] selective_ac_option = {show(option)} must be "op" or a layer interval like "2"'
+    if option not in ("op", "matmul") and not (option.isdigit() and int(option) > 0):
+        yield (
+            f'[activation_checkpoint] selective_ac_option = {show(option)} must be "matmul", "op" or a layer interval '
+            'like "2"'
+        )
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         yield '[activation_checkpoint] mode = "memory_budget" needs [compile] enable = true'
 

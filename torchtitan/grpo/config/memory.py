@@ -52,12 +52,14 @@ class BlockActivations:
     Attributes:
         input: The block's input: all that full checkpointing keeps.
         selected: What selective checkpointing keeps by torchtitan's list of operations, the input included.
+        products: The same with every matrix product, not every second one.
         saved: What autograd saves for the backward pass, the input included.
         gradients: Gradients alive at once in the backward pass, at the most.
     """
 
     input: int
     selected: int
+    products: int
     saved: int
     gradients: int
 
@@ -101,12 +103,16 @@ def block_activations(
     selected = residual + query + key + query + width + (2 * residual if tensor_degree > 1 else 0)
     if not compiled:
         selected += args.dim  # w2's output, which no backward reads: a compiled block drops it
+    products = selected + key + width  # wk, w3, and wo, whose sum over tensor-parallel ranks is kept anyway
+    if tensor_degree == 1 or not compiled:
+        products += args.dim
 
     # At the product of gate and up projection: a compiled block computes both gradients in place.
     gradients = residual + (1 if compiled and mode == "none" else 2) * width
     return BlockActivations(
         input=int(tokens * residual * itemsize),
         selected=int(tokens * (selected * itemsize + log_sum_exp)),
+        products=int(tokens * (products * itemsize + log_sum_exp)),
         saved=int(tokens * saved),
         gradients=int(tokens * gradients * itemsize),
     )
@@ -122,8 +128,9 @@ def kept_activations(config: JobConfig, block: BlockActivations, layers: int) ->
     if checkpoint.mode == "memory_budget":  # torch.compile's: a share of what could be recomputed is saved
         each = block.input + int(checkpoint.memory_budget * (block.saved - block.input))
         return layers * each, block.saved - each
-    if checkpoint.selective_ac_option == "op":
-        return layers * block.selected, block.saved - block.selected
+    if checkpoint.selective_ac_option in ("op", "matmul"):
+        each = block.selected if checkpoint.selective_ac_option == "op" else block.products
+        return layers * each, block.saved - each
     interval = int(checkpoint.selective_ac_option)
     whole = layers // interval if interval else layers  # every n-th block is checkpointed whole
     return whole * block.input + (layers - whole) * block.saved, block.saved - block.input if whole else 0
