@@ -1,4 +1,5 @@
 """Python processes, forked from one that has imported everything: imports take longer than most of what tests run.
+With CUDA they import for themselves.
 
 Otherwise they are as torchrun or a shell starts them: a script with arguments, environment, folder and log of its own.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
@@ -29,8 +31,9 @@ _PRELOADED = [
     "transformers.models.qwen3.modeling_qwen3",
     "torchtitan.grpo.engines.embedded.__main__",
 ]
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(_PRELOADED)
+# A process forked after CUDA was initialised, which imports may do, cannot use it.
+_starts = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_starts.set_forkserver_preload(_PRELOADED)
 
 
 class Ranks:
@@ -58,7 +61,7 @@ class Ranks:
             own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environ = dict(environment) | {name: str(value) for name, value in own.items()}
             args = (script, [str(argument) for argument in arguments], environ, cwd, log)
-            self.processes.append(_forks.Process(target=_run, args=args))
+            self.processes.append(_starts.Process(target=_run, args=args))
         # The first start is that of the process that imports.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
@@ -129,8 +132,6 @@ def free_port() -> int:
 
 
 def _run(script: Path, arguments: list[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
-    import torch
-
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     os.environ.clear()
     os.environ.update(environ)
