@@ -250,7 +250,8 @@ def show_profile(shape: str, contender: str, args: argparse.Namespace, found: di
     out.say(f"Chrome trace: {found['trace']}")
     for table in ("shares", "kernels"):
         for row in found[table]:
-            label = " ".join([shape, contender, *(f"{key.partition('.')[2]}={value}" for key, value in args.flags.items())])
+            changed = (f"{key.partition('.')[2]}={value}" for key, value in args.flags.items())
+            label = " ".join([shape, contender, *changed])
             out.record({"table": table, "shape": shape, "contender": contender, "label": label} | row)
 
 

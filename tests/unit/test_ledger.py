@@ -6,25 +6,23 @@ import torch
 from torchtitan.grpo.ledger import Ledger, shares, verdict
 
 
-def test_top_level_stages_and_other_sum_to_the_step():
+def test_stages_and_other_sum_to_the_step():
     ledger = Ledger("cpu")
     started = time.perf_counter()
     with ledger.stage("rollout"):
         time.sleep(0.03)
-    with ledger.stage("train"):
-        for _ in range(2):
-            with ledger.stage("forward"):
-                time.sleep(0.01)
-        time.sleep(0.005)
-    time.sleep(0.01)
+    for _ in range(2):
+        with ledger.stage("train"):
+            time.sleep(0.01)
+    time.sleep(0.015)
     seconds = ledger.close_step()
     wall_s = time.perf_counter() - started
 
-    assert set(seconds) == {"time/rollout_s", "time/train_s", "time/train/forward_s", "time/step_s", "time/other_s"}
+    assert set(seconds) == {"time/rollout_s", "time/train_s", "time/step_s", "time/other_s"}
     assert seconds["time/rollout_s"] >= 0.03
-    assert 0.02 <= seconds["time/train/forward_s"] <= seconds["time/train_s"] - 0.005
-    top_level_s = seconds["time/rollout_s"] + seconds["time/train_s"] + seconds["time/other_s"]
-    assert top_level_s == pytest.approx(seconds["time/step_s"], abs=1e-9)
+    assert seconds["time/train_s"] >= 0.02
+    parts_s = seconds["time/rollout_s"] + seconds["time/train_s"] + seconds["time/other_s"]
+    assert parts_s == pytest.approx(seconds["time/step_s"], abs=1e-9)
     assert 0.065 <= seconds["time/step_s"] <= wall_s
 
 
@@ -49,21 +47,18 @@ def test_a_stage_that_raises_is_still_booked():
     assert ledger.close_step()["time/rollout_s"] >= 0.01
 
 
-def test_added_seconds_are_details_stages_or_hidden():
+def test_added_seconds_are_stages_or_hidden():
     ledger = Ledger("cpu")
     with ledger.stage("rollout"):
         time.sleep(0.05)
     with ledger.stage("sync"):
         time.sleep(0.01)
     ledger.add("reward", 0.03, out_of="rollout")
-    ledger.add("sync/gather", 0.004)
-    ledger.add("sync/gather", 0.001)
     ledger.add("sync", 7.0, hidden=True)
     seconds = ledger.close_step()
 
     assert seconds["time/reward_s"] == 0.03
     assert 0.02 <= seconds["time/rollout_s"] < 0.05
-    assert seconds["sync/gather_s"] == pytest.approx(0.005)
     assert seconds["time/sync_hidden_s"] == 7.0
     assert seconds["time/sync_s"] < 7.0
     parts = ("rollout", "reward", "sync", "other")
@@ -75,6 +70,9 @@ def test_misuse_is_refused():
     ledger = Ledger("cpu")
     with pytest.raises(RuntimeError, match="rollout"), ledger.stage("rollout"):
         ledger.close_step()
+    inside = pytest.raises(RuntimeError, match="'train' begins inside the stage 'rollout'")
+    with inside, ledger.stage("rollout"), ledger.stage("train"):
+        pass
     ledger.add("reward", 1.0, out_of="rolout")
     with pytest.raises(ValueError, match="rolout"):
         ledger.close_step()
@@ -103,7 +101,6 @@ def test_shares_leave_out_what_is_no_stage_of_the_step():
         "time/checkpoint_s": 9.0,
         "time/rollout_hidden_s": 9.0,
         "time/rollout_host_s": 9.0,
-        "time/rollout/wait_s": 9.0,
         "sync/wire_s": 9.0,
     }
     assert shares(beside | {"time/train_s": 3.0, "time/rollout_s": 1.0}) == {

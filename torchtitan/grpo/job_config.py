@@ -81,8 +81,8 @@ class Checkpoint:
 class ActivationCheckpoint:
     mode: Literal["selective", "full", "memory_budget", "none"] = "full"
     """Recompute activations in the backward pass. `full` fits long packed rows beside a reference model and the
-    snapshot; `none` saves the second forward pass where memory allows."""
-    selective_ac_option: str = "2"
+    snapshot; where memory allows, `selective` saves most of the second forward pass, `none` all of it."""
+    selective_ac_option: str = "matmul"
     """What `selective` keeps. `matmul`: what attention and every matrix product gave, and computes the rest, which is
     cheap, again. `op`: attention and every second product. A number n: all, but of every n-th block only its input."""
 

@@ -2,7 +2,7 @@
 
 Stages are timed on the host, and on CUDA by events on the current stream too. A stage's seconds are then the device's:
 the host runs ahead of the stream, so its clock would book the work of one stage on the next that happens to wait.
-The stages of one stream follow each other, so top-level stages partition the step either way.
+The stages of one stream follow each other, so they partition the step either way.
 """
 
 import time
@@ -22,7 +22,7 @@ _KIND_OF_STAGE = {
     "validate": None,
     "checkpoint": None,
 }
-"""Kind of a top-level stage in the verdict; a stage that is not listed is the trainer's own work."""
+"""Kind of a stage in the verdict; a stage that is not listed is the trainer's own work."""
 
 _CLEAR_LEAD = 0.15
 """A kind bounds the step when its share is ahead of the next one's by at least this; else the step is balanced."""
@@ -30,7 +30,7 @@ _CLEAR_LEAD = 0.15
 
 @dataclass
 class _Span:
-    """One passage through a stage. `name` is the path from the top level, joined by "/"."""
+    """One passage through a stage."""
 
     name: str
     host_s: float
@@ -45,7 +45,7 @@ class Ledger:
 
     def __init__(self, device: torch.device | str) -> None:
         self._on_cuda = torch.device(device).type == "cuda"
-        self._open: list[str] = []
+        self._open: str | None = None
         self._spans: list[_Span] = []
         self._added_s: dict[str, float] = defaultdict(float)
         self._hidden_s: dict[str, float] = defaultdict(float)
@@ -55,12 +55,13 @@ class Ledger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage. Nested stages are reported as `outer/inner` and do not add to the step."""
+        """Time a stage. One ends before the next begins."""
+        if self._open is not None:
+            raise RuntimeError(f"stage {name!r} begins inside the stage {self._open!r}")
         start = time.perf_counter()
         if self._step_start is None:
             self._step_start = start
-        self._open.append(name)
-        path = "/".join(self._open)
+        self._open = name
         events = None
         if self._on_cuda:
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -70,18 +71,17 @@ class Ledger:
         finally:
             if events is not None:
                 events[1].record()
-            self._open.pop()
-            self._spans.append(_Span(path, time.perf_counter() - start, events))
+            self._open = None
+            self._spans.append(_Span(name, time.perf_counter() - start, events))
 
     def add(self, name: str, seconds: float, *, hidden: bool = False, out_of: str | None = None) -> None:
         """Book seconds that were measured elsewhere.
 
         Args:
-            name: A top-level stage ("reward") adds to the step; a path ("sync/gather") is a detail of its stage,
-                reported as `sync/gather_s` and summed nowhere.
+            name: The stage.
             seconds: Its length.
             hidden: It ran beside the step and cost it nothing: reported as `time/<name>_hidden_s`, summed nowhere.
-            out_of: The top-level stage whose measured time holds these seconds; they move from it to `name`
+            out_of: The stage whose measured time holds these seconds; they move from it to `name`
                 (rewards that a rollout waited for), so that the step's sum stays right.
         """
         if hidden:
@@ -95,12 +95,11 @@ class Ledger:
         """End the step and return its seconds by metric name. On CUDA this waits for the last stage's event.
 
         Returns:
-            `time/<stage>_s` for each stage and nested path, `time/<stage>_hidden_s` for what ran beside it,
-            `time/<stage>_host_s` for top-level stages on CUDA (what the host spent in it), `<path>_s` for details
-            from `add`, `time/step_s` (wall clock) and `time/other_s` (wall clock in no stage).
+            `time/<stage>_s` for each stage, `time/<stage>_hidden_s` for what ran beside it, `time/<stage>_host_s` on
+            CUDA (what the host spent in it), `time/step_s` (wall clock) and `time/other_s` (wall clock in no stage).
         """
-        if self._open:
-            raise RuntimeError(f"close_step inside the stage {'/'.join(self._open)!r}")
+        if self._open is not None:
+            raise RuntimeError(f"close_step inside the stage {self._open!r}")
         seconds: dict[str, float] = defaultdict(float)
         host: dict[str, float] = defaultdict(float)
         for span in self._spans:
@@ -109,26 +108,20 @@ class Ledger:
                 continue
             span.events[1].synchronize()  # spans need not end in order: a stage may run on another stream
             seconds[span.name] += span.events[0].elapsed_time(span.events[1]) / 1e3
-            if "/" not in span.name:
-                host[span.name] += span.host_s
+            host[span.name] += span.host_s
         for name, moved in self._moved_s.items():
             if name not in seconds:
                 raise ValueError(f"add(out_of={name!r}): no such stage in this step, there are {sorted(seconds)}")
             seconds[name] = max(seconds[name] - moved, 0.0)
-        details = {}
         for name, added in self._added_s.items():
-            if "/" in name:
-                details[f"{name}_s"] = added
-            else:
-                seconds[name] += added
+            seconds[name] += added
 
         now = time.perf_counter()
         step_s = now - (now if self._step_start is None else self._step_start)
-        in_stages_s = sum(value for name, value in seconds.items() if "/" not in name)
+        in_stages_s = sum(seconds.values())
         result = {f"time/{name}_s": value for name, value in seconds.items()}
         result |= {f"time/{name}_host_s": value for name, value in host.items()}
         result |= {f"time/{name}_hidden_s": value for name, value in self._hidden_s.items()}
-        result |= details
         result["time/step_s"] = step_s
         result["time/other_s"] = max(step_s - in_stages_s, 0.0)
 
@@ -149,8 +142,8 @@ def shares(seconds: dict[str, float]) -> dict[str, float]:
     by_kind = dict.fromkeys(KINDS, 0.0)
     for name, value in seconds.items():
         stage = name.removeprefix("time/").removesuffix("_s")
-        top_level = name.startswith("time/") and "/" not in stage and not stage.endswith(("_hidden", "_host"))
-        if top_level and stage not in ("step", "other"):
+        of_step = name.startswith("time/") and not stage.endswith(("_hidden", "_host"))
+        if of_step and stage not in ("step", "other"):
             kind = _KIND_OF_STAGE.get(stage, "trainer")
             if kind is not None:
                 by_kind[kind] += value

@@ -317,8 +317,9 @@ class HostCopy(Copy):
 
     def __init__(self, wire_bytes: list[int], device: torch.device):
         super().__init__()
-        flat = torch.empty(sum(wire_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.wires = list(flat.split(wire_bytes))
+        # One by one: torch rounds a piece of pinned memory up to a power of two, which could double a whole version.
+        pinned = device.type == "cuda"
+        self.wires = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in wire_bytes]
         self.device = device
 
     def store(self, index: int, wire: torch.Tensor) -> None:
