@@ -269,7 +269,8 @@ def test_random_delays_kills_restarts_and_flips(tmp_path, receivers):
         assert receivers.taken(url)[-1][0] == loop["newest"]
     for record in seen:
         assert record["close_s"] < 4
-        assert record["threads"] == []
+        # That of a connection which was given up, to a server that died meanwhile, ends with its own time limit.
+        assert set(record["threads"]) <= {"weight-sync-join"}
 
 
 def test_the_end_in_the_middle_of_a_push(tmp_path, receivers):

@@ -127,7 +127,7 @@ def test_tensorboard_gets_every_log_freq_th_step_and_validation(run, tmp_path):
 def test_progress_line(run, caplog):
     metrics = run(total_steps=5)
     step = {name: 0.5 for name, _, _ in PROGRESS if not name.startswith("validation/")}
-    times = {"time/rollout_s": 80.0, "time/train_s": 19.0, "time/train/forward_s": 7.0, "time/other_s": 1.0}
+    times = {"time/rollout_s": 80.0, "time/train_s": 19.0, "time/other_s": 1.0}
     metrics.log(0, {"greedy_reward": 0.25}, prefix="validation")
     with caplog.at_level(logging.INFO):
         metrics.log(1, step | times | {"time/step_s": 100.0})

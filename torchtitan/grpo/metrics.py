@@ -213,7 +213,7 @@ class MetricsLogger:
         stages = {
             name.removeprefix("time/").removesuffix("_s"): value
             for name, value in values.items()
-            if name.startswith("time/") and name.count("/") == 1 and not name.endswith(("_host_s", "_hidden_s"))
+            if name.startswith("time/") and not name.endswith(("_host_s", "_hidden_s"))
         }
         ages = {
             name.split("_")[1]: share
