@@ -270,7 +270,10 @@ def test_two_modes_end_to_end_on_a_cpu(tmp_path):
     steps = [line for line in logged if line.get("step", 0) > 0]
     assert 4 <= len(steps) < 1000  # ended soon after the last that is measured
     assert all(line["rollout/truncated_fraction"] == 1.0 for line in steps)
-    assert sum(line["rollout/answer_tokens"] for line in steps) <= sum(sum(r[long_tail.LENGTHS]) for r in data)
+    # A run that is ended late has begun the data anew.
+    passes = math.ceil(len(steps) * bench.PRESETS["cpu"]["prompts"] / len(data))
+    tokens_of_data = sum(sum(row[long_tail.LENGTHS]) for row in data)
+    assert sum(line["rollout/answer_tokens"] for line in steps) <= passes * tokens_of_data
     assert 0 <= row["age_max"] <= 1 and row["of_bound"] > 0
     assert "Generation alone" in result.stdout
 
