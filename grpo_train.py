@@ -496,11 +496,13 @@ class Trainer:
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         self.sampler_checked = False
         self.fleet: Fleet | None = None
+        ahead = config.async_grpo
+        recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
 
         def make(url: str) -> Server:
             timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
             server = make_server(rollout.engine, url, api_key, *timeouts)
-            server.check = lambda: server.control.check(config.training.seq_len, self.end_token_ids[0])
+            server.check = lambda: server.control.check(config.training.seq_len, self.end_token_ids[0], recomputes)
             return server
 
         if self.is_rank0:
@@ -538,8 +540,8 @@ class Trainer:
             self.device,
             self.source.tied,
             max_lag=(self.max_age + 1) // 2,  # an answer needs the other half to end in time
-            in_flight=config.async_grpo.in_flight_weight_updates or not config.async_grpo.enabled,
-            recompute_kv=config.async_grpo.recompute_kv_cache_after_weight_updates,
+            in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
+            recompute_kv=ahead.recompute_kv_cache_after_weight_updates,
             drain_timeout_s=rollout.request_timeout_seconds,
         )
         self.resources.callback(self.weight_sync.close)

@@ -80,7 +80,8 @@ empty because nothing more is to be asked:
 
   tokens/s      all answer tokens of these steps over all their wall clock, whatever happened in it; `a GPU`: over
                 trainer and server devices (--devices); `median`: of the steps' own rates
-  generated     tokens/s by vLLM's own counter meanwhile: as many, unless answers piled up before or after
+  generated     tokens/s by the servers' own counter meanwhile: as many, unless answers piled up before or after (SGLang
+                counts at an answer's end, and with --enable-metrics)
   of the bound  of the slower of generation alone and training alone, measured in the same call: generation with the
                 job's prompts and lengths and no trainer, at the best of one step's answers and --sequences at a time
                 (--bound-s each); training by the seconds of `train` in the mode that needs fewest a token. Requests
@@ -165,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--servers", nargs="+", type=device, default=["1"], metavar="GPU", help="a server each; or cpu")
     modes.add_argument("--urls", nargs="+", type=address, default=[], help="running servers, in place of --servers")
     modes.add_argument("--devices", type=positive, help="GPUs in all, if servers of --urls share one")
-    modes.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
+    modes.add_argument("--engine", choices=["vllm", "sglang", "embedded"], default="vllm", help="default vllm")
     modes.add_argument("--sequences", type=positive, help="answers under way at one server, at most")
     modes.add_argument("--server-flags", default="", help="more flags of the server, in one word")
     modes.add_argument("--server-start-s", type=seconds, default=300.0, help="longest start of the servers (300)")

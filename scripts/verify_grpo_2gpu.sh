@@ -3,15 +3,15 @@
 #
 #   bash scripts/verify_grpo_2gpu.sh [server | fsdp | async] [--section.key value ...]       (default: server)
 #
-#   server  vLLM on GPU 1, the trainer on GPU 0, weights over NCCL
+#   server  vLLM (or ENGINE=sglang) on GPU 1, the trainer on GPU 0, weights over NCCL
 #   fsdp    both GPUs are FSDP2 ranks; the embedded server shares GPU 0, weights over gloo
 #   async   as server, and rollouts ahead of training: a run that waits for each weight sync, then one that sends
 #           weights in the background; prints the throughput of both. Answers are short, so that a sync is a real
 #           share of a step: PROMPTS (default 32) x ANSWERS (8) of TOKENS (16) tokens a step
 #
 # More flags go to the trainer as they are, as in --weight_sync.transport gloo for servers that NCCL does not reach.
-# STEPS (default 6, async 30) sets the length, KEEP=folder keeps logs and metrics there; SERVER_URL, a vLLM server that runs
-# already and serves the folder MODEL, is used in place of one started here. Exit 0 only if every check held.
+# STEPS (default 6, async 30) sets the length, KEEP=folder keeps logs and metrics there; SERVER_URL, a server of ENGINE that
+# runs already and serves the folder MODEL, is used in place of one started here. Exit 0 only if every check held.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/verify_common.sh"
@@ -22,6 +22,12 @@ case $mode in
     async) defaults=(30 32 8 16) ;;
     -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
     *) echo "error: unknown mode $mode; server, fsdp or async" >&2; exit 2 ;;
+esac
+engine=${ENGINE:-vllm}
+case $engine in
+    vllm) server_flags=(--max-model-len 2048 --gpu-memory-utilization 0.6) ;;
+    sglang) server_flags=(--context-length 2048 --mem-fraction-static 0.6) ;;
+    *) echo "error: ENGINE=$engine; vllm or sglang" >&2; exit 2 ;;
 esac
 cd "$(repo_root)"
 begin
@@ -44,8 +50,8 @@ ranks=2
 if [ "$mode" != fsdp ]; then
     ranks=1
     url=${SERVER_URL:-}
-    [ -n "$url" ] || serve vllm "$model" --gpu 1 --max-model-len 2048 --gpu-memory-utilization 0.6
-    flags+=(--rollout.engine vllm --rollout.urls "$url")
+    [ -n "$url" ] || serve "$engine" "$model" --gpu 1 "${server_flags[@]}"
+    flags+=(--rollout.engine "$engine" --rollout.urls "$url")
 fi
 # Mismatch: bfloat16 on both sides, and other kernels round differently; in async also weights up to two steps old.
 if [ "$mode" = async ]; then

@@ -2,16 +2,20 @@
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import requests
 
-from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
-from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.engines.protocol import EngineClient, EngineError, SamplingParams
+from torchtitan.grpo.engines.registry import make_server
 
 IDLE_LIMIT_S = 30.0
+GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+"""SGLang counts an answer's tokens when it has ended, and only with --enable-metrics."""
+UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,20 @@ class Ask:
 
 
 def generation_rate(
-    urls: list[str], asks: list[Ask], sequences: int, seeded: bool, settle_s: float, seconds: float, timeout_s: float
+    engine: str,
+    urls: list[str],
+    asks: list[Ask],
+    sequences: int,
+    seeded: bool,
+    settle_s: float,
+    seconds: float,
+    timeout_s: float,
 ) -> float:
     """Answer tokens a second of all servers together, each kept busy with `sequences` answers at a time.
 
     The job's requests are sent round and round, a new one for each that ends. Tokens are counted from `settle_s` on,
-    for `seconds`, by vLLM's own counter (`vllm:generation_tokens_total`); where a server lacks it, those of the answers
-    that end in that time. What is then under way is cancelled.
+    for `seconds`, by the servers' own counter (`GENERATED`); where a server lacks it, those of the answers that end in
+    that time. What is then under way is cancelled.
 
     Args:
         seeded: Give each request a seed, as the trainer does. vLLM then draws for one sequence at a time.
@@ -38,18 +49,25 @@ def generation_rate(
     Raises:
         EngineError: A server fails, or ends no answer in that time.
     """
-    return asyncio.run(_rate(urls, asks, sequences, seeded, settle_s, seconds, timeout_s))
+    return asyncio.run(_rate(engine, urls, asks, sequences, seeded, settle_s, seconds, timeout_s))
 
 
 async def _rate(
-    urls: list[str], asks: list[Ask], sequences: int, seeded: bool, settle_s: float, seconds: float, timeout_s: float
+    engine: str,
+    urls: list[str],
+    asks: list[Ask],
+    sequences: int,
+    seeded: bool,
+    settle_s: float,
+    seconds: float,
+    timeout_s: float,
 ) -> float:
     finished: list[tuple[float, int]] = []
     numbered = enumerate(itertools.cycle(asks))
-    clients = [VllmClient(url, None, timeout_s, lambda: -1) for url in urls]
+    clients = [make_server(engine, url, None, timeout_s, timeout_s).client for url in urls]
     nonce = time.time_ns()
 
-    async def keep_asking(client: VllmClient, numbered: Iterator[tuple[int, Ask]]) -> None:
+    async def keep_asking(client: EngineClient, numbered: Iterator[tuple[int, Ask]]) -> None:
         for i, ask in numbered:
             params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids, i if seeded else None)
             answers = await client.generate(ask.prompt_ids, params, f"bench-{nonce}-{i}")
@@ -85,7 +103,7 @@ async def _sleep(tasks: list[asyncio.Task], seconds: float) -> None:
 
 def generated_tokens(urls: list[str]) -> float | None:
     """Tokens that these servers have generated since they started; None unless all of them count."""
-    counts = [_metric(url, "vllm:generation_tokens_total") for url in urls]
+    counts = [_metric(url, *GENERATED) for url in urls]
     return None if None in counts else sum(counts)
 
 
@@ -93,15 +111,15 @@ def _wait_idle(urls: list[str]) -> None:
     """Until vLLM has dropped the cancelled requests, so that the next measurement starts with nothing under way."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     for url in urls:
-        while (_metric(url, "vllm:num_requests_running") or 0) + (_metric(url, "vllm:num_requests_waiting") or 0):
+        while _metric(url, *UNDER_WAY):
             if time.monotonic() > deadline:
                 raise EngineError(f"{url}: cancelled requests are still running after {IDLE_LIMIT_S:g} s")
             time.sleep(0.2)
 
 
-def _metric(url: str, name: str) -> float | None:
-    """Sum of a Prometheus metric over its labels; None if the server does not have it."""
+def _metric(url: str, *names: str) -> float | None:
+    """Sum of Prometheus metrics over their labels; None if the server has none of them."""
     reply = requests.get(f"{url}/metrics", timeout=10)
     lines = reply.text.splitlines() if reply.ok else []
-    values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+    values = [float(line.rpartition(" ")[2]) for line in lines if re.split("[{ ]", line, maxsplit=1)[0] in names]
     return sum(values) if values else None

@@ -130,7 +130,7 @@ def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
         if error:
             out.say(f"FAIL  {error}")
             failed = True
-        lost = [url for url in urls if not healthy(url)]
+        lost = [url for url in urls if not healthy(args.engine, url)]
         if lost:
             out.say(f"FAIL  not answering any more: {', '.join(lost)}")
             failed = True
@@ -219,7 +219,7 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     rows = []
     for sequences, seeded in sorted({(of_a_step, False), (args.sequences, False), (args.sequences, True)}):
         settle_s = args.bound_s / 3
-        rate = generation_rate(urls, asks, sequences, seeded, settle_s, args.bound_s, args.run_limit_s)
+        rate = generation_rate(args.engine, urls, asks, sequences, seeded, settle_s, args.bound_s, args.run_limit_s)
         rows.append({"sequences": sequences, "seeded": "yes" if seeded else "no", "tokens_per_s": rate})
         out.say(f"generation alone, {sequences} sequences a server, seeds {rows[-1]['seeded']}: {rate:,.0f} tokens/s")
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

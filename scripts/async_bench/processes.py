@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import requests
 from bench_common.arguments import as_flags
 from bench_common.process import ROOT, Process
 
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
 
 POLL_S = 0.5
@@ -27,7 +28,7 @@ def device_environment(devices: list[str]) -> dict[str, str]:
 
 
 class Server(Process):
-    """One vLLM or embedded server of a model folder on one device; `url` once `wait` has returned."""
+    """One server of a model folder on one device; `url` once `wait` has returned."""
 
     def __init__(
         self, engine: str, model: Path, device: str, log: Path, max_tokens: int, max_sequences: int, flags: str
@@ -36,15 +37,21 @@ class Server(Process):
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
+        self._engine = engine
         cpu = device == "cpu"
+        length = "--max-model-len"
+        if engine != "embedded":
+            command = ["bash", f"scripts/serve_{engine}.sh", str(model), *(["--cpu"] if cpu else ["--gpu", "0"])]
         if engine == "vllm":
-            command = ["bash", "scripts/serve_vllm.sh", str(model), *(["--cpu"] if cpu else ["--gpu", "0"])]
             command += ["--max-num-seqs", str(max_sequences)]
+        elif engine == "sglang":
+            command += ["--max-running-requests", str(max_sequences), "--enable-metrics"]
+            length = "--context-length"
         else:
             command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model)]
             command += ["--device", "cpu" if cpu else "cuda:0", "--dtype", "float32" if cpu else "bfloat16"]
             command += ["--max-sequences", str(max_sequences), "--parent-pid", str(os.getpid())]
-        command += ["--port", port, "--max-model-len", str(max_tokens), *shlex.split(flags)]
+        command += ["--port", port, length, str(max_tokens), *shlex.split(flags)]
         super().__init__(command, log, device_environment([device]))
 
     def wait(self, limit_s: float, say: Say) -> None:
@@ -54,7 +61,7 @@ class Server(Process):
             UserError: It ended, or does not answer within `limit_s`; with the end of its log.
         """
         start = said = time.monotonic()
-        while not healthy(self.url):
+        while not healthy(self._engine, self.url):
             waited_s = time.monotonic() - start
             if self.status() is not None:
                 raise UserError(f"{self.url} ended with exit status {self.status()}; {self.said()}")
@@ -66,10 +73,10 @@ class Server(Process):
             time.sleep(POLL_S)
 
 
-def healthy(url: str) -> bool:
+def healthy(engine: str, url: str) -> bool:
     try:
-        return requests.get(f"{url}/health", timeout=5).ok
-    except requests.RequestException:
+        return ENGINES[engine][0](url).is_healthy()
+    except EngineError:
         return False
 
 

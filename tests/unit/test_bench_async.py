@@ -278,9 +278,10 @@ def test_two_modes_end_to_end_on_a_cpu(tmp_path):
     assert "Generation alone" in result.stdout
 
 
-def test_generation_rate_ends_when_a_server_is_gone(tmp_path):
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_generation_rate_ends_when_a_server_is_gone(engine, tmp_path):
     from torchtitan.grpo.engines.protocol import EngineError
 
     asks = [generation.Ask([1, 2], 4, (0,))]
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        generation.generation_rate(["http://127.0.0.1:9"], asks, 4, True, 5.0, 5.0, 5.0)
+        generation.generation_rate(engine, ["http://127.0.0.1:9"], asks, 4, True, 5.0, 5.0, 5.0)

@@ -1,5 +1,7 @@
 """SGLang's client and control without a server: what is sent, what is read, what is refused."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -84,6 +86,34 @@ def test_a_server_that_cannot_serve_is_refused(info, said):
         Answering(**info).check(64)
 
 
+@pytest.mark.parametrize(
+    ("info", "recomputes", "taken"),
+    [
+        ({"version": "0.5.20"}, True, False),
+        ({"version": "0.5.20"}, False, True),
+        ({"version": "0.5.20", "disable_radix_cache": True}, True, True),
+        ({"version": "0.5.21"}, True, True),
+    ],
+)
+def test_an_old_sglang_is_not_asked_to_forget_while_answers_wait(info, recomputes, taken, monkeypatch):
+    called, replies = [], iter([400, 200])
+
+    def request(self, method, path, phase, **_):
+        called.append(path)
+        return SimpleNamespace(status=next(replies) if path == "/flush_cache" else 200, data=b"")
+
+    monkeypatch.setattr(SglangControl, "_request", request)
+    monkeypatch.setattr(SglangControl, "check_sampling", lambda *_: None)
+    control = Answering(**info)
+    if not taken:
+        with pytest.raises(UserError, match=r"0\.5\.20 .*--disable-radix-cache.*0\.5\.21.*recompute_kv_cache"):
+            control.check(64, recomputes=recomputes)
+        return
+    control.check(64, recomputes=recomputes)
+    control.forget()
+    assert called.count("/flush_cache") == (0 if "disable_radix_cache" in info else 2)  # refused once
+
+
 def test_all_of_a_servers_workers_take_part_in_an_update():
     assert Answering(tp_size=4, pp_size=2, dp_size=1).world_size() == 8
     assert Answering().world_size() == 1
@@ -102,7 +132,7 @@ def test_a_server_started_anew_at_the_address_of_a_paused_one_is_not_paused(monk
     control.pause()
     assert not control.is_paused()  # it may be another: nothing was given to this one yet
     for version in ("1", "2", "3"):
-        control.load_folder("folder", version, False, 1.0)
+        control.load_folder("folder", version, 1.0)
     serves = "2"  # the third has not arrived
     assert control.is_paused()
     serves = "default"

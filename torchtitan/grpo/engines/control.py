@@ -33,7 +33,7 @@ class ServerControl(HttpControl):
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]
 
-    def check(self, longest_tokens: int, prompt_id: int = 1) -> None:
+    def check(self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False) -> None:
         self.world_size()
         served = self.model_info().get("max_model_len")
         if served is not None and served < longest_tokens:

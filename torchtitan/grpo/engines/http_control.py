@@ -88,7 +88,7 @@ class HttpControl:
         """Worker processes that take part in a weight update."""
         raise NotImplementedError
 
-    def check(self, longest_tokens: int, prompt_id: int = 1) -> None:
+    def check(self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
         A server that is known to be paused, as an update that was broken off leaves it, is not asked for
@@ -97,6 +97,7 @@ class HttpControl:
         Args:
             longest_tokens: Of a prompt with its answer.
             prompt_id: Any token that the model knows.
+            recomputes: Updates come in the midst of answers, whose keys and values are then to be computed anew.
 
         Raises:
             UserError: Its routes, its model's length or its log-probabilities do not fit; the message says what to

@@ -1,6 +1,7 @@
 """The control routes of one SGLang server (0.5.15 and newer): pause, weight updates. Synchronous, for threads."""
 
 import re
+import time
 from collections import deque
 from typing import Any
 
@@ -9,7 +10,10 @@ from torchtitan.grpo.errors import UserError
 
 OLDEST = (0, 5, 15)
 """Older ones were not tried: they belong to torch versions that torchtitan 0.2.2 does not run on."""
+FORGETS_IN_FLIGHT = (0, 5, 21)
+"""Older ones forget no cached prefixes while answers wait to go on, and end themselves if an update asks for it."""
 _TOP_LOGPROBS = 5
+_FORGET_S, _FORGET_AGAIN_S = 10.0, 0.05
 
 
 class SglangControl(HttpControl):
@@ -24,6 +28,7 @@ class SglangControl(HttpControl):
         self._paused = False
         self._given: deque[str] = deque(maxlen=2)  # the newest versions; the last may not have arrived
         self._has_sessions = True
+        self._caches = True
 
     def info(self) -> dict[str, Any]:
         """The server's arguments, as they were resolved, and its version."""
@@ -43,13 +48,20 @@ class SglangControl(HttpControl):
             )
         return (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
 
-    def check(self, longest_tokens: int, prompt_id: int = 1) -> None:
+    def check(self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False) -> None:
         """See `HttpControl.check`."""
         info = self.info()
         version = str(info.get("version", ""))
         if _numbers(version) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             raise UserError(f"{self.url}: SGLang {version or 'of an unknown version'}: {oldest} or newer is needed")
+        self._caches = not info.get("disable_radix_cache")
+        if recomputes and self._caches and _numbers(version) < FORGETS_IN_FLIGHT:
+            raise UserError(
+                f"{self.url}: SGLang {version} does not forget cached prefixes while answers wait for an update's end: "
+                f"start it with --disable-radix-cache, use {'.'.join(map(str, FORGETS_IN_FLIGHT))} or newer, or set "
+                "[async_grpo] recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
+            )
         self.world_size()
         served = info.get("context_length") or self._served_tokens()
         if served is not None and served < longest_tokens:
@@ -112,7 +124,6 @@ class SglangControl(HttpControl):
         tensors: list[tuple[str, str, list[int]]],
         flattened: bool,
         version: str | None,
-        flush_cache: bool,
         timeout_s: float,
     ) -> None:
         """Have the server receive tensors by broadcast and load them; returns when it has.
@@ -122,20 +133,31 @@ class SglangControl(HttpControl):
             tensors: (Hugging Face name, dtype, shape), in the order in which they are sent.
             flattened: They come as one broadcast of bytes; otherwise one by one.
             version: Of the weights, with the last tensors of an update.
-            flush_cache: Forget cached keys and values; refused while requests run.
         """
         if version is not None:
             self._given.append(version)
         names, dtypes, shapes = zip(*tensors, strict=True)
-        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": name, "flush_cache": flush_cache}
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": name, "flush_cache": False}
         body |= {"load_format": "flattened_bucket" if flattened else None, "weight_version": version}
         self._call("POST", "/update_weights_from_distributed", "update", body=body, timeout_s=timeout_s)
 
-    def load_folder(self, folder: str, version: str, flush_cache: bool, timeout_s: float) -> None:
+    def load_folder(self, folder: str, version: str, timeout_s: float) -> None:
         """Have the server load safetensors files of a folder; returns when it has. It needs no session."""
         self._given.append(version)
-        body = {"model_path": folder, "weight_version": version, "flush_cache": flush_cache}
+        body = {"model_path": folder, "weight_version": version, "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", "update", body=body, timeout_s=timeout_s)
+
+    def forget(self) -> None:
+        """Drop cached prefixes. A call of its own: refused as part of an update, it ends a server before 0.5.21."""
+        path, phase, deadline = "/flush_cache", "forget", time.monotonic() + _FORGET_S
+        while self._caches:
+            reply = self._request(
+                "POST", path, phase
+            )  # refused while a request runs, such as one that was just aborted
+            if reply.status != 400 or time.monotonic() > deadline:
+                self._check(reply, phase, path)
+                return
+            time.sleep(_FORGET_AGAIN_S)
 
     def finish_update(self, version: str) -> None:
         if self._has_sessions:

@@ -98,6 +98,7 @@ class SglangLink(ServerLink):
                 last = bucket.index == len(buckets) - 1
                 self._send(bucket, wire, filled, str(feed.version) if last else None)
                 feed.let_go(bucket.index + 1)
+            self._forget()
             self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}
             self._finish(feed.version)
         return self.seconds
@@ -118,10 +119,8 @@ class SglangLink(ServerLink):
             if filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(filled)
             deadline = time.monotonic() + self._timeout_s
-            # Refused while answers stand still with their keys and values; `extra_key` keeps new ones apart then.
-            flush = self._clear_cache and version is not None
             self._update = in_thread(
-                lambda: self.control.receive(self._name, tensors, flattened, version, flush, self._timeout_s),
+                lambda: self.control.receive(self._name, tensors, flattened, version, self._timeout_s),
                 "weight-sync-update",
             )
             works = [self._group.broadcast(tensor) for tensor in sent]
@@ -129,6 +128,12 @@ class SglangLink(ServerLink):
                 wait(work, deadline, "the server to receive a bucket", self._raise_servers_error)
             self._servers_error(deadline)
         self.bytes_done += bucket.payload_bytes
+
+    def _forget(self) -> None:
+        """Not while answers stand still with their keys and values; `extra_key` keeps new ones apart then."""
+        if self._clear_cache:
+            with self._phase("apply"):
+                self.control.forget()
 
 
 class SglangDiskLink(SglangLink):
@@ -145,7 +150,8 @@ class SglangDiskLink(SglangLink):
         self.seconds["pause"] = time.perf_counter() - self._started
         read_started = time.perf_counter()
         with self._phase("apply"):
-            self.control.load_folder(str(feed.folder), str(feed.version), self._clear_cache, self._timeout_s)
+            self.control.load_folder(str(feed.folder), str(feed.version), self._timeout_s)
+        self._forget()
         self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
         self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
         self._take_into_service(feed.version)
