@@ -47,6 +47,8 @@ if [ "$device" = cpu ]; then
     flags+=(--sleep-on-idle) # else an idle server keeps a core busy
 else
     flags+=(--dtype bfloat16)
+    # SGLang sets it to 0 otherwise. The trainer's NCCL decides by itself, and the ends of a weight sync have to agree.
+    export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:--2}"
     if [ -n "$gpus" ]; then
         choose_gpus "$gpus"
         flags+=(--tp-size "$gpu_count")
