@@ -143,6 +143,8 @@ def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
                 assert phases.keys() == {"pause", "wire", "apply", "acknowledge", "stopped", "total"}
                 assert phases["total"] - phases["pause"] <= phases["stopped"] <= phases["total"]
                 assert 0 < phases["wire"] <= phases["total"]
+    for act in (act for record in seen[1:] for act in record["acts"] if not background):
+        assert act["gave"] == act["version"], "no rank goes on to collectives of its own while rank 0 waits for it"
     losses = [event for event in seen[0]["events"] if event[1] != "admit"]
     assert [event[1] for event in losses] == ["lost", "lost"]
     for (_, _, url, reason), version in zip(losses, (3, 5), strict=True):
@@ -174,7 +176,7 @@ def test_too_few_servers_left_is_an_error_within_the_bound(tmp_path, receivers, 
         assert first["publish_s"] < 8
     for act in others:
         assert act["error"] == ""
-        assert act["publish_s"] < 1, "publish waits on rank 0 alone"
+        assert act["publish_s"] < 12, "they wait for rank 0 to fetch their shards, or to give up"
     again = seen[0]["acts"][2]
     assert url in again["error"]
     assert again["publish_s"] < 1, "what is known already is said at once"

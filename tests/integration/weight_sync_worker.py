@@ -179,6 +179,8 @@ def main(job: dict) -> None:
         act = {"publish_s": time.monotonic() - started}
         if fleet is not None:
             act["had_it"] = [server.version == version for server in fleet.servers]
+        else:
+            act["gave"] = sync._thread.followed
         sync.drain()
         if fleet is not None:
             settle(version)

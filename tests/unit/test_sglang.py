@@ -119,6 +119,12 @@ def test_all_of_a_servers_workers_take_part_in_an_update():
     assert Answering().world_size() == 1
 
 
+def test_nccls_complaint_names_what_to_change():
+    said = "Failed to update parameter online: NCCL error: unhandled cuda error, Cuda failure 'invalid argument'"
+    with pytest.raises(UserError, match="NCCL_CUMEM_ENABLE=-2"):
+        SglangControl(URL)._explain(400, "update", "/update_weights_from_distributed", said)
+
+
 def test_a_pause_that_sglang_has_not_is_no_silent_other_one():
     with pytest.raises(ValueError, match="no pause mode 'wait'"):
         SglangControl(URL).pause("wait")

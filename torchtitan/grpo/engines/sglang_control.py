@@ -187,6 +187,11 @@ class SglangControl(HttpControl):
                 f"{self.url}: HTTP 403 on {path}: the server has an --admin-api-key; [rollout] api_key_env must name "
                 "the variable that holds it"
             )
+        if "unhandled cuda error" in said:  # NCCL's words
+            raise UserError(
+                f"{self.url}: {said}: do both ends use NCCL's cuMem? SGLang sets NCCL_CUMEM_ENABLE=0 unless it is set: "
+                "start it by scripts/serve_sglang.sh, or with NCCL_CUMEM_ENABLE=-2, NCCL's own default"
+            )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Weights reach the servers while the trainer trains: snapshot, common pushes, copies for those that fall behind.
 
 `publish` copies this rank's shards and returns. One sync thread a rank does the rest (`sync_thread.py`). The main
-threads never agree on anything, and never wait for a server, a transfer or another rank.
+threads never agree on anything, and with `[weight_sync] async_weight_update` never wait for a server, a transfer or
+another rank.
 """
 
 import logging
@@ -131,7 +132,9 @@ class WeightSync:
         """Give the servers the weights as they are now; `version` is greater than any before.
 
         Returns at once. With `wait`, and without `[weight_sync] async_weight_update`, rank 0 returns when every server
-        in the push has acknowledged this version and is resumed, or has been withdrawn.
+        in the push has acknowledged this version and is resumed, or has been withdrawn; the others when rank 0 has
+        their shards. Did they go on before, their next collective would wait on the device for rank 0, who waits for
+        these shards, and NCCL promises nothing for collectives of several communicators at a time: two GPUs hung.
 
         Raises:
             FleetError: Fewer servers are left than `[rollout] min_servers`; on rank 0.
@@ -141,13 +144,13 @@ class WeightSync:
         # One buffer is enough for a trainer that waits; what may still read it is another rank, or a host copy.
         self._sender.snapshots.take(version, self._config.timeout_seconds)
         self._newest = version
+        wait = wait or not self._config.async_weight_update
         if self._board is not None:
-            wait = wait or not self._config.async_weight_update
             if wait:
                 self._thread.waited_for = version
             self._board.notify()
-            if wait:
-                self._wait_until(lambda: self._thread.settled(version), f"the push of version {version}")
+        if wait:
+            self._wait_for_push(version)
 
     def order_writes_after(self) -> None:
         """Call before the weights change: orders the calling thread's CUDA stream after the snapshot. Never waits."""
@@ -156,12 +159,10 @@ class WeightSync:
     def drain(self) -> None:
         """Wait until the newest version has reached all servers in common pushes. Bounded; call it on every rank."""
         if self._board is None:
-            self._wait_until(
-                lambda: self._thread.followed >= self._newest or not self._thread.is_alive(), "the last push"
-            )
+            self._wait_for_push(self._newest)
             return
         with self.hurry():
-            self._wait_until(lambda: self._thread.settled(self._newest), f"the push of version {self._newest}")
+            self._wait_for_push(self._newest)
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
@@ -212,6 +213,16 @@ class WeightSync:
                 worker.link.close()
             if self._board.copy is not None:
                 self._board.copy.close()
+
+    def _wait_for_push(self, version: int) -> None:
+        thread = self._thread
+        if self._board is not None:
+            self._wait_until(lambda: thread.settled(version), f"the push of version {version}")
+        else:
+            self._wait_until(
+                lambda: thread.followed >= version or not thread.is_alive(),
+                f"trainer rank 0 to fetch this rank's shards of version {version}",
+            )
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         changed = self._board.changed if self._board is not None else threading.Condition()
