@@ -27,7 +27,7 @@ class Ask:
     stop_token_ids: tuple[int, ...]
 
 
-def generation_rate(
+async def generation_rate(
     engine: str,
     urls: list[str],
     asks: list[Ask],
@@ -49,19 +49,6 @@ def generation_rate(
     Raises:
         EngineError: A server fails, or ends no answer in that time.
     """
-    return asyncio.run(_rate(engine, urls, asks, sequences, seeded, settle_s, seconds, timeout_s))
-
-
-async def _rate(
-    engine: str,
-    urls: list[str],
-    asks: list[Ask],
-    sequences: int,
-    seeded: bool,
-    settle_s: float,
-    seconds: float,
-    timeout_s: float,
-) -> float:
     finished: list[tuple[float, int]] = []
     numbered = enumerate(itertools.cycle(asks))
     clients = [make_server(engine, url, None, timeout_s, timeout_s).client for url in urls]

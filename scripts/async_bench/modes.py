@@ -1,6 +1,7 @@
 """The same job in several modes one after another, against the same servers, and the table that compares them."""
 
 import argparse
+import asyncio
 import json
 import random
 import subprocess
@@ -219,7 +220,10 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     rows = []
     for sequences, seeded in sorted({(of_a_step, False), (args.sequences, False), (args.sequences, True)}):
         settle_s = args.bound_s / 3
-        rate = generation_rate(args.engine, urls, asks, sequences, seeded, settle_s, args.bound_s, args.run_limit_s)
+        measurement = generation_rate(
+            args.engine, urls, asks, sequences, seeded, settle_s, args.bound_s, args.run_limit_s
+        )
+        rate = asyncio.run(measurement)
         rows.append({"sequences": sequences, "seeded": "yes" if seeded else "no", "tokens_per_s": rate})
         out.say(f"generation alone, {sequences} sequences a server, seeds {rows[-1]['seeded']}: {rate:,.0f} tokens/s")
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -284,4 +284,4 @@ def test_generation_rate_ends_when_a_server_is_gone(engine, tmp_path):
 
     asks = [generation.Ask([1, 2], 4, (0,))]
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        generation.generation_rate(engine, ["http://127.0.0.1:9"], asks, 4, True, 5.0, 5.0, 5.0)
+        asyncio.run(generation.generation_rate(engine, ["http://127.0.0.1:9"], asks, 4, True, 5.0, 5.0, 5.0))
