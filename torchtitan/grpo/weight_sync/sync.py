@@ -8,7 +8,6 @@ another rank.
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -225,7 +224,7 @@ class WeightSync:
             )
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        changed = self._board.changed if self._board is not None else threading.Condition()
+        changed = self._board.changed if self._board is not None else self._thread.changed
         drain_s = 0.0 if self._pause.in_flight else self._pause.drain_timeout_s
         deadline = time.monotonic() + PHASES * self._config.timeout_seconds + 2 * drain_s  # after a push under way
         with changed:

@@ -87,9 +87,14 @@ class Follower(SyncThread):
 
     Attributes:
         followed: The newest version that this rank has given its shards of.
+        changed: Notified when `followed` is.
     """
 
     followed = -1
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.changed = threading.Condition()
 
     def _work(self) -> None:
         while (word := self._ranks.command(_BEAT, self._raise_if_closed)) != _CLOSE:
@@ -97,7 +102,9 @@ class Follower(SyncThread):
                 with self._hold() as snapshot:
                     for bucket in self._sender.buckets:
                         self._sender.gather(bucket, snapshot)
-                    self.followed = snapshot.version
+                    with self.changed:
+                        self.followed = snapshot.version
+                        self.changed.notify_all()
 
 
 class Leader(SyncThread):
