@@ -219,11 +219,8 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     of_a_step = max(1, args.prompts * args.samples // len(urls))
     rows = []
     for sequences, seeded in sorted({(of_a_step, False), (args.sequences, False), (args.sequences, True)}):
-        settle_s = args.bound_s / 3
-        measurement = generation_rate(
-            args.engine, urls, asks, sequences, seeded, settle_s, args.bound_s, args.run_limit_s
-        )
-        rate = asyncio.run(measurement)
+        times = args.bound_s / 3, args.bound_s, args.run_limit_s  # to settle, to count, at most
+        rate = asyncio.run(generation_rate(args.engine, urls, asks, sequences, seeded, *times))
         rows.append({"sequences": sequences, "seeded": "yes" if seeded else "no", "tokens_per_s": rate})
         out.say(f"generation alone, {sequences} sequences a server, seeds {rows[-1]['seeded']}: {rate:,.0f} tokens/s")
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -17,6 +17,12 @@ from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
 
 POLL_S = 0.5
+_FLAGS = {
+    "embedded": ["--max-sequences", "--max-model-len"],
+    "vllm": ["--max-num-seqs", "--max-model-len"],
+    "sglang": ["--max-running-requests", "--context-length", "--enable-metrics"],
+}
+"""What each engine calls the limits on sequences and on tokens, and flags without a value."""
 
 Say = Callable[[str], None]
 
@@ -39,19 +45,14 @@ class Server(Process):
         self.url = f"http://127.0.0.1:{port}"
         self._engine = engine
         cpu = device == "cpu"
-        length = "--max-model-len"
-        if engine != "embedded":
-            command = ["bash", f"scripts/serve_{engine}.sh", str(model), *(["--cpu"] if cpu else ["--gpu", "0"])]
-        if engine == "vllm":
-            command += ["--max-num-seqs", str(max_sequences)]
-        elif engine == "sglang":
-            command += ["--max-running-requests", str(max_sequences), "--enable-metrics"]
-            length = "--context-length"
-        else:
+        if engine == "embedded":
             command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model)]
             command += ["--device", "cpu" if cpu else "cuda:0", "--dtype", "float32" if cpu else "bfloat16"]
-            command += ["--max-sequences", str(max_sequences), "--parent-pid", str(os.getpid())]
-        command += ["--port", port, length, str(max_tokens), *shlex.split(flags)]
+            command += ["--parent-pid", str(os.getpid())]
+        else:
+            command = ["bash", f"scripts/serve_{engine}.sh", str(model), *(["--cpu"] if cpu else ["--gpu", "0"])]
+        sequences, length, *more = _FLAGS[engine]
+        command += ["--port", port, sequences, str(max_sequences), length, str(max_tokens), *more, *shlex.split(flags)]
         super().__init__(command, log, device_environment([device]))
 
     def wait(self, limit_s: float, say: Say) -> None:

@@ -149,15 +149,13 @@ class SglangControl(HttpControl):
 
     def forget(self) -> None:
         """Drop cached prefixes. A call of its own: refused as part of an update, it ends a server before 0.5.21."""
+        if not self._caches:
+            return
         path, phase, deadline = "/flush_cache", "forget", time.monotonic() + _FORGET_S
-        while self._caches:
-            reply = self._request(
-                "POST", path, phase
-            )  # refused while a request runs, such as one that was just aborted
-            if reply.status != 400 or time.monotonic() > deadline:
-                self._check(reply, phase, path)
-                return
+        # Refused while a request runs, such as one that was just aborted.
+        while (reply := self._request("POST", path, phase)).status == 400 and time.monotonic() < deadline:
             time.sleep(_FORGET_AGAIN_S)
+        self._check(reply, phase, path)
 
     def finish_update(self, version: str) -> None:
         if self._has_sessions:
