@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ from torchtitan.grpo.statistics import (
     sync_metrics,
     validation_metrics,
 )
-from torchtitan.grpo.stopping import FAILED_S, end_within, stop_in_time
+from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, stop_in_time
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
@@ -84,7 +84,7 @@ class Batch:
 
 
 class Trainer:
-    """Everything a run holds; `train` is the loop, `close` releases it all."""
+    """Everything a run holds; `train` is the loop, the end of the context releases it all."""
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -100,9 +100,17 @@ class Trainer:
             self._build()
             self._connect_servers()
         except BaseException:
-            end_within(FAILED_S)
-            self.close()
+            self.__exit__(*sys.exc_info())
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Release servers, workers, files and process groups, last acquired first."""
+        if error[0] is not None:
+            end_within(FAILED_S)
+        self.resources.__exit__(*error)
 
     # ---------------------------------------------------------------------------------------------- the loop
 
@@ -293,10 +301,6 @@ class Trainer:
         if self.is_rank0:
             self.rollouts.load_state_dict(state["rollouts"])
 
-    def close(self) -> None:
-        """Release servers, workers, files and process groups, last acquired first."""
-        self.resources.close()
-
     # ------------------------------------------------------------------------------------- parts of a step
 
     def _saves(self) -> bool:
@@ -427,7 +431,7 @@ class Trainer:
         if device_type != "cpu":
             device_module.set_device(self.device)
         dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
-        self.resources.callback(dist.destroy_process_group)
+        self.resources.push(leave_process_groups)
         self.dims = parallel_dims(config, dist.get_world_size())
         dist_utils.set_determinism(self.dims, self.device, config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
@@ -564,14 +568,8 @@ def main(argv: list[str]) -> int:
             print(describe(config) if speaks else "", end="")
             return 0
         stop_in_time()
-        trainer = Trainer(config)
-        try:
+        with Trainer(config) as trainer:
             trainer.train()
-        except BaseException:
-            end_within(FAILED_S)
-            raise
-        finally:
-            trainer.close()
         end_within(FAILED_S)  # an environment's thread may hang
     except UserError as error:
         if speaks:

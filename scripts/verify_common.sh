@@ -1,26 +1,31 @@
 # Shared by verify_grpo_cpu.sh and verify_grpo_2gpu.sh; sourced after env.sh, never run.
 
-# begin: set `work`, a folder for everything (KEEP names one that stays), `python`, and `server`, the process group of
-# a server that the end of the script stops.
+# begin: set `work`, a folder for everything (KEEP names one that stays), `python`, and `server` and `trainer`, process
+# groups that the end of the script stops, also when it is told to stop itself.
 begin() {
     python=$(find_python)
     work=${KEEP:-$(mktemp -d)}
     mkdir -p "$work"
-    server=''
+    server='' trainer=''
     trap end EXIT
 }
 
-# stop_server: if there is one; its whole process group.
+# stop_group PID SECONDS: end the process group that PID leads, if there is one; by force after so many seconds.
+stop_group() {
+    [ -n "$1" ] || return 0
+    kill -TERM "$1" 2>/dev/null || true # what leads a group here passes it on
+    for _ in $(seq $(($2 * 10))); do kill -0 -- "-$1" 2>/dev/null || break; sleep 0.1; done
+    kill -KILL -- "-$1" 2>/dev/null || true
+    wait "$1" 2>/dev/null || true # or the shell would announce its death
+}
+
 stop_server() {
-    [ -n "$server" ] || return 0
-    kill -TERM -- "-$server" 2>/dev/null || true
-    for _ in $(seq 100); do kill -0 -- "-$server" 2>/dev/null || break; sleep 0.1; done
-    kill -KILL -- "-$server" 2>/dev/null || true
-    wait "$server" 2>/dev/null || true # or the shell would announce its death
+    stop_group "$server" 10
     server=''
 }
 
 end() {
+    stop_group "$trainer" 35 # torchrun gives its ranks 30
     stop_server
     [ -n "${KEEP:-}" ] || rm -rf "$work"
 }
@@ -32,18 +37,22 @@ serve() {
     shift
     port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     url=http://127.0.0.1:$port
-    setsid bash "scripts/serve_$engine.sh" "$@" --port "$port" --load-format dummy > "$work/server.log" 2>&1 &
+    timeout 86400 bash "scripts/serve_$engine.sh" "$@" --port "$port" --load-format dummy > "$work/server.log" 2>&1 &
     server=$!
 }
 
 # train NAME RANKS [flags ...]: a run of the quickstart task with these flags, in $work/NAME.
 train() {
-    local name=$1 ranks=$2
+    local name=$1 ranks=$2 status=0
     shift 2
     echo "== $name: $ranks trainer rank(s)"
-    if ! timeout 1500 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" grpo_train.py \
-        --job.config_file train_configs/quickstart.toml --job.dump_folder "$work/$name" "$@" > "$work/$name.log" 2>&1
-    then
+    # In the background: the shell hears of a signal while it waits, and `timeout` leads a process group of its own.
+    timeout 1500 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" grpo_train.py \
+        --job.config_file train_configs/quickstart.toml --job.dump_folder "$work/$name" "$@" > "$work/$name.log" 2>&1 &
+    trainer=$!
+    wait "$trainer" || status=$?
+    trainer=''
+    if [ "$status" != 0 ]; then
         tail -60 "$work/$name.log"
         if [ -f "$work/server.log" ]; then echo "== server"; tail -30 "$work/server.log"; fi
         echo "FAIL  $name: the run ended with an error"

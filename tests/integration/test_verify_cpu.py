@@ -1,9 +1,14 @@
-"""scripts/verify_grpo_cpu.sh as CI runs it: the part that no other test stands for."""
+"""scripts/verify_grpo_cpu.sh: the part that no other test stands for, and what it leaves behind when it is stopped."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
-from tests.integration.trainer_runs import ROOT, environment, steps
+import pytest
+
+from tests.integration.trainer_runs import ROOT, environment, processes_of, steps
 
 
 def test_background_sync_holds_what_blocking_sync_holds_and_waits_less(tmp_path):
@@ -21,3 +26,23 @@ def test_background_sync_holds_what_blocking_sync_holds_and_waits_less(tmp_path)
     assert len(background) == len(blocking) == 8
     assert any(line.get("time/sync_hidden_s") for line in background)
     assert not any(line.get("time/sync_hidden_s") for line in blocking)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_that_is_stopped_stops_its_trainer(number, tmp_path):
+    command = ["bash", "scripts/verify_grpo_cpu.sh", "embedded"]
+    kept = tmp_path / "kept"
+    variables = environment() | {"PYTHON": sys.executable, "STEPS": "100000", "KEEP": str(kept)}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, process_group=0) as script:
+        try:
+            deadline = time.monotonic() + 120
+            while not steps(kept / "embedded"):
+                assert script.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            os.killpg(script.pid, number)
+            assert script.wait(45) != 0
+            assert processes_of(kept) == []
+        finally:
+            script.kill()
+            for pid in processes_of(kept):
+                os.kill(pid, signal.SIGKILL)

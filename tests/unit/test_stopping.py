@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from torchtitan.grpo.stopping import leave_process_groups
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 1.0
@@ -87,3 +90,11 @@ def test_a_later_call_does_not_give_more_time():
     began = time.monotonic()
     process.communicate(timeout=30)
     assert process.returncode == 1 and time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("error", [None, SystemExit])
+def test_no_process_group_is_left(error):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group(backend="gloo")
+    leave_process_groups(error)
+    assert not dist.is_initialized()

@@ -54,6 +54,20 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
         threading.Thread(target=_stop_with, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
 
 
+def leave_process_groups(error: type[BaseException] | None = None, *_: object) -> None:
+    """Destroy all process groups; after an error abort them, since destroying NCCL's waits for all ranks.
+
+    The arguments are those of `__exit__`. The others, in a collective that this rank will not join, hear of it from
+    gloo when this process is gone, or from torchrun.
+    """
+    import torch.distributed as dist  # not above: torch takes seconds, and to watch for signals nobody needs it
+
+    if error is None:
+        dist.destroy_process_group()
+    else:
+        dist.distributed_c10d._abort_process_group()
+
+
 def _stop_with(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_LAUNCHER_POLL_S)
