@@ -1,6 +1,7 @@
 """Control calls against something that answers 200 to everything, and is no engine: a proxy before a lost server."""
 
 import http.server
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ import pytest
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.http_control import HttpControl, ServerError
 from torchtitan.grpo.engines.sglang_control import SglangControl
+from torchtitan.grpo.errors import UserError
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
@@ -54,3 +56,14 @@ def test_a_reply_that_is_not_as_expected_is_the_servers_failure(kind, call, said
     monkeypatch.setattr(Proxy, "said", said)
     with pytest.raises(ServerError, match=rf"{url}: phase .*answers not as expected"):
         CALLS[call](kind(url, timeout_s=5))
+
+
+@pytest.mark.parametrize(("listens", "hint"), [(True, "if it hangs"), (False, "Start the server")])
+def test_what_to_do_about_a_server_that_does_not_get_well(listens, hint):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if listens:
+            taken.listen()
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=rf"{url}: not healthy after 0.5 s .*{hint}.* start_timeout_seconds"):
+            ServerControl(url).wait_healthy(0.5)

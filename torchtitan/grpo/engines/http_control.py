@@ -1,6 +1,7 @@
 """Control of one inference server over HTTP, whatever its engine: health, connections, errors. For threads."""
 
 import json
+import logging
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import urllib3
 from torchtitan.grpo.engines.protocol import EngineError, error_text
 from torchtitan.grpo.errors import UserError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEEPALIVE_S = 2.0
@@ -19,6 +21,11 @@ KEEPALIVE_S = 2.0
 just closing is lost, and a POST is not repeated."""
 _HEALTH_POLL_S = 0.25
 _HEALTH_REQUEST_S = 5.0
+_MAY_BE_MISSING = "Start the server, correct [rollout] urls, or raise"
+_MAY_HANG = (
+    "It takes connections and answers none: if it hangs, as in a weight update whose trainer died, start it again; "
+    "if it is still starting, raise"
+)
 _CONNECTIONS = 4
 """Kept at once: the update call takes as long as the transfer, and others are made meanwhile."""
 
@@ -57,9 +64,9 @@ class HttpControl:
             UserError: No answer within `timeout_s`.
             ServerError: The process is gone.
         """
-        deadline = time.monotonic() + timeout_s
-        seen = "no connection"
-        while time.monotonic() < deadline:
+        started = time.monotonic()
+        seen, announced = "no connection", False
+        while time.monotonic() < started + timeout_s:
             if process is not None and process.poll() is not None:
                 raise ServerError(f"{self.url}: the server's process ended with exit status {process.returncode}")
             try:
@@ -70,10 +77,13 @@ class HttpControl:
                 if _ok(reply):
                     return
                 seen = f"HTTP {reply.status}"
+            if not announced and time.monotonic() > started + _HEALTH_REQUEST_S:
+                announced = True
+                logger.info("waiting up to %g s for %s (%s)", timeout_s, self.url, seen)
             time.sleep(_HEALTH_POLL_S)
+        hint = _MAY_HANG if seen == urllib3.exceptions.ReadTimeoutError.__name__ else _MAY_BE_MISSING
         raise UserError(
-            f"{self.url}: not healthy after {timeout_s:g} s (last: {seen}). Start the server, correct [rollout] urls, "
-            "or raise [rollout] start_timeout_seconds."
+            f"{self.url}: not healthy after {timeout_s:g} s (last: {seen}). {hint} [rollout] start_timeout_seconds."
         )
 
     def is_healthy(self) -> bool:
