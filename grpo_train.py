@@ -201,9 +201,12 @@ class Trainer:
     def pack_ahead(self) -> Batch | None:
         """With `[async_grpo]`: the next step's batch, made while the device trains this one, if its groups are there.
 
-        Not before a checkpoint: that has to hold all groups that no step was trained on.
+        Not before a checkpoint: that has to hold all groups that no step was trained on. Not before rank 0 validates:
+        the others, with a batch, would wait in a collective for longer than NCCL lets them, and with the weights that
+        rank 0 waits for still on their GPUs.
         """
-        if not self.config.async_grpo.enabled or self.step == self.config.training.steps or self._saves():
+        last = self.step == self.config.training.steps
+        if not self.config.async_grpo.enabled or last or self._saves() or self._validates():
             return None
         if not self.broadcast.json(self.is_rank0 and self.rollouts.is_ready()):
             return None
@@ -254,8 +257,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Ask held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
         validation = self.config.validation
-        due = self.step % validation.freq == 0 or self.step == self.config.training.steps
-        if not (self.is_rank0 and validation.enable and due):
+        if not (self.is_rank0 and self._validates()):
             return {}
         with self.ledger.stage("validate"), self.weight_sync.hurry():
             prompts = self.held_out.first(validation.prompts)
@@ -307,6 +309,11 @@ class Trainer:
         """Whether this step ends in a checkpoint."""
         checkpoint = self.config.checkpoint
         return checkpoint.enable and (self.step % checkpoint.interval == 0 or self.step == self.config.training.steps)
+
+    def _validates(self) -> bool:
+        """Whether this step ends with held-out prompts."""
+        validation = self.config.validation
+        return validation.enable and (self.step % validation.freq == 0 or self.step == self.config.training.steps)
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
         stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)

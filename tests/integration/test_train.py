@@ -63,13 +63,14 @@ def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, tmp_p
             assert other[name] == one[name], (one["step"], name)
 
 
-def test_batches_are_packed_ahead_but_a_checkpoint_loses_no_group(tmp_path):
+def test_batches_are_packed_ahead_but_not_before_a_checkpoint_or_a_validation(tmp_path):
     flags = {"--async_grpo.max_trajectory_age_steps": "3", "--async_grpo.run_ahead": "full", "--grpo.minibatches": "2"}
     flags |= BACKGROUND | {"--training.steps": "6", "--checkpoint.interval": "3", "--metrics.samples_per_step": "1000"}
+    flags |= {"--validation.freq": "5"}
     flags |= {"--rollout.max_answer_tokens": "4"}  # answers are there before a step is trained
     lines = train(tmp_path, flags, ranks=2)
     ahead = [line["pack/ahead"] for line in lines]
-    assert ahead[0] == ahead[3] == 0, "the first step, and that after a checkpoint"
+    assert ahead[0] == ahead[3] == ahead[5] == 0, "the first step, that after a checkpoint and that after a validation"
     assert sum(ahead) >= 2
     assert all(line["rollout/age_max"] <= 3 for line in lines)
     shutil.rmtree(tmp_path / "checkpoint" / "step-6")
