@@ -307,13 +307,15 @@ class Trainer:
 
     def _saves(self) -> bool:
         """Whether this step ends in a checkpoint."""
-        checkpoint = self.config.checkpoint
-        return checkpoint.enable and (self.step % checkpoint.interval == 0 or self.step == self.config.training.steps)
+        return self.config.checkpoint.enable and self._is_due(self.config.checkpoint.interval)
 
     def _validates(self) -> bool:
         """Whether this step ends with held-out prompts."""
-        validation = self.config.validation
-        return validation.enable and (self.step % validation.freq == 0 or self.step == self.config.training.steps)
+        return self.config.validation.enable and self._is_due(self.config.validation.freq)
+
+    def _is_due(self, every: int) -> bool:
+        """What comes at each `every`-th and at the last step."""
+        return self.step % every == 0 or self.step == self.config.training.steps
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
         stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)

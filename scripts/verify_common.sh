@@ -13,7 +13,7 @@ begin() {
 # stop_group PID SECONDS: end the process group that PID leads, if there is one; by force after so many seconds.
 stop_group() {
     [ -n "$1" ] || return 0
-    kill -TERM "$1" 2>/dev/null || true # what leads a group here passes it on
+    kill -TERM "$1" 2>/dev/null || true # `timeout`, which leads each group here, passes it on
     for _ in $(seq $(($2 * 10))); do kill -0 -- "-$1" 2>/dev/null || break; sleep 0.1; done
     kill -KILL -- "-$1" 2>/dev/null || true
     wait "$1" 2>/dev/null || true # or the shell would announce its death
@@ -30,8 +30,8 @@ end() {
     [ -n "${KEEP:-}" ] || rm -rf "$work"
 }
 
-# serve ENGINE MODEL [flags ...]: start a server (vllm or sglang) in the background; `url` is its address. The trainer
-# waits for it.
+# serve ENGINE MODEL [flags ...]: start a server (vllm or sglang) in the background, for a day at most; `url` is its
+# address. The trainer waits for it.
 serve() {
     local engine=$1 port
     shift

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -44,5 +45,6 @@ def test_a_script_that_is_stopped_stops_its_trainer(number, tmp_path):
             assert processes_of(kept) == []
         finally:
             script.kill()
-            for pid in processes_of(kept):
-                os.kill(pid, signal.SIGKILL)
+            for pid in processes_of(kept):  # none, unless the test has failed
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
