@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import EngineError, error_text
@@ -51,8 +52,10 @@ class HttpClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
         timeout = aiohttp.ClientTimeout(total=remaining_s)
+        headers = {"Content-Type": "application/json"} | (headers or {})
+        data = msgspec.json.encode(body)  # which shares the interpreter with the trainer, as reading the reply does
         try:
-            async with self._session.post(self.url + route, json=body, headers=headers, timeout=timeout) as reply:
+            async with self._session.post(self.url + route, data=data, headers=headers, timeout=timeout) as reply:
                 status, payload = reply.status, await reply.read()
         except TimeoutError as error:
             raise EngineError(
