@@ -33,7 +33,7 @@ from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.engines.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.gradients import accumulate_gradients
+from torchtitan.grpo.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.ledger import Ledger
 from torchtitan.grpo.metrics import MetricsLogger, SampleLog
 from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_config
@@ -446,7 +446,6 @@ class Trainer:
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
         self.data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0
         self.row_tokens = row_tokens(config)
-        self.reduce_once = config.training.reduce_gradients == "step"
         self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
         # Rank 0 may be busy with rollouts, validation or a server's start for as long as these may take.
         self.broadcast = Broadcaster(2 * config.rollout.group_timeout_seconds + config.rollout.start_timeout_seconds)
@@ -471,6 +470,7 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         self.model = build_model(self.source, config, self.dims, self.device)
+        self.reduce_once = reduces_once(config.training.reduce_gradients, self.model)
         # One rank waits for no other.
         self.attention_tokens = attention_tokens(self.model) if self.data_ranks > 1 else math.inf
         if config.model.weights == "hf":

@@ -44,7 +44,7 @@ One H200, then two:
 
 RL's case: --prompt-share 0.3. Where the time of a step goes: --what ours --profile FOLDER. On a CPU, only to see that
 it works: --shapes tiny --device cpu --tokens 64 --documents 32. What follows `--` is configuration of grpo_train.py,
-for all contenders that read it: `-- --training.reduce_gradients step`.
+for all contenders that read it: `-- --training.reduce_gradients microbatch`.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.gradients import accumulate_gradients
+from torchtitan.grpo.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.losses import row_loss
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack
 from torchtitan.grpo.parallelize import build_model
@@ -52,6 +52,7 @@ def ours(setup: Setup) -> Contender:
     """The policy update of grpo_train.py: its model, rows, loss, accumulation of gradients, optimizer."""
     config, work = setup.config, setup.work
     model = build_model(setup.source, config, setup.dims, setup.device)
+    once = reduces_once(config.training.reduce_gradients, model)
     unsure = -torch.log(torch.tensor(float(setup.source.model_args.vocab_size))).item()
     samples = []
     pairs = zip(setup.sequences.flatten(0, 1).tolist(), setup.advantages.flatten().tolist(), strict=True)
@@ -72,9 +73,7 @@ def ours(setup: Setup) -> Contender:
         return loss, sums | {"negative_logprobs": -logprobs.detach().sum()}
 
     def gradients() -> Tensor:
-        return accumulate_gradients(model, rows, loss_of, config.training.reduce_gradients == "step")[
-            "negative_logprobs"
-        ]
+        return accumulate_gradients(model, rows, loss_of, once)["negative_logprobs"]
 
     @torch.no_grad()
     def logprobs() -> None:

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.grpo import logprobs, packed_model, parallelize
+from torchtitan.grpo import gradients, logprobs, packed_model, parallelize
 from torchtitan.grpo.config.dry_run import memory_lines
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.memory import BlockActivations, block_activations, kept_activations, memory_bytes
@@ -138,6 +138,8 @@ def read(folder: str, world: int, tokens: int, rows: int, *flags: str, monkeypat
         "grpo.prompts_per_step": str(world),
         "grpo.group_size": str(DOCUMENTS * rows),
     }
+    if "--training.reduce_gradients" not in flags:
+        settings["training.reduce_gradients"] = "microbatch"  # `auto` takes `step` for models as small as these
     if "--parallelism.tensor_parallel_degree" in flags:
         degree = int(flags[flags.index("--parallelism.tensor_parallel_degree") + 1])
         settings["grpo.prompts_per_step"] = str(world // degree)
@@ -306,6 +308,18 @@ def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
     elsewhere = sum(memory.moments[memory.peak][part] for part in ("snapshots", "buckets, at most"))
     assert memory.total(memory.peak) - elsewhere == pytest.approx(peak, rel=0.05)
     assert moment in (None, memory.peak)
+
+
+def test_the_estimate_knows_what_auto_does(folders, monkeypatch):
+    def peak(choice: str) -> int:
+        flags = ["--training.reduce_gradients", choice]
+        config = read(folders["qwen3-small"], 4, 128, 2, *flags, monkeypatch=monkeypatch)
+        memory = memory_bytes(config, 4)
+        return memory.total(memory.peak)
+
+    assert peak("auto") == peak("step") > peak("microbatch")
+    monkeypatch.setattr(gradients, "SMALL_MODEL", 1000)
+    assert peak("auto") == peak("microbatch")
 
 
 def test_a_reference_model_keeps_what_its_forward_gathered(folders, gpu_kernels, monkeypatch):

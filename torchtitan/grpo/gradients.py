@@ -7,6 +7,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.packing import Microbatch
 
+SMALL_MODEL = 1_000_000_000
+"""Parameters up to which `[training] reduce_gradients = "auto"` is `"step"`: that costs 6 bytes each in bfloat16, and
+what the host spends on FSDP2's hooks decides how long a row takes (docs/performance.md)."""
+
+
+def reduces_once(choice: str, model: nn.Module) -> bool:
+    """Whether this model's gradients are reduced once a step, by `[training] reduce_gradients`."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return choice == "step" or (choice == "auto" and parameters <= SMALL_MODEL)
+
 
 def accumulate_gradients(
     model: nn.Module,

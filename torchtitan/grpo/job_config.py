@@ -47,9 +47,10 @@ class Training:
     kept_logits_mib: int = 2048
     """Logits, in MiB of the compute dtype, that are kept from forward to backward; the others are computed again. A row
     of 16k answer tokens has 4.6 GiB of them at Qwen3's vocabulary. 0 keeps none."""
-    reduce_gradients: Literal["microbatch", "step"] = "microbatch"
+    reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
     """When sharded ranks gather parameters and reduce gradients: for every packed row, or once for the rows of an
-    optimizer step, which saves traffic and keeps a whole model's weights and gradients on every rank meanwhile."""
+    optimizer step, which saves traffic and the host's time, and keeps a whole model's weights and gradients on every
+    rank meanwhile. `auto` is `step` for models of up to a billion parameters, where the host decides."""
     flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
     """Attention kernels in bfloat16 on GPUs: torch's own (`FA2`), or those of `flash-attn-4` (`FA4`), faster on Hopper
     and Blackwell. `auto` takes `FA4` where it is installed and agrees with `FA2` in a trial at the start."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
+from torchtitan.grpo.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.hf_config import ModelArgs
@@ -177,7 +178,8 @@ class _Rank:
         self.uses_fsdp = ranks > 1 or training.mixed_precision_param != training.dtype
         self.never_resharded = parallelism.fsdp_reshard_after_forward == "never"
         self.several_rows = optimizer_step_rows(config, world_size) > 1
-        self.reduced_once = self.uses_fsdp and self.several_rows and training.reduce_gradients == "step"
+        once = reduces_once(training.reduce_gradients, model)
+        self.reduced_once = self.uses_fsdp and self.several_rows and once
         self.compiled = config.compile.enable
 
         # Parameters, of one tensor-parallel rank but for the first line.
