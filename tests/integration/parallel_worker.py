@@ -23,7 +23,7 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
     def tokens(n: int) -> list[int]:
         return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
 
-    lengths = [(5, 9), (3, 1), (11, 17), (2, 30), (8, 8), (1, 6), (4, 12)]
+    lengths = [(5, 9), (3, 1), (11, 17), (2, 30), (8, 8), (1, 6), (4, 12), (7, 20), (5, 25), (2, 14), (9, 19)]
     return [PackedSample(tokens(p), tokens(a), (-1.0) ** i, 1 / 83, [0.0] * a) for i, (p, a) in enumerate(lengths)]
 
 
@@ -51,6 +51,7 @@ def main(
     load_hf_weights(model, source, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = pack(make_samples(source.model_args.vocab_size), row_tokens, world // tp, tp)[data_rank]
+    assert len(rows) > 1 or not reduce_once
 
     def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logprobs, entropy = model(row, 0.8)

@@ -81,13 +81,24 @@ def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(folders, t
     torch.testing.assert_close(parallel, alone, atol=2e-3, rtol=2e-2)
 
 
-@pytest.mark.parametrize("replicas", [1, 2], ids=["sharded", "replicated"])
-def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, replicas, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "tp", "replicas"),
+    [(2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 2, 1)],
+    ids=["sharded", "replicated", "replicas of shards", "tensor parallel"],
+)
+def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, ranks, tp, replicas, tmp_path):
     """In rows of 32 tokens: several for each rank. Replicated: pure data parallelism, with nothing sharded."""
     alone = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "1", row_tokens=64))
     split = torch.tensor(run(folders["qwen3-tied"], 1, 1, tmp_path / "split", row_tokens=32))
     torch.testing.assert_close(split, alone, atol=1e-5, rtol=0)
     for once in (False, True):
-        out = tmp_path / f"once-{once}"
-        both = torch.tensor(run(folders["qwen3-tied"], 2, 1, out, replicas=replicas, row_tokens=32, reduce_once=once))
+        how = {"replicas": replicas, "row_tokens": 32, "reduce_once": once}
+        both = torch.tensor(run(folders["qwen3-tied"], ranks, tp, tmp_path / f"once-{once}", **how))
         torch.testing.assert_close(both, alone, atol=1e-5, rtol=0, msg=lambda m, o=once: f"once={o}: {m}")
+
+
+def test_bfloat16_gradients_that_are_reduced_once_are_summed_in_float32(folders, tmp_path):
+    """As those of single rows are."""
+    how = {"row_tokens": 32, "computed": "bfloat16"}
+    by_row, once = (run(folders["qwen3-tied"], 1, 1, tmp_path / f"{o}", reduce_once=o, **how) for o in (False, True))
+    torch.testing.assert_close(torch.tensor(once), torch.tensor(by_row), atol=1e-6, rtol=0)
