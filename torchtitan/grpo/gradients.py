@@ -8,8 +8,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.grpo.packing import Microbatch
 
 SMALL_MODEL = 1_000_000_000
-"""Parameters up to which `[training] reduce_gradients = "auto"` is `"step"`: that costs 6 bytes each in bfloat16, and
-what the host spends on FSDP2's hooks decides how long a row takes (docs/performance.md)."""
+"""Parameters up to which `[training] reduce_gradients = "auto"` is `"step"`: that costs 6 bytes each in bfloat16. At
+0.6B what the host spends on FSDP2's hooks decides how long a row takes (docs/performance.md); where that ends is a
+guess."""
 
 
 def reduces_once(choice: str, model: nn.Module) -> bool:

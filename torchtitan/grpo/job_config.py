@@ -50,7 +50,7 @@ class Training:
     reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
     """When sharded ranks gather parameters and reduce gradients: for every packed row, or once for the rows of an
     optimizer step, which saves traffic and the host's time, and keeps a whole model's weights and gradients on every
-    rank meanwhile. `auto` is `step` for models of up to a billion parameters, where the host decides."""
+    rank meanwhile. `auto` is `step` for models of up to a billion parameters: at 0.6B the host bounds the step."""
     flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
     """Attention kernels in bfloat16 on GPUs: torch's own (`FA2`), or those of `flash-attn-4` (`FA4`), faster on Hopper
     and Blackwell. `auto` takes `FA4` where it is installed and agrees with `FA2` in a trial at the start."""

@@ -26,7 +26,9 @@ class HttpClient:
     def __init__(self, url: str, api_key: str | None, request_timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self.request_timeout_s = request_timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -52,7 +54,6 @@ class HttpClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
         timeout = aiohttp.ClientTimeout(total=remaining_s)
-        headers = {"Content-Type": "application/json"} | (headers or {})
         data = msgspec.json.encode(body)  # which shares the interpreter with the trainer, as reading the reply does
         try:
             async with self._session.post(self.url + route, data=data, headers=headers, timeout=timeout) as reply:

@@ -275,32 +275,30 @@ class Router:
         oldest = min((server.version for server in in_traffic), default=-1)
         share = (sum(server.in_flight for server in in_traffic) + self.waiting) / max(1, len(in_traffic))
         now, held = self._loop.time(), False
-        served = []  # thousands may wait, and most calls serve one of them: no copy of the queues
-        try:
-            for ticket in itertools.chain(self._under_way, self._others):
-                if not places:
-                    return
-                min_version = ticket.start.min_version()
-                if min_version > newest:
-                    continue  # most of those who wait, if many do: this is all that they cost
-                server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
-                if server is None:  # it has left traffic this moment; its change calls here again
+        served = []  # they leave the queues afterwards: thousands may wait, too many to copy for the one that is served
+        for ticket in itertools.chain(self._under_way, self._others):
+            if not places:
+                break
+            min_version = ticket.start.min_version()
+            if min_version > newest:
+                continue  # most of those who wait, if many do: this is all that they cost
+            server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
+            if server is None:  # it has left traffic this moment; its change calls here again
+                continue
+            if oldest < min_version and server.in_flight >= share:
+                ticket.held_at = now if ticket.held_at is None else ticket.held_at
+                if now < ticket.held_at + HOLD_S:
+                    held = True
                     continue
-                if oldest < min_version and server.in_flight >= share:
-                    ticket.held_at = now if ticket.held_at is None else ticket.held_at
-                    if now < ticket.held_at + HOLD_S:
-                        held = True
-                        continue
-                self._occupy(server, ticket.start)
-                served.append(ticket)
-                ticket.server.set_result(server)
-                if not self._has_place(server):
-                    places.remove(server)
-                    newest = max((server.version for server in places), default=-1)
-        finally:
-            for ticket in served:
-                self._under_way.pop(ticket, None)
-                self._others.pop(ticket, None)
+            self._occupy(server, ticket.start)
+            ticket.server.set_result(server)
+            served.append(ticket)
+            if not self._has_place(server):
+                places.remove(server)
+                newest = max((server.version for server in places), default=-1)
+        for ticket in served:
+            self._under_way.pop(ticket, None)
+            self._others.pop(ticket, None)
         if held and self._hold_ends is None:
             self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
 
