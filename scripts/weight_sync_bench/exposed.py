@@ -11,7 +11,7 @@ import requests
 import torch
 from bench_common.output import Output, Row
 
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack
 

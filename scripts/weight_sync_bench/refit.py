@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from bench_common.output import Output, Row, cell, medians
 
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
 
 from .baselines import raw_broadcasts

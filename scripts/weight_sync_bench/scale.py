@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench_common.output import Output, Row, growth_exponent, line_through
 
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
 
 from .receivers import Receivers, raise_open_files_limit

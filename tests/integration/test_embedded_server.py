@@ -27,7 +27,7 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.engines.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.job_config import Rollout
+from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.weight_sync.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_sync.transport import Group, host_store, wait
 
@@ -310,7 +310,7 @@ def test_server_ends_with_its_parent(model_dir: Path, tmp_path: Path) -> None:
 import os, sys
 sys.path.insert(0, {str(REPO_ROOT)!r})
 from torchtitan.grpo.engines.spawn import EmbeddedServer
-from torchtitan.grpo.job_config import Rollout
+from torchtitan.grpo.config.job_config import Rollout
 server = EmbeddedServer()
 server.start({str(model_dir)!r}, Rollout(), "cpu", {str(tmp_path / "server.log")!r})
 print(server.process.pid, flush=True)

@@ -13,7 +13,7 @@ from conftest import save_tiny_qwen3
 from transformers import Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.http_control import ServerError

@@ -15,7 +15,7 @@ from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.job_config import AsyncGrpo, Data, Grpo, Rollout
+from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, Rollout
 from torchtitan.grpo.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn

@@ -32,7 +32,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.models import load_hf_weights, resolve_model

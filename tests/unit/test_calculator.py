@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.environments.calculator import MAX_CALLS, calculate, call_ends, rollout
-from torchtitan.grpo.job_config import Data
+from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.prompts import PromptSource
 from torchtitan.grpo.rollouts.environment import RolloutClient, checked
 from torchtitan.grpo.rollouts.samples import Prompt

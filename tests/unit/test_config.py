@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.config.dry_run import describe
 from torchtitan.grpo.config.keys import keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
@@ -195,7 +195,7 @@ BAD_TOML = {
     "own module": (
         "[job]\ncustom_config_module = 'my.config'",
         "[job] custom_config_module",
-        "torchtitan.grpo.job_config",
+        "torchtitan.grpo.config.job_config",
     ),
     "file names file": ("[job]\nconfig_file = 'other.toml'", "[job] config_file", "on the command line"),
 }
@@ -270,7 +270,7 @@ def test_toml_under_flags_over_defaults(tmp_path):
     assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
     assert config.rollout.urls == ["http://a:1", "http://b:2"]
     assert config.job.config_file.endswith("run.toml")
-    assert config.job.custom_config_module == "torchtitan.grpo.job_config"
+    assert config.job.custom_config_module == "torchtitan.grpo.config.job_config"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_toml_under_flags_over_defaults(tmp_path):
         (["--optimizer.lr", "3e-6"], "optimizer.lr", 3e-6),
         (["--data.system_prompt=--be brief"], "data.system_prompt", "--be brief"),
         (["--job.dump_folder", "~/x"], "job.dump_folder", str(Path.home() / "x")),
-        (["--job.custom_config_module", "torchtitan.grpo.job_config"], "grpo.group_size", 8),
+        (["--job.custom_config_module", "torchtitan.grpo.config.job_config"], "grpo.group_size", 8),
         (["--parallelism.pipeline_parallel_degree", "1"], "parallelism.pipeline_parallel_degree", 1),
     ],
 )

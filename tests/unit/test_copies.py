@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.job_config import WeightSync
+from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.weight_sync.link import Pause
 from torchtitan.grpo.weight_sync.push import Copy
 from torchtitan.grpo.weight_sync.sync_thread import Leader

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from torchtitan.grpo.job_config import Grpo
+from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.losses import (
     POLICY_LOSSES,
     age_sums,

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.job_config import Data
+from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 
 TINY = Path(__file__).parents[2] / "train_configs" / "tiny_qwen3"

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.job_config import Data, Reward
+from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.reward_functions import exact_match, math_verify, numeric_match
 from torchtitan.grpo.rewards import RewardRunner
 from torchtitan.grpo.rollouts.samples import Prompt, Sample

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchtitan.grpo.job_config import Grpo
+from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.packing import Microbatch
 
 LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.grpo.job_config import Offload
+from torchtitan.grpo.config.job_config import Offload
 from torchtitan.grpo.optimizer_offload import HostOptimizerStates, OptimizerStateOffload
 from torchtitan.grpo.pinned import CopyStream, PinnedTwin, local_tensor
 

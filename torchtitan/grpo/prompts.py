@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
-from torchtitan.grpo.job_config import Data
+from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.reward_functions import answer_regex
 from torchtitan.grpo.rollouts.samples import Prompt
 from torchtitan.grpo.tasks import Row, load_rows

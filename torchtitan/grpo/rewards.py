@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.job_config import Reward
+from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.reward_functions import BUILT_IN, answer_regex, resolve
 from torchtitan.grpo.reward_worker import Call, Score, serve
 from torchtitan.grpo.rollouts.samples import Sample

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.gradients import accumulate_gradients
-from torchtitan.grpo.job_config import Sft
+from torchtitan.grpo.config.job_config import Sft
 from torchtitan.grpo.packing import Microbatch, PackedSample
 
 

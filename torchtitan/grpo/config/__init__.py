@@ -1,1 +1,1 @@
-"""From TOML and command line to one checked configuration. The keys themselves are in `job_config.py`."""
+"""From TOML and command line to one checked configuration. The keys themselves are in `config/job_config.py`."""

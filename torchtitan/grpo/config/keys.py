@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchtitanConfig
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import nearest
 
 MODULE = job_config.__name__
@@ -102,7 +102,7 @@ def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
 
 
 def _docs() -> dict[str, str]:
-    """The string under each field of job_config.py, by path."""
+    """The string under each field of config/job_config.py, by path."""
     classes = {
         node.name: node for node in ast.parse(inspect.getsource(job_config)).body if isinstance(node, ast.ClassDef)
     }

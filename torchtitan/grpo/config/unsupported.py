@@ -42,7 +42,7 @@ UNSUPPORTED: dict[str, str] = {
     "comm.mode": "servers need a real process group",
     "memory_estimation": "use --dry_run",
     "fault_tolerance": "torchft is not supported; resume from a checkpoint",
-    "experimental": "nothing reads it here; add keys to torchtitan/grpo/job_config.py instead",
+    "experimental": "nothing reads it here; add keys to torchtitan/grpo/config/job_config.py instead",
     "validation.dataset": "held-out prompts come from [data]: validation_path, validation_split or the data's end",
     "validation.dataset_path": "use data.validation_path",
     "validation.local_batch_size": "use validation.prompts and validation.samples_per_prompt",

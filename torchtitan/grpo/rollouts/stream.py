@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
-from torchtitan.grpo.job_config import AsyncGrpo, Grpo, Rollout
+from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.prompts import PromptSource
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.buckets import bucket_bytes, plan_to_json

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torchtitan.grpo import job_config
+from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.weight_sync.buckets import Bucket
 from torchtitan.grpo.weight_sync.push import Push
