@@ -26,7 +26,7 @@ from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.config.batch import row_tokens
-from torchtitan.grpo.config.dry_run import describe
+from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams

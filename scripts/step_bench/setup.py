@@ -14,7 +14,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.config.memory import memory_bytes
+from torchtitan.grpo.dry_run.memory import memory_bytes
 from torchtitan.grpo.models import resolve_model
 from torchtitan.grpo.parallelize import parallel_dims
 

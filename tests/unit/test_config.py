@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.config.dry_run import describe
+from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.config.keys import keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
 from torchtitan.grpo.config.machine import check_machine

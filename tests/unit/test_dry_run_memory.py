@@ -22,9 +22,9 @@ from transformers import LlamaConfig, Qwen3Config
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo import gradients, logprobs, packed_model, parallelize
-from torchtitan.grpo.config.dry_run import memory_lines
+from torchtitan.grpo.dry_run.describe import memory_lines
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.config.memory import BlockActivations, block_activations, kept_activations, memory_bytes
+from torchtitan.grpo.dry_run.memory import BlockActivations, block_activations, kept_activations, memory_bytes
 from torchtitan.grpo.gradients import accumulate_gradients
 from torchtitan.grpo.models import resolve_model
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack
