@@ -41,11 +41,11 @@ from torchtitan.grpo.offload import Offloading
 from torchtitan.grpo.packed_model import attention_tokens
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack, packing_metrics
 from torchtitan.grpo.parallelize import build_model, parallel_dims
-from torchtitan.grpo.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.rewards import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import load_environment
-from torchtitan.grpo.rollouts.samples import Group, Sample
+from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.sft import as_packed_samples, supervised_steps
 from torchtitan.grpo.statistics import (

@@ -10,7 +10,7 @@ import random
 import zlib
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.rollouts.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import Prompt, Sample
 
 if TYPE_CHECKING:  # reward workers import this module too, and need no HTTP client
     from torchtitan.grpo.rollouts.environment import RolloutClient

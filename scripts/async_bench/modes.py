@@ -19,7 +19,7 @@ from async_bench.processes import Server, healthy, read_lines, train
 from bench_common.output import Output, Row
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
 
 Flags = dict[str, Any]
 

@@ -16,11 +16,11 @@ from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, Rollout
-from torchtitan.grpo.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom
-from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.rollouts.stream import RolloutStream
 
 B = 4

@@ -24,9 +24,9 @@ from async_bench.model import make_model  # noqa: E402
 from torchtitan.grpo.config.load import load_config  # noqa: E402
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
-from torchtitan.grpo.prompts import load_tokenizer  # noqa: E402
+from torchtitan.grpo.data.prompts import load_tokenizer  # noqa: E402
 from torchtitan.grpo.rollouts.environment import RolloutClient, load_environment  # noqa: E402
-from torchtitan.grpo.rollouts.samples import Prompt  # noqa: E402
+from torchtitan.grpo.data.samples import Prompt  # noqa: E402
 
 
 @pytest.mark.parametrize(

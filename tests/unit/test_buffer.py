@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
-from torchtitan.grpo.rollouts.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import Prompt, Sample
 
 STEPS = 12
 

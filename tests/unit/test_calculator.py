@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.environments.calculator import MAX_CALLS, calculate, call_ends, rollout
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.prompts import PromptSource
+from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.rollouts.environment import RolloutClient, checked
-from torchtitan.grpo.rollouts.samples import Prompt
+from torchtitan.grpo.data.samples import Prompt
 
 TINY = Path(__file__).parents[2] / "train_configs" / "tiny_qwen3"
 END = 2  # <eos>

@@ -15,11 +15,11 @@ from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.prompts import load_tokenizer
+from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
 from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
-from torchtitan.grpo.rollouts.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import Prompt, Sample
 
 VERSION = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)

@@ -14,7 +14,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.losses import mismatch_sums, policy_loss
 from torchtitan.grpo.metrics import PROGRESS, MetricsLogger, SampleLog
-from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 
 TINY = Path(__file__).parents[2] / "train_configs" / "tiny_qwen3"
 
@@ -294,7 +294,7 @@ def test_prompts_by_index_leave_the_position_alone(tokenizer):
 
 # Curriculum
 
-UNSOLVED = "torchtitan.grpo.curricula:unsolved"
+UNSOLVED = "torchtitan.grpo.data.curricula:unsolved"
 
 
 def refuse_odd_answers(prompt, pass_rate):
@@ -391,8 +391,8 @@ def test_held_out_prompts_have_no_curriculum(tokenizer):
 @pytest.mark.parametrize(
     ("curriculum", "words"),
     [
-        ("torchtitan.grpo.curricula", ["module:function"]),
-        ("torchtitan.grpo.curricula:unsloved", ["[data] curriculum", '"unsolved"']),
+        ("torchtitan.grpo.data.curricula", ["module:function"]),
+        ("torchtitan.grpo.data.curricula:unsloved", ["[data] curriculum", '"unsolved"']),
         ("builtins:exit", ["[data] curriculum", "must take 2 arguments (prompt, pass_rate)"]),
         (hook(fail_on_five), ["[data] curriculum", "failed on prompt 5: ZeroDivisionError"]),
         (hook(forget_to_return), ["[data] curriculum", "returned None for prompt", "True or False"]),

@@ -11,8 +11,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.reward_functions import exact_match, math_verify, numeric_match
 from torchtitan.grpo.rewards import RewardRunner
-from torchtitan.grpo.rollouts.samples import Prompt, Sample
-from torchtitan.grpo.tasks import load_rows
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.sources import load_rows
 
 FUNCTIONS = """
 import os

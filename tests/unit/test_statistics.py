@@ -1,7 +1,7 @@
 import pytest
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.rollouts.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.statistics import (
     policy_metrics,
     rollout_metrics,

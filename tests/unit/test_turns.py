@@ -7,9 +7,9 @@ import pytest
 
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.prompts import load_tokenizer
+from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns, checked, load_environment, single_turn
-from torchtitan.grpo.rollouts.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import Prompt, Sample
 
 PROMPT = Prompt(7, [3, 4, 5], "a prompt")
 PARAMS = SamplingParams(n=4, temperature=0.7, max_tokens=10, stop_token_ids=(2,), seed=100)

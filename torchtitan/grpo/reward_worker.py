@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from torchtitan.grpo.reward_functions import BUILT_IN, PACKAGES, RewardFunction, answer_regex, checked, resolve
-from torchtitan.grpo.rollouts.samples import Prompt
+from torchtitan.grpo.data.samples import Prompt
 
 
 class Call(NamedTuple):

@@ -20,7 +20,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.reward_functions import BUILT_IN, answer_regex, resolve
 from torchtitan.grpo.reward_worker import Call, Score, serve
-from torchtitan.grpo.rollouts.samples import Sample
+from torchtitan.grpo.data.samples import Sample
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0

@@ -5,7 +5,7 @@ from statistics import fmean, pstdev
 
 from torchtitan.grpo.advantages import zero_variance
 from torchtitan.grpo.engines.fleet import Fleet
-from torchtitan.grpo.rollouts.samples import Group
+from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.weight_sync.report import SyncReport
 
 

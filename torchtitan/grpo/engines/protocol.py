@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchtitan.grpo.rollouts.samples import FinishReason
+from torchtitan.grpo.data.samples import FinishReason
 
 _MESSAGE_CHARS = 2000
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, Router, Start
-from torchtitan.grpo.rollouts.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
 
 T = TypeVar("T")
 

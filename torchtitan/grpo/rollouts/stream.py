@@ -10,12 +10,12 @@ from typing import Any
 
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
-from torchtitan.grpo.prompts import PromptSource
+from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import AnyFrom
-from torchtitan.grpo.rollouts.samples import Group
+from torchtitan.grpo.data.samples import Group
 from torchtitan.tools.logging import logger
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from torchtitan.grpo.engines.embedded.kv_cache import RowCache
 from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
-from torchtitan.grpo.rollouts.samples import FinishReason
+from torchtitan.grpo.data.samples import FinishReason
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward pass."""

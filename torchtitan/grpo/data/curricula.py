@@ -1,6 +1,6 @@
 """Ready-made hooks for `[data] curriculum`; see `prompts.PromptSource` for what a hook is."""
 
-from torchtitan.grpo.rollouts.samples import Prompt
+from torchtitan.grpo.data.samples import Prompt
 
 
 def unsolved(prompt: Prompt, pass_rate: float | None) -> bool:

@@ -13,8 +13,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.reward_functions import answer_regex
-from torchtitan.grpo.rollouts.samples import Prompt
-from torchtitan.grpo.tasks import Row, load_rows
+from torchtitan.grpo.data.samples import Prompt
+from torchtitan.grpo.data.sources import Row, load_rows
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024
@@ -58,7 +58,7 @@ class PromptSource:
 
     `[data] curriculum` is a hook `function(prompt, pass_rate) -> bool` that says whether to ask a training prompt now;
     `pass_rate` is the last mean reward that `record` noted for the prompt, or None. What it refuses is skipped, and is
-    offered again in the next epoch. `torchtitan.grpo.curricula` has a ready-made one.
+    offered again in the next epoch. `torchtitan.grpo.data.curricula` has a ready-made one.
 
     Args:
         seed: Orders the rows (`debug.seed`), anew each epoch; it does not choose which rows there are.
