@@ -2,7 +2,7 @@
 
 One class, one loop, read from top to bottom. Rank 0 asks the questions, scores the answers and packs them; every
 rank holds a shard of the model, trains on its rows and takes part in publishing the weights to the servers.
-The loss is in `torchtitan/grpo/losses.py`, rewards in `torchtitan/grpo/reward_functions.py`.
+The loss is in `torchtitan/grpo/losses.py`, rewards in `torchtitan/grpo/rewards/functions.py`.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from torchtitan.grpo.packed_model import attention_tokens
 from torchtitan.grpo.packing import Microbatch, PackedSample, pack, packing_metrics
 from torchtitan.grpo.parallelize import build_model, parallel_dims
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
-from torchtitan.grpo.rewards import RewardRunner
+from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.data.samples import Group, Sample

@@ -9,8 +9,8 @@ import pytest
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Data, Reward
-from torchtitan.grpo.reward_functions import exact_match, math_verify, numeric_match
-from torchtitan.grpo.rewards import RewardRunner
+from torchtitan.grpo.rewards.functions import exact_match, math_verify, numeric_match
+from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.sources import load_rows
 

@@ -1,6 +1,6 @@
 """A reward worker's own process. It imports what the reward functions need, and no torch: it starts in a moment.
 
-rewards.py  ---- lists of Call ---->  serve
+rewards/runner.py  ---- lists of Call ---->  serve
             <--- a Score for each --
 """
 
@@ -11,7 +11,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from torchtitan.grpo.reward_functions import BUILT_IN, PACKAGES, RewardFunction, answer_regex, checked, resolve
+from torchtitan.grpo.rewards.functions import BUILT_IN, PACKAGES, RewardFunction, answer_regex, checked, resolve
 from torchtitan.grpo.data.samples import Prompt
 
 

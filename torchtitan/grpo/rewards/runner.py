@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Reward
-from torchtitan.grpo.reward_functions import BUILT_IN, answer_regex, resolve
-from torchtitan.grpo.reward_worker import Call, Score, serve
+from torchtitan.grpo.rewards.functions import BUILT_IN, answer_regex, resolve
+from torchtitan.grpo.rewards.worker import Call, Score, serve
 from torchtitan.grpo.data.samples import Sample
 from torchtitan.tools.logging import logger
 
