@@ -2,7 +2,7 @@
 
 One class, one loop, read from top to bottom. Rank 0 asks the questions, scores the answers and packs them; every
 rank holds a shard of the model, trains on its rows and takes part in publishing the weights to the servers.
-The loss is in `torchtitan/grpo/losses.py`, rewards in `torchtitan/grpo/rewards/functions.py`.
+The loss is in `torchtitan/grpo/policy/losses.py`, rewards in `torchtitan/grpo/rewards/functions.py`.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo import losses
-from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
+from torchtitan.grpo.policy import losses
+from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, zero_variance
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.config.batch import row_tokens
@@ -33,13 +33,13 @@ from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.engines.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.gradients import accumulate_gradients, reduces_once
+from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.ledger import Ledger
 from torchtitan.grpo.metrics import MetricsLogger, SampleLog
 from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_config
 from torchtitan.grpo.offload import Offloading
 from torchtitan.grpo.packed_model import attention_tokens
-from torchtitan.grpo.packing import Microbatch, PackedSample, pack, packing_metrics
+from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack, packing_metrics
 from torchtitan.grpo.parallelize import build_model, parallel_dims
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.rewards.runner import RewardRunner
@@ -47,7 +47,7 @@ from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.rollouts.stream import RolloutStream
-from torchtitan.grpo.sft import as_packed_samples, supervised_steps
+from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
 from torchtitan.grpo.statistics import (
     policy_metrics,
     rollout_metrics,

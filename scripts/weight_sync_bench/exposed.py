@@ -13,7 +13,7 @@ from bench_common.output import Output, Row
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
 
 from .trainer import Ranks, Servers, build, connected, hf_tensors, shape_source
 

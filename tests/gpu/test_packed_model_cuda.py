@@ -13,7 +13,7 @@ from torchtitan.grpo import packed_model
 from torchtitan.grpo.flash_attention import MODULE
 from torchtitan.grpo.logprobs import token_logprobs
 from torchtitan.grpo.models import load_hf_weights, resolve_model
-from torchtitan.grpo.packing import PackedSample, pack
+from torchtitan.grpo.policy.packing import PackedSample, pack
 from torchtitan.grpo.parallelize import build_model
 
 DEVICE = torch.device("cuda", 0)

@@ -28,7 +28,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.models import resolve_model
-from torchtitan.grpo.packing import PackedSample, pack
+from torchtitan.grpo.policy.packing import PackedSample, pack
 from torchtitan.grpo.parallelize import build_model
 
 TINY = dict(

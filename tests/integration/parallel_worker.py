@@ -11,9 +11,9 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.gradients import accumulate_gradients
+from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.models import load_hf_weights, resolve_model
-from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
 from torchtitan.grpo.parallelize import build_model
 
 

@@ -17,7 +17,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.models import export_hf, load_hf_weights, resolve_model
-from torchtitan.grpo.packing import PackedSample, pack
+from torchtitan.grpo.policy.packing import PackedSample, pack
 from torchtitan.grpo.parallelize import build_model
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from torchtitan.grpo.models import load_hf_weights, resolve_model
 from torchtitan.grpo.packed_model import Documents, _by_length_class, attention_tokens, make_packed
-from torchtitan.grpo.packing import PackedSample, pack
+from torchtitan.grpo.policy.packing import PackedSample, pack
 
 SHAPE = dict(
     vocab_size=300,

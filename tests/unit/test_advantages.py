@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from torchtitan.grpo.advantages import group_advantages, overlong_penalty, zero_variance
+from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, zero_variance
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0, 1.0], [0.3, -2.0], [5.0, 5.5, 7.25]]
 

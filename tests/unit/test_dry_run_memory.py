@@ -25,9 +25,9 @@ from torchtitan.grpo import gradients, logprobs, packed_model, parallelize
 from torchtitan.grpo.dry_run.describe import memory_lines
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.memory import BlockActivations, block_activations, kept_activations, memory_bytes
-from torchtitan.grpo.gradients import accumulate_gradients
+from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.models import resolve_model
-from torchtitan.grpo.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
 
 TINY = str(Path(__file__).resolve().parents[2] / "train_configs" / "tiny_qwen3")
 DOCUMENTS = 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.grpo.gradients import SMALL_MODEL, reduces_once
+from torchtitan.grpo.policy.gradients import SMALL_MODEL, reduces_once
 
 
 @pytest.mark.parametrize(

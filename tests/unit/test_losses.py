@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.config.job_config import Grpo
-from torchtitan.grpo.losses import (
+from torchtitan.grpo.policy.losses import (
     POLICY_LOSSES,
     age_sums,
     importance_weights,

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.losses import mismatch_sums, policy_loss
+from torchtitan.grpo.policy.losses import mismatch_sums, policy_loss
 from torchtitan.grpo.metrics import PROGRESS, MetricsLogger, SampleLog
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.packing import (
+from torchtitan.grpo.policy.packing import (
     PADDING_DOCUMENT_TOKENS,
     Answers,
     Microbatch,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.packing import Microbatch
+from torchtitan.grpo.policy.packing import Microbatch
 
 
 class Broadcaster:

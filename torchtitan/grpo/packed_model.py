@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.grpo.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.logprobs import token_logprobs
-from torchtitan.grpo.packing import PADDING_DOCUMENT_TOKENS, Microbatch
+from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, Microbatch
 from torchtitan.models.attention import VarlenMetadata
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
-from torchtitan.grpo.gradients import reduces_once
+from torchtitan.grpo.policy.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.hf_config import ModelArgs

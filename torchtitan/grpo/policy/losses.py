@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Grpo
-from torchtitan.grpo.packing import Microbatch
+from torchtitan.grpo.policy.packing import Microbatch
 
 LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
 

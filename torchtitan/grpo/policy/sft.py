@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.gradients import accumulate_gradients
+from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.config.job_config import Sft
-from torchtitan.grpo.packing import Microbatch, PackedSample
+from torchtitan.grpo.policy.packing import Microbatch, PackedSample
 
 
 def as_packed_samples(pairs: list[tuple[list[int], list[int]]]) -> list[PackedSample]:
