@@ -36,11 +36,11 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.ledger import Ledger
 from torchtitan.grpo.metrics import MetricsLogger, SampleLog
-from torchtitan.grpo.models import load_hf_weights, resolve_model, write_hf_config
+from torchtitan.grpo.model.source import load_hf_weights, resolve_model, write_hf_config
 from torchtitan.grpo.offload import Offloading
-from torchtitan.grpo.packed_model import attention_tokens
+from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack, packing_metrics
-from torchtitan.grpo.parallelize import build_model, parallel_dims
+from torchtitan.grpo.model.parallelize import build_model, parallel_dims
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector

@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.losses import row_loss
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.tools.utils import set_default_dtype
 
 from .setup import Setup, checkpointing

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.grpo.logprobs import token_logprobs
+from torchtitan.grpo.model.logprobs import token_logprobs
 
 from .measure import device_name, timed
 from .setup import Setup

@@ -22,8 +22,8 @@ from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.models import ModelSource, resolve_model
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.model.source import ModelSource, resolve_model
+from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 from .receivers import Receivers

@@ -27,9 +27,9 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.checkpoint import Checkpointer
-from torchtitan.grpo.models import resolve_model
+from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import PackedSample, pack
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.model.parallelize import build_model
 
 TINY = dict(
     architectures=["Qwen3ForCausalLM"],

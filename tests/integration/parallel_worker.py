@@ -12,9 +12,9 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.policy.gradients import accumulate_gradients
-from torchtitan.grpo.models import load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.model.parallelize import build_model
 
 
 def make_samples(vocabulary: int) -> list[PackedSample]:

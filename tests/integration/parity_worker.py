@@ -16,9 +16,9 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.models import export_hf, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import export_hf, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.packing import PackedSample, pack
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.model.parallelize import build_model
 
 
 def reference_logprobs(folder: str, tokens: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.models import export_hf, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import export_hf, load_hf_weights, resolve_model
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.weight_sync.sync import WeightSync
 

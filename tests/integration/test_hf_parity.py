@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from tests.ranks import Ranks
-from torchtitan.grpo.models import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
-from torchtitan.grpo.packed_model import Documents, PackedAttention
+from torchtitan.grpo.model.source import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
+from torchtitan.grpo.model.packed import Documents, PackedAttention
 
 SHAPE = dict(
     vocab_size=127,  # odd, so that FSDP2 and TP shards are uneven

@@ -20,7 +20,7 @@ from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.models import load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from torchtitan.grpo.logprobs import token_logprobs
+from torchtitan.grpo.model.logprobs import token_logprobs
 
 TOKENS, DIM, TEMPERATURE = 23, 16, 0.8
 

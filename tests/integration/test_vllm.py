@@ -40,7 +40,7 @@ from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.models import load_hf_weights
+from torchtitan.grpo.model.source import load_hf_weights
 from torchtitan.grpo.weight_sync.link import WeightSyncError
 from torchtitan.grpo.weight_sync.sync import WeightSync
 

@@ -11,7 +11,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.models import ModelSource, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 
 CPU = torch.device("cpu")
 SYNC = job_config.WeightSync(timeout_seconds=30.0)

@@ -35,8 +35,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
-from torchtitan.grpo.models import load_hf_weights, resolve_model
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.model.source import load_hf_weights, resolve_model
+from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.weight_sync.buckets import TRAILER_BYTES
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.sync import WeightSync

@@ -18,7 +18,7 @@ from step_bench.kernels import kernel_class  # noqa: E402
 from step_bench.setup import peak_parts  # noqa: E402
 from step_bench.work import FIRST_TOKEN, Work, step_flops  # noqa: E402
 
-from torchtitan.grpo.hf_config import from_folder  # noqa: E402
+from torchtitan.grpo.model.hf_config import from_folder  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3Model, qwen3_args  # noqa: E402
 
 SMALL = ["--device", "cpu", "--shapes", "tiny", "--tokens", "64", "--documents", "32"]

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, Qwen3Config
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.models import resolve_model
+from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import PackedSample, pack
-from torchtitan.grpo.parallelize import build_model
+from torchtitan.grpo.model.parallelize import build_model
 
 LAYERS = 3
 AGAIN = {

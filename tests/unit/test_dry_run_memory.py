@@ -26,7 +26,7 @@ from torchtitan.grpo.dry_run.describe import memory_lines
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.memory import BlockActivations, block_activations, kept_activations, memory_bytes
 from torchtitan.grpo.policy.gradients import accumulate_gradients
-from torchtitan.grpo.models import resolve_model
+from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
 
 TINY = str(Path(__file__).resolve().parents[2] / "train_configs" / "tiny_qwen3")

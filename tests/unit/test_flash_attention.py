@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torchtitan.grpo import flash_attention as module
+from torchtitan.grpo.model import flash_attention as module
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.flash_attention import choose_attention, flash_attention_2, flash_attention_4
+from torchtitan.grpo.model.flash_attention import choose_attention, flash_attention_2, flash_attention_4
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (4, 2, 64)

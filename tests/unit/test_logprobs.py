@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.grpo.logprobs import token_logprobs
+from torchtitan.grpo.model.logprobs import token_logprobs
 
 TOKENS, DIM, VOCAB = 37, 16, 50
 

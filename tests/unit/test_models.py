@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.models import ModelSource, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 
 SHAPE = dict(
     vocab_size=67,

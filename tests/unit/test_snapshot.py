@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.models import TiedQwen3StateDictAdapter
+from torchtitan.grpo.model.source import TiedQwen3StateDictAdapter
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.sender import Sender, hugging_face_specs
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, canonical_name, primary_holdings

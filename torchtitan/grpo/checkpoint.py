@@ -39,7 +39,7 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.models import ModelSource, export_hf
+from torchtitan.grpo.model.source import ModelSource, export_hf
 from torchtitan.tools.logging import logger
 
 _MARKER = "complete.json"

@@ -19,7 +19,7 @@ from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_to
 from torchtitan.grpo.policy.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
-    from torchtitan.grpo.hf_config import ModelArgs
+    from torchtitan.grpo.model.hf_config import ModelArgs
 
 Parts = dict[str, int]
 """Bytes by what holds them."""
@@ -144,7 +144,7 @@ def memory_bytes(config: JobConfig, world_size: int) -> Memory:
     Raises:
         UserError: The model folder cannot be read.
     """
-    from torchtitan.grpo.models import resolve_model
+    from torchtitan.grpo.model.source import resolve_model
 
     source = resolve_model(config.model, config.training.seq_len)
     with torch.device("meta"):
@@ -341,6 +341,6 @@ def _bucket_share(config: JobConfig) -> int:
 
 
 def _chunk_tokens() -> int:
-    from torchtitan.grpo.logprobs import token_logprobs
+    from torchtitan.grpo.model.logprobs import token_logprobs
 
     return inspect.signature(token_logprobs).parameters["chunk_tokens"].default

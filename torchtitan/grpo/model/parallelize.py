@@ -18,14 +18,14 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.flash_attention import (
+from torchtitan.grpo.model.flash_attention import (
     KEPT_BY_SELECTIVE_CHECKPOINTING,
     Attention,
     choose_attention,
     flash_attention_2,
 )
-from torchtitan.grpo.models import ModelSource
-from torchtitan.grpo.packed_model import make_packed
+from torchtitan.grpo.model.source import ModelSource
+from torchtitan.grpo.model.packed import make_packed
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.tools.utils import set_default_dtype

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan.grpo.flash_attention import Attention, flash_attention_2
-from torchtitan.grpo.logprobs import token_logprobs
+from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
+from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, Microbatch
 from torchtitan.models.attention import VarlenMetadata
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.hf_config import ModelArgs, agree, from_flavor, from_folder, read_json
+from torchtitan.grpo.model.hf_config import ModelArgs, agree, from_flavor, from_folder, read_json
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
