@@ -37,7 +37,7 @@ from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.ledger import Ledger
 from torchtitan.grpo.metrics import MetricsLogger, SampleLog
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model, write_hf_config
-from torchtitan.grpo.offload import Offloading
+from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack, packing_metrics
 from torchtitan.grpo.model.parallelize import build_model, parallel_dims

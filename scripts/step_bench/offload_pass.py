@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.optimizer_offload import HostOptimizerStates, OptimizerStateOffload
-from torchtitan.grpo.pinned import local_tensor
+from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.offload.pinned import local_tensor
 
 from .contenders import Contender, ours
 from .measure import GIB, Stopwatch, device_name, reset_peak, synchronize, update

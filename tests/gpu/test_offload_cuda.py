@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.grpo.offload import HostedWeights
-from torchtitan.grpo.optimizer_offload import HostOptimizerStates, OptimizerStateOffload
-from torchtitan.grpo.pinned import local_tensor
+from torchtitan.grpo.offload.offloading import HostedWeights
+from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.offload.pinned import local_tensor
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20

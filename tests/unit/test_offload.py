@@ -17,12 +17,12 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
-from torchtitan.grpo import pinned
+from torchtitan.grpo.offload import pinned
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.offload import HostedWeights
-from torchtitan.grpo.optimizer_offload import HostOptimizerStates, OptimizerStateOffload, Phase
-from torchtitan.grpo.pinned import CopyStream, PinnedTwin, local_tensor, put_together
+from torchtitan.grpo.offload.offloading import HostedWeights
+from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload, Phase
+from torchtitan.grpo.offload.pinned import CopyStream, PinnedTwin, local_tensor, put_together
 
 CPU = torch.device("cpu")
 TINY = ["--model.hf_assets_path", str(Path(__file__).resolve().parents[2] / "train_configs" / "tiny_qwen3")]

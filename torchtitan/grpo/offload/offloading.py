@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.config.job_config import Offload
-from torchtitan.grpo.optimizer_offload import HostOptimizerStates, OptimizerStateOffload
-from torchtitan.grpo.pinned import CopyStream, PinnedTwin, local_tensor
+from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.offload.pinned import CopyStream, PinnedTwin, local_tensor
 
 
 class HostedWeights:
