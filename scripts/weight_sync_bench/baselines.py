@@ -12,7 +12,7 @@ from bench_common.output import Output, Row, cell, medians
 from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.transport import Group, host_store, join_store, wait
+from torchtitan.grpo.weight_wire.transport import Group, host_store, join_store, wait
 
 from .receivers import Child
 from .trainer import bounded, hf_tensors, shape_source

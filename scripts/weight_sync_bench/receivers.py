@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.receiver import Receiver
+from torchtitan.grpo.weight_wire.receiver import Receiver
 
 START_TIMEOUT_S = 180.0
 _LOG_TAIL_CHARS = 3000

@@ -28,8 +28,8 @@ from torchtitan.grpo.engines.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Rollout
-from torchtitan.grpo.weight_sync.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
-from torchtitan.grpo.weight_sync.transport import Group, host_store, wait
+from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
+from torchtitan.grpo.weight_wire.transport import Group, host_store, wait
 
 LONG = 900
 """Answer tokens of a request that is still running when the test does something else: about 1 s."""

@@ -37,10 +37,10 @@ from torchtitan.grpo.engines.control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.model.parallelize import build_model
-from torchtitan.grpo.weight_sync.buckets import TRAILER_BYTES
+from torchtitan.grpo.weight_wire.buckets import TRAILER_BYTES
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.sync import WeightSync
-from torchtitan.grpo.weight_sync.transport import Group
+from torchtitan.grpo.weight_wire.transport import Group
 
 send = Group.broadcast
 post = ServerLink._post

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan.grpo.weight_sync.bucket_files import bucket_path, read_bucket, write_bucket
-from torchtitan.grpo.weight_sync.buckets import Checksum, TensorSpec, plan_buckets
+from torchtitan.grpo.weight_wire.bucket_files import bucket_path, read_bucket, write_bucket
+from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.buckets import (
+from torchtitan.grpo.weight_wire.buckets import (
     ALIGNMENT_BYTES,
     Checksum,
     TensorSpec,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.grpo.weight_sync.buckets import TRAILER_BYTES, TensorSpec, plan_buckets
+from torchtitan.grpo.weight_wire.buckets import TRAILER_BYTES, TensorSpec, plan_buckets
 from torchtitan.grpo.weight_sync.direct_load import DirectLoading
 from torchtitan.grpo.weight_sync.load_recording import NotDirectError, record
 

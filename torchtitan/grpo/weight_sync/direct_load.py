@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.grpo.weight_sync.buckets import Bucket, Checksum
+from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum
 from torchtitan.grpo.weight_sync.load_recording import (
     COPY,
     FILLS,

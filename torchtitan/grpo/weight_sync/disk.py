@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.grpo.weight_sync.bucket_files import write_bucket
-from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_wire.bucket_files import write_bucket
+from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import Copy
 

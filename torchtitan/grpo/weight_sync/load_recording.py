@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_wire.buckets import Bucket
 
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
 

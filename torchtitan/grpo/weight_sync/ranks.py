@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.weight_sync.transport import wait
+from torchtitan.grpo.weight_wire.transport import wait
 
 _GROUP_TIMEOUT_FACTOR = 2.0
 

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Server
-from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_sync.push import Push
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.report import SyncReport

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from torchtitan.grpo.engines import bundled_outputs, flat_logprobs
 from torchtitan.grpo.engines.vllm_replies import in_api_server
 from torchtitan.grpo.weight_sync import receiver, token_versions
-from torchtitan.grpo.weight_sync.buckets import Bucket
+from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_sync.direct_load import DirectLoading
 
 logger = init_logger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log

@@ -240,7 +240,7 @@ class EmbeddedApp:
 
     async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
         # Imported here: a server that never gets an update needs no process groups.
-        from torchtitan.grpo.weight_sync.receiver import Receiver
+        from torchtitan.grpo.weight_wire.receiver import Receiver
 
         init_info = (await _json(http)).get("init_info")
         if not isinstance(init_info, dict):

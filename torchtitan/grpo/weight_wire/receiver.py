@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.grpo.weight_sync.bucket_files import read_bucket
-from torchtitan.grpo.weight_sync.buckets import Bucket, Checksum, combine_checksums, plan_from_json
-from torchtitan.grpo.weight_sync.transport import Group, address_towards, join_store, wait
+from torchtitan.grpo.weight_wire.bucket_files import read_bucket
+from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_from_json
+from torchtitan.grpo.weight_wire.transport import Group, address_towards, join_store, wait
 
 PROTOCOL = 1
 ACK_FIELDS = 5

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from torchtitan.grpo.weight_sync.buckets import TRAILER_FIELDS, Bucket
+from torchtitan.grpo.weight_wire.buckets import TRAILER_FIELDS, Bucket
 
 
 def bucket_path(folder: str | Path, bucket: Bucket) -> Path:
