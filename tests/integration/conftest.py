@@ -19,7 +19,7 @@ from torchtitan.grpo.engines.control import ServerControl
 REPO_ROOT = Path(__file__).parents[2]
 START_S = 180.0
 STOP_S = 20.0
-PLUGIN_MODULE = "torchtitan.grpo.weight_sync.vllm_plugin"
+PLUGIN_MODULE = "torchtitan.grpo.inside_vllm.plugin"
 
 
 @dataclass

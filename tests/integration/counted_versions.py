@@ -1,6 +1,6 @@
 """A vLLM plug-in of the tests: our own bookkeeping of token versions beside vLLM 0.32's, under another name."""
 
-from torchtitan.grpo.engines.vllm_replies import in_api_server
+from torchtitan.grpo.inside_vllm.replies import in_api_server
 from torchtitan.grpo.weight_sync import token_versions
 
 KEY = "counted_versions"

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from torchtitan.grpo.engines.bundled_outputs import INLINE_BYTES, VARIABLE, Bundles, _tokens
+from torchtitan.grpo.inside_vllm.bundled_outputs import INLINE_BYTES, VARIABLE, Bundles, _tokens
 
 
 class Reason(enum.IntEnum):

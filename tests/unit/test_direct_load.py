@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchtitan.grpo.weight_wire.buckets import TRAILER_BYTES, TensorSpec, plan_buckets
-from torchtitan.grpo.weight_sync.direct_load import DirectLoading
-from torchtitan.grpo.weight_sync.load_recording import NotDirectError, record
+from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
+from torchtitan.grpo.inside_vllm.load_recording import NotDirectError, record
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

@@ -95,7 +95,7 @@ def pretend_vllm(bare_python, tmp_path):
         metadata.mkdir()
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 0.1\n")
         if plugin:
-            entry = "[vllm.general_plugins]\ntorchtitan_grpo = torchtitan.grpo.weight_sync.vllm_plugin:register\n"
+            entry = "[vllm.general_plugins]\ntorchtitan_grpo = torchtitan.grpo.inside_vllm.plugin:register\n"
             (metadata / "entry_points.txt").write_text(entry)
         return run(
             "bash",

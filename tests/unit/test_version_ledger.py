@@ -1,6 +1,6 @@
 """The count of tokens per weight version that stands in for vLLM's own before 0.32."""
 
-from torchtitan.grpo.weight_sync.token_versions import VersionLedger
+from torchtitan.grpo.inside_vllm.token_versions import VersionLedger
 
 
 def span(version: str, start: int, end: int) -> dict:

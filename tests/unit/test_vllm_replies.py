@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from torchtitan.grpo.engines import flat_logprobs
-from torchtitan.grpo.engines.vllm_replies import with_field
+from torchtitan.grpo.inside_vllm.replies import with_field
 
 
 class Choice(pydantic.BaseModel):

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum
-from torchtitan.grpo.weight_sync.load_recording import (
+from torchtitan.grpo.inside_vllm.load_recording import (
     COPY,
     FILLS,
     Copy,

@@ -23,7 +23,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from torchtitan.grpo.engines.vllm_replies import with_field
+from torchtitan.grpo.inside_vllm.replies import with_field
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
