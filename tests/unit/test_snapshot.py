@@ -13,7 +13,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import TiedQwen3StateDictAdapter
 from torchtitan.grpo.weight_sync.ranks import Ranks
-from torchtitan.grpo.weight_sync.sender import Sender, hugging_face_specs
+from torchtitan.grpo.weight_sync.packer import Sender, hugging_face_specs
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, canonical_name, primary_holdings
 from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer

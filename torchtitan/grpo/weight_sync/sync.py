@@ -26,7 +26,7 @@ from torchtitan.grpo.weight_sync.push import HostCopy
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_sync.report import SyncReport
-from torchtitan.grpo.weight_sync.sender import Sender
+from torchtitan.grpo.weight_sync.packer import Sender
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
 from torchtitan.grpo.weight_sync.worker import Board, Mode, ServerWorker
 
