@@ -31,7 +31,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
-from torchtitan.grpo.engines.spawn import EmbeddedServer, choose_device
+from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.ledger import Ledger

@@ -19,7 +19,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource, resolve_model

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.ranks import free_port
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 
 REPO_ROOT = Path(__file__).parents[2]
 START_S = 180.0

@@ -18,13 +18,13 @@ from aiohttp import web
 from conftest import REPO_ROOT, save_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
-from torchtitan.grpo.engines.spawn import EmbeddedServer
+from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Rollout
@@ -309,7 +309,7 @@ def test_server_ends_with_its_parent(model_dir: Path, tmp_path: Path) -> None:
     script = f"""
 import os, sys
 sys.path.insert(0, {str(REPO_ROOT)!r})
-from torchtitan.grpo.engines.spawn import EmbeddedServer
+from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.config.job_config import Rollout
 server = EmbeddedServer()
 server.start({str(model_dir)!r}, Rollout(), "cpu", {str(tmp_path / "server.log")!r})

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.trainer_runs import BACKGROUND, EndlessRun, endless, environment, steps
 from tests.ranks import ROOT, Ranks, free_port
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 
 STRAGGLER_S = 1.5
 STEP_S = 1.0

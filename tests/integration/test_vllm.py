@@ -35,7 +35,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.integration import counted_versions
 from tests.integration.served_logprobs import answer_logprobs, worst_logprob_difference
 from tests.integration.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.ranks import ROOT, Ranks, free_port
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 
 SMALL = {
     "--job.config_file": "train_configs/quickstart.toml",

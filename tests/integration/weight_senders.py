@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.engines.control import ServerControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server, read_urls
 from torchtitan.grpo.errors import UserError
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchtitan.grpo.engines.spawn import choose_device
+from torchtitan.grpo.engines.embedded.spawn import choose_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
