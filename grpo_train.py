@@ -34,8 +34,8 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
-from torchtitan.grpo.ledger import Ledger
-from torchtitan.grpo.metrics import MetricsLogger, SampleLog
+from torchtitan.grpo.reporting.ledger import Ledger
+from torchtitan.grpo.reporting.writers import MetricsLogger, SampleLog
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model, write_hf_config
 from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.model.packed import attention_tokens
@@ -48,7 +48,7 @@ from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
-from torchtitan.grpo.statistics import (
+from torchtitan.grpo.reporting.step_metrics import (
     policy_metrics,
     rollout_metrics,
     server_metrics,

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from torchtitan.grpo.ledger import Ledger, shares, verdict
+from torchtitan.grpo.reporting.ledger import Ledger, shares, verdict
 
 
 def test_stages_and_other_sum_to_the_step():

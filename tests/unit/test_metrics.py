@@ -13,9 +13,9 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import mismatch_sums, policy_loss
-from torchtitan.grpo.metrics import PROGRESS, MetricsLogger, SampleLog
+from torchtitan.grpo.reporting.writers import PROGRESS, MetricsLogger, SampleLog
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
-from torchtitan.grpo.statistics import policy_metrics, rollout_metrics, validation_metrics
+from torchtitan.grpo.reporting.step_metrics import policy_metrics, rollout_metrics, validation_metrics
 
 ROOT = Path(__file__).parents[2]
 

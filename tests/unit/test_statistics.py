@@ -2,7 +2,7 @@ import pytest
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.statistics import (
+from torchtitan.grpo.reporting.step_metrics import (
     policy_metrics,
     rollout_metrics,
     server_metrics,
