@@ -21,33 +21,28 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.policy import losses
-from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, zero_variance
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.config.batch import row_tokens
-from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.samples import Group, Sample
+from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
-from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.grpo.reporting.writers import MetricsLogger, SampleLog
+from torchtitan.grpo.model.packed import attention_tokens
+from torchtitan.grpo.model.parallelize import build_model, parallel_dims
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model, write_hf_config
 from torchtitan.grpo.offload.offloading import Offloading
-from torchtitan.grpo.model.packed import attention_tokens
+from torchtitan.grpo.policy import losses
+from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, zero_variance
+from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack, packing_metrics
-from torchtitan.grpo.model.parallelize import build_model, parallel_dims
-from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
-from torchtitan.grpo.rewards.runner import RewardRunner
-from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.environment import load_environment
-from torchtitan.grpo.data.samples import Group, Sample
-from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
+from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.step_metrics import (
     policy_metrics,
     rollout_metrics,
@@ -55,6 +50,11 @@ from torchtitan.grpo.reporting.step_metrics import (
     sync_metrics,
     validation_metrics,
 )
+from torchtitan.grpo.reporting.writers import MetricsLogger, SampleLog
+from torchtitan.grpo.rewards.runner import RewardRunner
+from torchtitan.grpo.rollouts.collector import Collector
+from torchtitan.grpo.rollouts.environment import load_environment
+from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, stop_in_time
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import init_logger

@@ -18,8 +18,8 @@ from async_bench.measured import BOUND, MEASURED, compare, in_order, summarise
 from async_bench.processes import Server, healthy, read_lines, train
 from bench_common.output import Output, Row
 
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.errors import UserError
 
 Flags = dict[str, Any]
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.losses import row_loss
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
-from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.tools.utils import set_default_dtype
 
 from .setup import Setup, checkpointing

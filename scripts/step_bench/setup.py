@@ -15,8 +15,8 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.memory import memory_bytes
-from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.model.parallelize import parallel_dims
+from torchtitan.grpo.model.source import resolve_model
 
 from .work import Work, step_flops
 

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import torch
 from bench_common.output import Output, Row, cell, medians
 
-from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.http_control import ServerError
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_wire.transport import Group, host_store, join_store, wait
 

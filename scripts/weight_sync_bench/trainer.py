@@ -19,11 +19,11 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.source import ModelSource, resolve_model
 from torchtitan.grpo.model.parallelize import build_model
+from torchtitan.grpo.model.source import ModelSource, resolve_model
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 from .receivers import Receivers

@@ -12,9 +12,9 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.model import packed as packed_model
 from torchtitan.grpo.model.flash_attention import MODULE
 from torchtitan.grpo.model.logprobs import token_logprobs
+from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.packing import PackedSample, pack
-from torchtitan.grpo.model.parallelize import build_model
 
 DEVICE = torch.device("cuda", 0)
 

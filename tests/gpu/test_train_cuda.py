@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.integration.trainer_runs import BACKGROUND, endless, servers_of, train
+from tests.helpers.trainer_runs import BACKGROUND, endless, servers_of, train
 from torchtitan.grpo.stopping import GRACE_S
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

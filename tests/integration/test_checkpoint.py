@@ -11,11 +11,12 @@ import torch.distributed as dist
 from checkpoint_worker import TINY, TinyTrainer, checkpoint_section
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import Ranks
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 from torchtitan.grpo.checkpoint import Checkpointer, complete_steps
 from torchtitan.grpo.errors import UserError
 
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
+WORKER = ROOT / "tests" / "helpers" / "checkpoint_worker.py"
 
 
 @pytest.fixture(scope="module", autouse=True)

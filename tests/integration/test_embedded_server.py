@@ -15,19 +15,20 @@ import pytest
 import requests
 import torch
 from aiohttp import web
-from conftest import REPO_ROOT, save_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from tests.helpers import ROOT
+from tests.helpers.servers import save_tiny_qwen3
+from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
+from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.transport import Group, host_store, wait
 
@@ -308,7 +309,7 @@ def test_sigterm_ends_in_order(model_dir: Path, tmp_path: Path) -> None:
 def test_server_ends_with_its_parent(model_dir: Path, tmp_path: Path) -> None:
     script = f"""
 import os, sys
-sys.path.insert(0, {str(REPO_ROOT)!r})
+sys.path.insert(0, {str(ROOT)!r})
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.config.job_config import Rollout
 server = EmbeddedServer()
@@ -476,7 +477,7 @@ def test_nan_weights_are_an_error_for_every_request(reference, tmp_path: Path) -
 def test_import_is_light() -> None:
     """The server loads nothing of upstream but what `torchtitan.grpo.compat` touches: no models, no trainer."""
     script = "import sys, torchtitan.grpo.engines.embedded.__main__; print(*sys.modules)"
-    env = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     modules = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
     upstream = {m for m in modules.split() if m.startswith("torchtitan.") and not m.startswith("torchtitan.grpo")}
     assert upstream <= {"torchtitan.tools", "torchtitan.tools.logging", "torchtitan.tools.utils"} | {

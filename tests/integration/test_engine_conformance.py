@@ -15,22 +15,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-import conftest
 import pytest
 import torch
-from conftest import RunningServer, kill_group, save_tiny_qwen3
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
-from tests.integration.served_logprobs import answer_logprobs
-from tests.integration.trainer_runs import ROOT, train
-from tests.integration.weight_senders import CPU, SYNC, changed, trainer_of
+from tests.helpers import ROOT, servers
+from tests.helpers.served_logprobs import answer_logprobs
+from tests.helpers.servers import RunningServer, kill_group, save_tiny_qwen3
+from tests.helpers.trainer_runs import train
+from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of
+from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import export_hf, load_hf_weights, resolve_model
-from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 TINY = ROOT / "train_configs" / "tiny_qwen3"
@@ -120,7 +120,7 @@ def start(tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
     with ExitStack() as stack:
 
         def start(engine: str, model: Path, *flags: str, port: int = 0) -> RunningServer:
-            serve = getattr(conftest, f"serve_{engine}")
+            serve = getattr(servers, f"serve_{engine}")
             return stack.enter_context(serve(tmp_path_factory.mktemp(engine), model, *flags, port=port))
 
         yield start

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.integration.trainer_runs import BACKGROUND, attempt, embedded_url, train
+from tests.helpers.trainer_runs import BACKGROUND, attempt, embedded_url, train
 from torchtitan.grpo.environments.calculator import CALL, MAX_CALLS, calculate
 
 CALCULATOR = {

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.trainer_runs import BACKGROUND, EndlessRun, endless, environment, steps
-from tests.ranks import ROOT, Ranks, free_port
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks, free_port
+from tests.helpers.trainer_runs import BACKGROUND, EndlessRun, endless, environment, steps
 from torchtitan.grpo.engines.vllm_control import ServerControl
 
 STRAGGLER_S = 1.5

@@ -18,9 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.ranks import Ranks
-from torchtitan.grpo.model.source import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 from torchtitan.grpo.model.packed import Documents, PackedAttention
+from torchtitan.grpo.model.source import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
 
 SHAPE = dict(
     vocab_size=127,  # odd, so that FSDP2 and TP shards are uneven
@@ -160,7 +161,7 @@ def test_a_flavours_config_takes_its_token_ids_from_the_tokenizer(folders, tmp_p
 def test_sharded_load_and_export(folders, tmp_path, ranks, tp):
     out = tmp_path / "seen.json"
     fitting = [str(folder) for name, folder in folders.items() if tp == 1 or "tied" in name]
-    worker = Path(__file__).with_name("parity_worker.py")
+    worker = ROOT / "tests" / "helpers" / "parity_worker.py"
     Ranks(ranks, worker, tp, out, *fitting, log=tmp_path / "log", cwd=tmp_path).check()
     seen = json.loads(out.read_text())
     assert len(seen) == len(fitting)

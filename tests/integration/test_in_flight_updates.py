@@ -9,17 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import save_tiny_qwen3
 from transformers import Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
+from tests.helpers.servers import save_tiny_qwen3
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.sync import WeightSync
 

@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.model.packed import Documents, _by_length_class, attention_tokens, make_packed
+from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.packing import PackedSample, pack
 
 SHAPE = dict(

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.ranks import Ranks
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 
 SHAPE = dict(
     vocab_size=131,  # odd, so that FSDP2 and TP shards are uneven
@@ -51,7 +52,7 @@ def run(
     """[[loss, gradient norm]] of three steps on `ranks` gloo ranks, in packed rows of at most `row_tokens`."""
     how = {"tp": tp, "replicas": replicas, "checkpointing": checkpointing}
     how |= {"row_tokens": row_tokens, "reduce_once": reduce_once, "computed": computed}
-    worker = Path(__file__).with_name("parallel_worker.py")
+    worker = ROOT / "tests" / "helpers" / "parallel_worker.py"
     Ranks(ranks, worker, folder, out, json.dumps(how), log=out.with_suffix(".log"), cwd=out.parent).check()
     return json.loads(out.read_text())
 

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import group_members, serve
+
+from tests.helpers.servers import group_members, serve
 
 # A server whose worker outlives it: each asks not to be ended, the worker even after its parent is gone.
 STUBBORN = """

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.embedded_servers import MODEL_DIR, ServerThread
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from tests.helpers import TINY_QWEN3
+from tests.helpers.embedded_servers import ServerThread
+from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, Rollout
+from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, Rollout
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.rollouts.stream import RolloutStream
 
 B = 4
@@ -96,7 +97,7 @@ class Run:
         self.threads = servers
         self.fleet = Fleet([server.url for server in servers], make, min_servers)
         self.rewards = OddIndices()
-        tokenizer = load_tokenizer(str(MODEL_DIR))
+        tokenizer = load_tokenizer(str(TINY_QWEN3))
         self.collector = Collector(
             self.fleet,
             self.rewards,

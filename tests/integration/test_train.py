@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.trainer_runs import BACKGROUND, steps, train, without_times
+from tests.helpers.trainer_runs import BACKGROUND, steps, train, without_times
 
 
 def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_path):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.trainer_runs import BACKGROUND, ROOT, attempt, endless, processes_of, servers_of, train
+from tests.helpers import ROOT
+from tests.helpers.trainer_runs import BACKGROUND, attempt, endless, processes_of, servers_of, train
 
 SYNC: dict[str, str | None] = {}
 

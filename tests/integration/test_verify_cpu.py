@@ -9,7 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.integration.trainer_runs import ROOT, environment, processes_of, steps
+from tests.helpers import ROOT
+from tests.helpers.trainer_runs import environment, processes_of, steps
 
 
 def test_background_sync_holds_what_blocking_sync_holds_and_waits_less(tmp_path):

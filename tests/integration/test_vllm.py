@@ -8,7 +8,7 @@ To run that part against a server that already runs, an older vLLM on a GPU or t
 SERVER_MODEL (the folder that it serves, made by `save_tiny_qwen3`); its weights then travel through files, and
 SERVER_TOLERANCE is the largest difference in nat that its arithmetic explains (default 1e-4):
 
-    python -c "from pathlib import Path; from tests.integration.conftest import *; save_tiny_qwen3(Path('/tmp/A'))"
+    python -c "from pathlib import Path; from tests.helpers.servers import *; save_tiny_qwen3(Path('/tmp/A'))"
     bash scripts/serve_vllm.sh /tmp/A --gpu 0 --dtype float32 --skip-tokenizer-init --max-model-len 1024
     SERVER_URL=http://127.0.0.1:8000 SERVER_MODEL=/tmp/A SERVER_TOLERANCE=0.03 \
         python -m pytest -s tests/integration/test_vllm.py
@@ -28,17 +28,17 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
-from conftest import RunningServer, save_tiny_qwen3, serve_vllm
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
-from tests.integration import counted_versions
-from tests.integration.served_logprobs import answer_logprobs, worst_logprob_difference
-from tests.integration.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from tests.helpers import counted_versions
+from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
+from tests.helpers.servers import RunningServer, save_tiny_qwen3, serve_vllm
+from tests.helpers.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import load_hf_weights
 from torchtitan.grpo.weight_sync.link import WeightSyncError
@@ -163,7 +163,7 @@ def served(folders, request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def declare_plugin(folder: Path) -> None:
-    """Declare `counted_versions` to vLLM, in the folder where conftest declares the project's own plug-in."""
+    """Declare `counted_versions` to vLLM, in the folder where `servers` declares the project's own plug-in."""
     info = folder / "counted_versions-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counted-versions\nVersion: 0\n")

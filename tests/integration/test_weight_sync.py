@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.ranks import Ranks
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 
-HERE = Path(__file__).parent
+HERE = ROOT / "tests" / "helpers"
 SYNC = {"dtype": "float32", "num_buffers": 2, "bucket_mib_max": 1, "timeout_seconds": 20.0}
 
 

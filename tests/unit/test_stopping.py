@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.helpers import ROOT
 from torchtitan.grpo.stopping import leave_process_groups
 
-ROOT = Path(__file__).parents[2]
 GRACE_S = 1.0
 UNTIL_IN_C_S = 1.0
 """From a process's last word in Python until its main thread surely waits in C."""

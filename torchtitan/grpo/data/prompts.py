@@ -9,12 +9,12 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.import_path import load_function
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.rewards.functions import answer_regex
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.data.sources import Row, load_rows
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.import_path import load_function
+from torchtitan.grpo.rewards.functions import answer_regex
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024

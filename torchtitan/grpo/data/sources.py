@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.config.job_config import Data
+from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.tools.logging import logger
 
 Row = dict[str, Any]

@@ -7,8 +7,8 @@ from operator import attrgetter
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.keys import show
-from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
 from torchtitan.grpo.config.unsupported import honoured_keys
+from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
 
 NOT_IN_A_FILE = ("job.config_file",)
 """Keys that a TOML file cannot hold."""

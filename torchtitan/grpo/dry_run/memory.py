@@ -332,8 +332,8 @@ def sent_bytes(config: JobConfig) -> int:
 
 def _bucket_share(config: JobConfig) -> int:
     """Bytes that all buckets in flight may take."""
-    from torchtitan.grpo.weight_wire.buckets import bucket_bytes
     from torchtitan.grpo.weight_sync.sync import device_memory_bytes
+    from torchtitan.grpo.weight_wire.buckets import bucket_bytes
 
     sync = config.weight_sync
     memory = device_memory_bytes(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))

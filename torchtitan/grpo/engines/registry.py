@@ -1,10 +1,10 @@
 """Which classes speak to which engine: the one place to add another."""
 
-from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.engines.vllm_control import ServerControl
 
 ENGINES = {
     "embedded": (ServerControl, VllmClient),  # it has vLLM's routes

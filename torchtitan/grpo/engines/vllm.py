@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
-from torchtitan.grpo.data.samples import FinishReason
 
 GENERATE_ROUTE = "/inference/v1/generate"
 COHORT_HEADER = "X-Rollout-Cohort"

@@ -17,9 +17,9 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
-from torchtitan.grpo.data.samples import Prompt, Sample
 
 MAX_CALLS = 3
 MAX_EXPRESSION_CHARS = 64  # what bounds the time and the size of a result

@@ -24,7 +24,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum
 from torchtitan.grpo.inside_vllm.load_recording import (
     COPY,
     FILLS,
@@ -38,6 +37,7 @@ from torchtitan.grpo.inside_vllm.load_recording import (
     tensors_in,
     writes,
 )
+from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum
 
 _LET_GO_S = 0.5
 

@@ -24,8 +24,8 @@ from torchtitan.grpo.model.flash_attention import (
     choose_attention,
     flash_attention_2,
 )
-from torchtitan.grpo.model.source import ModelSource
 from torchtitan.grpo.model.packed import make_packed
+from torchtitan.grpo.model.source import ModelSource
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.tools.utils import set_default_dtype

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.config.job_config import Sft
+from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.policy.packing import Microbatch, PackedSample
 
 

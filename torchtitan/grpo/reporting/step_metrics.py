@@ -3,9 +3,9 @@
 from collections import Counter
 from statistics import fmean, pstdev
 
-from torchtitan.grpo.policy.advantages import zero_variance
-from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.policy.advantages import zero_variance
 from torchtitan.grpo.weight_sync.report import SyncReport
 
 

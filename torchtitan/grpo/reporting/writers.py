@@ -18,9 +18,9 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.ledger import verdict
-from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import load_function
-from torchtitan.grpo.data.samples import Prompt
 
 RewardFunction = Callable[[str, Prompt], float]
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.data.samples import Sample
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import BUILT_IN, answer_regex, resolve
 from torchtitan.grpo.rewards.worker import Call, Score, serve
-from torchtitan.grpo.data.samples import Sample
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0

@@ -11,8 +11,8 @@ import signal
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from torchtitan.grpo.rewards.functions import BUILT_IN, PACKAGES, RewardFunction, answer_regex, checked, resolve
 from torchtitan.grpo.data.samples import Prompt
+from torchtitan.grpo.rewards.functions import BUILT_IN, PACKAGES, RewardFunction, answer_regex, checked, resolve
 
 
 class Call(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, Router, Start
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
 
 Ask = Callable[[list[int], SamplingParams, str], Awaitable[list[Completion]]]
 """(token ids, parameters, suffix of the request's name) -> completions."""

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
+from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.data.samples import Prompt
 
 ATTEMPTS = 3
 """How often a request is sent before its failure is the collection's."""

@@ -8,14 +8,14 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.data.prompts import PromptSource
+from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import AnyFrom
-from torchtitan.grpo.data.samples import Group
 from torchtitan.tools.logging import logger
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.grpo.weight_wire.bucket_files import write_bucket
-from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import Copy
+from torchtitan.grpo.weight_wire.bucket_files import write_bucket
+from torchtitan.grpo.weight_wire.buckets import Bucket
 
 _MEMORY = Path("/dev/shm")
 """Files there are never written to a disk."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_sync.push import Feed
+from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
 from torchtitan.grpo.weight_wire.transport import Group, address_towards, host_store, wait
 

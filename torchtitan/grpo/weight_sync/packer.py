@@ -12,9 +12,9 @@ import torch
 import torch.nn as nn
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, TensorSpec, combine_checksums, plan_buckets
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import Holding, SnapshotBuffer, Snapshots, canonical_name, primary_holdings
+from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, TensorSpec, combine_checksums, plan_buckets
 
 
 class Stopwatch:

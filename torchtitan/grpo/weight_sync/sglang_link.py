@@ -16,10 +16,10 @@ import torch
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_sync.disk import DiskFeed
 from torchtitan.grpo.weight_sync.link import ServerLink, in_thread
 from torchtitan.grpo.weight_sync.push import Feed
+from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.transport import Group, address_towards, host_store, wait
 
 _DRAIN_LOOK_S = 0.02

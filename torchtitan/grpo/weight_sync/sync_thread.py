@@ -10,13 +10,13 @@ import torch
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Server
-from torchtitan.grpo.weight_wire.buckets import Bucket
+from torchtitan.grpo.weight_sync.packer import Sender
 from torchtitan.grpo.weight_sync.push import Push
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.report import SyncReport
-from torchtitan.grpo.weight_sync.packer import Sender
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer
 from torchtitan.grpo.weight_sync.worker import Board, Closing, Mode, ServerWorker
+from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_sync.disk import DiskLink
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Copy, Dropped, Push
 from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.sglang_link import SglangDiskLink, SglangLink
+from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 

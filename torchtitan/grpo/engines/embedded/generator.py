@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.embedded.kv_cache import RowCache
 from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
-from torchtitan.grpo.data.samples import FinishReason
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward pass."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.errors import UserError
 
 _LOG_TAIL_CHARS = 3000
 _POLL_S = 0.05

@@ -1,0 +1,176 @@
+"""A tiny trainer for test_checkpoint, in-process or under torchrun: AdamW, schedule, draws from every generator.
+
+Usage: checkpoint_worker.py train DUMP OUT STEPS [resume]   trains, saves at step 2, writes losses and digests
+       checkpoint_worker.py save-forever DUMP               saves step 1, 2, ... whose weights all equal the step
+       checkpoint_worker.py stop-in-save DUMP               saves step 1, then stays for ever inside the save of step 2
+"""
+
+import hashlib
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.checkpoint import Checkpointer
+from torchtitan.grpo.model.parallelize import build_model
+from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.policy.packing import PackedSample, pack
+
+TINY = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=61,  # odd, so that shards are uneven
+    hidden_size=32,
+    intermediate_size=45,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+
+
+def checkpoint_section(**changes) -> SimpleNamespace:
+    keys = dict(enable=True, folder="checkpoint", interval=2, keep_latest_k=2, export_dtype="float32", load_step=-1)
+    return SimpleNamespace(**keys | {"resume": False, "export_hf": False} | changes)
+
+
+class TinyTrainer:
+    """Everything that a resumed run needs, as grpo_train.py has it."""
+
+    def __init__(self, dump: Path, *, reference: bool = False, **checkpoint) -> None:
+        if dist.get_rank() == 0:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / "config.json").write_text(json.dumps(TINY))
+        dist.barrier()
+        section = SimpleNamespace(flavor="", hf_assets_path=str(dump), weights="random")
+        self.source = resolve_model(section, TINY["max_position_embeddings"])
+        config = JobConfig()
+        config.training = SimpleNamespace(
+            dtype="float32",
+            mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
+            seq_len=64,
+            kept_logits_mib=1,
+            flash_attention="auto",
+        )
+        config.activation_checkpoint.mode = "none"
+        config.optimizer.lr = 0.01
+        config.lr_scheduler.warmup_steps = 3
+        world = dist.get_world_size()
+        dims = ParallelDims(1, world, 1, 1, 1, 1, 1, world)
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
+        self.model = build_model(self.source, config, dims, torch.device("cpu"))
+        self.reference = build_model(self.source, config, dims, torch.device("cpu"), trainable=False)
+        self.optimizers = build_optimizers([self.model], config.optimizer, dims)
+        self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, 8)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+        self.step = 0
+        self.losses: list[float] = []
+        self.checkpointer = Checkpointer(
+            checkpoint_section(**checkpoint),
+            str(dump),
+            self.model,
+            self.optimizers,
+            self.lr_schedulers,
+            self,
+            source=self.source,
+            tokenizer=tokenizer,
+            reference=self.reference if reference else None,
+        )
+
+    def state_dict(self) -> dict:
+        return {"step": self.step, "losses": self.losses}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.step, self.losses = state["step"], state["losses"]
+
+    def train_step(self) -> None:
+        """One AdamW step on an answer, an advantage and a weight that come from the three generators."""
+        answer = torch.randint(3, 61, (20,)).tolist()
+        sample = PackedSample([random.randrange(3, 61)], answer, float(np.random.randn()), 0.05, [0.0] * 20)
+        row = pack([sample], 64, 1)[0][0]
+        self.optimizers.zero_grad()
+        logprobs, _ = self.model(row, 1.0)
+        loss = -(row.weights * row.advantages)[row.loss_mask] @ logprobs
+        loss.backward()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.step += 1
+        self.losses.append(loss.item())
+
+    def digest(self) -> str:
+        """Of every bit of weights, AdamW state and schedule."""
+        tensors = self.model.state_dict() | self.optimizers.state_dict()
+        digest = hashlib.sha256(repr(self.lr_schedulers.state_dict()).encode())
+        for name in sorted(tensors):
+            value = tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
+            content = value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+            digest.update(name.encode() + content)
+        return digest.hexdigest()
+
+
+def train(dump: Path, out: str, steps: int, resume: bool) -> None:
+    trainer = TinyTrainer(dump, resume=resume)
+    loaded = trainer.checkpointer.load_latest()
+    digests = {loaded: trainer.digest()}
+    while trainer.step < steps:
+        trainer.train_step()
+        digests[trainer.step] = trainer.digest()
+        if trainer.step == 2:
+            trainer.checkpointer.save(2)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({"loaded": loaded, "losses": trainer.losses, "digests": digests}))
+
+
+def save_forever(dump: Path) -> None:
+    trainer = TinyTrainer(dump)
+    while True:
+        trainer.step += 1
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.fill_(trainer.step)
+        trainer.checkpointer.save(trainer.step)
+
+
+def stop_in_save(dump: Path) -> None:
+    class Stopping(TinyTrainer):
+        def state_dict(self) -> dict:
+            if self.step == 2:
+                print("in the save", flush=True)
+                time.sleep(600)
+            return super().state_dict()
+
+    trainer = Stopping(dump)
+    for step in (1, 2):
+        trainer.train_step()
+        trainer.checkpointer.save(step)
+
+
+if __name__ == "__main__":
+    dist_utils.init_distributed(JobConfig().comm, base_folder=".")
+    if sys.argv[1] == "train":
+        train(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), "resume" in sys.argv)
+    elif sys.argv[1] == "save-forever":
+        save_forever(Path(sys.argv[2]))
+    else:
+        stop_in_save(Path(sys.argv[2]))
+    dist.destroy_process_group()

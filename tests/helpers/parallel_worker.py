@@ -1,0 +1,77 @@
+"""Run under torchrun by test_parallel_parity: three AdamW steps on fixed packed rows; rank 0 writes what it saw."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.model.parallelize import build_model
+from torchtitan.grpo.model.source import load_hf_weights, resolve_model
+from torchtitan.grpo.policy.gradients import accumulate_gradients
+from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
+
+
+def make_samples(vocabulary: int) -> list[PackedSample]:
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
+
+    lengths = [(5, 9), (3, 1), (11, 17), (2, 30), (8, 8), (1, 6), (4, 12), (7, 20), (5, 25), (2, 14), (9, 19)]
+    return [PackedSample(tokens(p), tokens(a), (-1.0) ** i, 1 / 83, [0.0] * a) for i, (p, a) in enumerate(lengths)]
+
+
+def main(
+    folder: str, out: str, tp: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool, computed: str
+) -> None:
+    config = JobConfig()
+    config.training = SimpleNamespace(
+        dtype="float32",
+        mixed_precision_param=computed,
+        mixed_precision_reduce="float32",
+        seq_len=64,
+        kept_logits_mib=1,
+        flash_attention="auto",
+    )
+    config.parallelism.tensor_parallel_degree = tp
+    config.activation_checkpoint.mode = checkpointing
+    config.activation_checkpoint.selective_ac_option = "matmul"
+    dist_utils.init_distributed(config.comm, base_folder=".")
+    world = dist.get_world_size()
+    dims = ParallelDims(replicas, world // tp // replicas, 1, tp, 1, 1, 1, world)
+    data_rank = dims.get_mesh("batch").get_local_rank() if world // tp > 1 else 0
+    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64)
+    model = build_model(source, config, dims, torch.device("cpu"))
+    load_hf_weights(model, source, folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = pack(make_samples(source.model_args.vocab_size), row_tokens, world // tp, tp)[data_rank]
+    assert len(rows) > 1 or not reduce_once
+
+    def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs, entropy = model(row, 0.8)
+        part = -(row.answers.weights * (row.answers.advantages * logprobs + 0.1 * entropy)).sum()
+        return part, {"loss": part.detach()}
+
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = accumulate_gradients(model, rows, loss_of, reduce_once)["loss"]
+        if world > tp:
+            dist.all_reduce(loss, group=dims.get_mesh("batch").get_group())
+        norm = dist_utils.clip_grad_norm_(list(model.parameters()), 0.5, foreach=True)
+        optimizer.step()
+        seen.append([float(loss), float(norm)])
+    if dist.get_rank() == 0:
+        with open(out, "w") as file:
+            json.dump(seen, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))

@@ -1,0 +1,153 @@
+"""Python processes, forked from one that has imported everything: imports take longer than most of what tests run.
+With CUDA they import for themselves.
+
+Otherwise they are as torchrun or a shell starts them: a script with arguments, environment, folder and log of its own.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+
+STOP_S = 20.0
+_PRELOADED = [
+    "grpo_train",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "torchtitan.grpo.engines.embedded.__main__",
+]
+# A process forked after CUDA was initialised, which imports may do, cannot use it.
+_starts = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_starts.set_forkserver_preload(_PRELOADED)
+
+
+class Ranks:
+    """A script in `ranks` processes that find one another as under torchrun. One that fails ends the others.
+
+    Args:
+        log: Takes what all of them print.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        script: Path,
+        *arguments: object,
+        log: Path,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.log_path = log
+        log.write_bytes(b"")
+        port = free_port()
+        self.processes = []
+        for rank in range(ranks):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            environ = dict(environment) | {name: str(value) for name, value in own.items()}
+            args = (script, [str(argument) for argument in arguments], environ, cwd, log)
+            self.processes.append(_starts.Process(target=_run, args=args))
+        # The first start is that of the process that imports.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
+            for process in self.processes:
+                process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def poll(self) -> int | None:
+        """The first exit status that is not 0; 0 if all have ended; None while they run."""
+        statuses = [process.exitcode for process in self.processes]
+        return next((status for status in statuses if status), None if None in statuses else 0)
+
+    def wait(self, timeout_s: float) -> int:
+        """Until all have ended well or one has failed, which ends the others; fails the test after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.poll()) is None:
+            running = [process.sentinel for process in self.processes if process.exitcode is None]
+            if not running:  # they ended after `poll` looked: to wait for none of them takes all the time
+                continue
+            if not wait(running, max(0.0, deadline - time.monotonic())):
+                before = self.log
+                self._log_stacks()
+                self.kill()
+                stacks = self.log[len(before) :][-12000:]
+                pytest.fail(f"still running after {timeout_s:g} s\n{before[-6000:]}\n{stacks}")
+        if status:
+            for process in self.processes:
+                process.terminate()
+            for process in self.processes:
+                process.join(STOP_S)
+            self.kill()
+        return status
+
+    def check(self, timeout_s: float = 180.0) -> None:
+        """Wait, and fail the test if a rank failed."""
+        status = self.wait(timeout_s)
+        assert status == 0, self.log[-6000:]
+
+    def _log_stacks(self) -> None:
+        """Where each rank is, in every thread. It ends them."""
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGABRT)  # faulthandler prints them, rank by rank
+                process.join(STOP_S)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(STOP_S)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _run(script: Path, arguments: list[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    sys.argv = [str(script), *arguments]
+    sys.path[:0] = [str(Path(script).parent), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _end_with_the_tests() -> None:
+    """If they were killed, nobody else ends this process; the one it was forked from lives on with it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -1,0 +1,184 @@
+"""Real inference servers for the integration tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+from tests.helpers.ranks import free_port
+from torchtitan.grpo.engines.vllm_control import ServerControl
+
+START_S = 180.0
+STOP_S = 20.0
+PLUGIN_MODULE = "torchtitan.grpo.inside_vllm.plugin"
+
+
+@dataclass
+class RunningServer:
+    """A server on this machine: its address, the folder it loaded, its process and its log."""
+
+    url: str
+    model_dir: Path
+    process: subprocess.Popen
+    log_path: Path
+
+
+def save_tiny_qwen3(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied: bool = False) -> Path:
+    """Write a random 2-layer Qwen3 (float32, about 0.2 M parameters) as a Hugging Face folder without tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        # Larger than usual, so that the model has opinions and tests can tell one distribution from another.
+        initializer_range=0.15,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _plugin_path(folder: Path) -> Path:
+    """A folder that, on PYTHONPATH, declares this project's vLLM plug-in as if the project were installed."""
+    info = folder / "torchtitan_grpo_plugin-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan-grpo-plugin\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\ntorchtitan_grpo = {PLUGIN_MODULE}:register\n")
+    return folder
+
+
+@contextmanager
+def serve(
+    script: str | Path, folder: Path, model_dir: Path, *flags: str, port: int = 0, **environment: str
+) -> Iterator[RunningServer]:
+    """A CPU server, started as a user starts it: by `script`, of scripts/. `folder` is for its log.
+
+    `port` 0 takes a free one; that of a server that was killed is where it comes back.
+    """
+    port = port or free_port()
+    command = ["bash", ROOT / "scripts" / script, model_dir, "--cpu", "--port", port, *flags]
+    with serve_command(command, folder, model_dir, port, **environment) as server:
+        yield server
+
+
+@contextmanager
+def serve_command(
+    command: list, folder: Path, model_dir: Path, port: int, **environment: str
+) -> Iterator[RunningServer]:
+    """The server that `command` starts at `port`, once it is healthy.
+
+    In the tests' session: from one of its own (Linux shares cores out among sessions first, sched_autogroup_enabled) a
+    vLLM that generated on two cores kept five processes of the tests from running at all for up to 9 s at a time.
+    """
+    log_path = folder / "server.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+    server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, log_path)
+    try:
+        try:
+            ServerControl(server.url).wait_healthy(START_S, process)
+        except Exception as error:
+            pytest.fail(f"{error}\n{log_path.read_text(errors='replace')[-4000:]}")
+        yield server
+    finally:
+        stop_group(process)
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    """End `process`, the leader of its group, and its whole group: the engines' workers are children of the API server.
+
+    What outlives the leader is killed; it would hold memory and cores while other tests run.
+    """
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(STOP_S)
+    kill_group(process)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """kill -9 to a whole group, even where its leader is gone: a server that crashed may leave workers."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)
+    deadline = time.monotonic() + STOP_S
+    while left := group_members(process.pid):
+        if time.monotonic() > deadline:
+            pytest.fail(f"processes {left} of a server's group are there {STOP_S:g} s after they were killed")
+        time.sleep(0.05)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group that run (Linux); zombies that nobody has waited for yet do not count."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            # After the name, in parentheses and with any character in it: state, parent, group.
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                members.append(int(path.parent.name))
+    return members
+
+
+@contextmanager
+def serve_embedded(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
+    """An embedded server by itself, as `EmbeddedServer` starts one. `folder` is for its log."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", model_dir, "--port", port]
+    command += ["--max-sequences", 16, "--parent-pid", os.getpid(), *flags]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
+    with serve_command(command, folder, model_dir, port, **environment) as server:
+        yield server
+
+
+@contextmanager
+def serve_vllm(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
+    """A vLLM CPU server. `folder` is for its log and cache.
+
+    Needs the environment variable VLLM_PYTHON: a Python with vLLM.
+    """
+    if not os.environ.get("VLLM_PYTHON"):
+        pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(_plugin_path(folder / "plugin"))]),
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+    }
+    with serve("serve_vllm.sh", folder, model_dir, *flags, port=port, **environment) as server:
+        yield server
+
+
+@contextmanager
+def serve_sglang(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
+    """An SGLang CPU server. `folder` is for its log.
+
+    Needs the environment variable SGLANG_PYTHON: a Python with SGLang.
+    """
+    if not os.environ.get("SGLANG_PYTHON"):
+        pytest.skip("set SGLANG_PYTHON to a Python that has SGLang (scripts/install_sglang_cpu.sh) to run this")
+    with serve("serve_sglang.sh", folder, model_dir, *flags, port=port) as server:
+        yield server

@@ -1,0 +1,171 @@
+"""Running grpo_train.py on a small version of the quickstart, and reading what it wrote."""
+
+import atexit
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks, free_port
+from torchtitan.grpo.engines.vllm_control import ServerControl
+
+SMALL = {
+    "--job.config_file": "train_configs/quickstart.toml",
+    "--training.steps": "3",
+    "--sft.steps": "30",
+    "--grpo.prompts_per_step": "8",
+    "--grpo.group_size": "4",
+    "--validation.prompts": "8",
+    "--validation.freq": "100",
+    "--metrics.no-enable_tensorboard": None,
+}
+ENDLESS = {"--training.steps": "100000", "--sft.steps": "1"}
+BACKGROUND = {"--async_grpo.enabled": None, "--weight_sync.async_weight_update": None}
+"""Flags of a run that neither waits for answers nor for servers."""
+
+
+def arguments(folder: Path, flags: dict[str, str | None]) -> list[str]:
+    given = SMALL | {"--job.dump_folder": str(folder)} | flags
+    return [part for flag in given.items() for part in flag if part is not None]
+
+
+def command(folder: Path, flags: dict[str, str | None], ranks: int = 1) -> list[str]:
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*line, "grpo_train.py", *arguments(folder, flags)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+@functools.cache
+def embedded_url() -> str:
+    """An embedded server that all `train` runs share, one after the other: a server of its own takes longer to start
+    than a run. `endless` runs have one spawned, as users' runs do."""
+    folder, port = tempfile.TemporaryDirectory(), free_port()
+    atexit.register(folder.cleanup)
+    script = ROOT / "torchtitan" / "grpo" / "engines" / "embedded" / "__main__.py"
+    flags = ["--model", ROOT / "train_configs" / "tiny_qwen3", "--port", port]
+    server = Ranks(1, script, *flags, log=Path(folder.name, "server.log"), environment=environment())
+    atexit.register(server.kill)
+    ServerControl(f"http://127.0.0.1:{port}").wait_healthy(120, server)
+    return f"http://127.0.0.1:{port}"
+
+
+def train(
+    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, own_server: bool = False
+) -> list[dict]:
+    """Run to the end; the lines of metrics.jsonl that belong to GRPO steps 1 and on."""
+    flags = flags or {}
+    if "--rollout.urls" not in flags and not own_server:
+        flags = flags | {"--rollout.urls": embedded_url()}
+    status, said = attempt(folder, flags, ranks)
+    assert status == 0, said[-4000:]
+    return steps(folder)
+
+
+def attempt(folder: Path, flags: dict[str, str | None], ranks: int = 1, timeout_s: float = 240) -> tuple[int, str]:
+    """Run to whatever end: (exit status, what was printed)."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log = folder.parent / f"{folder.name}.log"
+    run = Ranks(ranks, ROOT / "grpo_train.py", *arguments(folder, flags), log=log, environment=environment())
+    return run.wait(timeout_s), run.log
+
+
+class EndlessRun:
+    """A run that goes on until it is stopped: its process (torchrun's, or the ranks'), its folder and its log."""
+
+    def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int, torchrun: bool) -> None:
+        self.folder = folder
+        self.log_path = folder.parent / "log.txt"
+        self.process: subprocess.Popen | Ranks
+        if not torchrun:
+            own = arguments(folder, ENDLESS | flags)
+            self.process = Ranks(ranks, ROOT / "grpo_train.py", *own, log=self.log_path, environment=environment())
+            return
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                command(folder, ENDLESS | flags, ranks),
+                cwd=ROOT,
+                env=environment(),
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_for(self, what: str, ready: Callable[[], object], timeout_s: float = 120.0) -> None:
+        """Wait while the run goes on."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            assert self.process.poll() is None, f"the run ended before: {what}\n{self.log[-4000:]}"
+            assert time.monotonic() < deadline, f"timed out waiting: {what}\n{self.log[-4000:]}"
+            time.sleep(0.1)
+
+    def wait_until_gone(self, timeout_s: float) -> None:
+        """Nothing that names the run's folder is left."""
+        deadline = time.monotonic() + timeout_s
+        while processes_of(self.folder):
+            assert time.monotonic() < deadline, f"still running: {processes_of(self.folder)}"
+            time.sleep(0.1)
+
+
+@contextmanager
+def endless(
+    folder: Path, flags: dict[str, str | None] | None = None, ranks: int = 1, torchrun: bool = False
+) -> Iterator[EndlessRun]:
+    """A run that is in its loop."""
+    run = EndlessRun(folder, flags or {}, ranks, torchrun)
+    try:
+        run.wait_for("the first step", lambda: steps(folder))
+        yield run
+    finally:
+        run.process.kill()
+        for pid in processes_of(folder):  # none, unless the test has failed or is done with the run
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def steps(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if line.get("step", 0) > 0]
+
+
+def without_times(lines: list[dict]) -> list[dict]:
+    """What must repeat exactly when a run is repeated."""
+    timed = ("time/", "sync/", "server/", "throughput/")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names the run's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line:
+                found.append(int(entry.name))
+    return found
+
+
+def servers_of(folder: Path) -> list[int]:
+    return [
+        pid
+        for pid in processes_of(folder)
+        if b"torchtitan.grpo.engines.embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]

@@ -1,0 +1,40 @@
+"""A trainer's side of weight sync for tests: a model of a folder, other weights of its shape, a fleet of one server."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from transformers import Qwen3ForCausalLM
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from torchtitan.grpo.config import job_config
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
+
+CPU = torch.device("cpu")
+SYNC = job_config.WeightSync(timeout_seconds=30.0)
+
+
+def trainer_of(folder: Path) -> tuple[ModelSource, nn.Module]:
+    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 64)
+    model = source.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=CPU)
+    load_hf_weights(model, source, folder)
+    return source, model
+
+
+def changed(folder: Path, seed: int, out: Path) -> Path:
+    """Another random model of the same shape: every weight differs."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3ForCausalLM.from_pretrained(folder).config)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(out)
+    return out
+
+
+def fleet_of(control: ServerControl) -> Fleet:
+    return Fleet([control.url], lambda url: Server(url, control))

@@ -1,0 +1,455 @@
+"""load_config: what it reads, and that each mistake is named with what to change."""
+
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+from torchtitan.grpo.config import job_config
+from torchtitan.grpo.config.keys import keys
+from torchtitan.grpo.config.load import ELSEWHERE, load_config
+from torchtitan.grpo.config.machine import check_machine
+from torchtitan.grpo.config.ranges import RANGES, check_ranges
+from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
+from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.errors import UserError
+
+TINY = str(ROOT / "train_configs" / "tiny_qwen3")
+MODEL = ["--model.hf_assets_path", TINY]
+
+
+@pytest.fixture(autouse=True)
+def plain_machine(monkeypatch):
+    """One process and no GPU, whatever machine the tests run on."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def load_toml(tmp_path: Path, text: str, *flags: str):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return load_config(["--job.config_file", str(path), *MODEL, *flags])
+
+
+# Each row: a TOML text, then what the message must hold: the key's name and the hint.
+BAD_TOML = {
+    # unknown names
+    "key": ("[grpo]\ngroup_sise = 4", "[grpo] group_sise", "did you mean [grpo] group_size?"),
+    "section": ("[rolout]\nengine = 'vllm'", "[rolout]", "did you mean [rollout]?"),
+    "key of another section": (
+        "[training]\nmax_answer_tokens = 9",
+        "[training] max_answer_tokens",
+        "[rollout] max_answer",
+    ),
+    "another trainer's name": (
+        "[grpo]\nnum_generations = 4",
+        "[grpo] num_generations",
+        "did you mean [grpo] group_size?",
+    ),
+    "no section": ("group_size = 4", "group_size", "did you mean [grpo] group_size?"),
+    "nothing near": ("[grpo]\nzzz = 4", "[grpo] zzz", "docs/configuration.md"),
+    "section as value": ("grpo = 4", "[grpo]", "is a section"),
+    "nested": ("[training.dataloader]\nworkers = 4", "[training.dataloader] workers", "did you mean [reward] workers?"),
+    # types
+    "int as text": ("[grpo]\ngroup_size = '8'", "[grpo] group_size", "write 8, without quotes"),
+    "int as word": ("[grpo]\ngroup_size = 'eight'", "[grpo] group_size", '"eight" is text, not int'),
+    "int as boolean": ("[grpo]\ngroup_size = true", "[grpo] group_size", "true is a boolean, not int"),
+    "int as fraction": ("[grpo]\ngroup_size = 8.0", "[grpo] group_size", "write 8"),
+    "boolean as int": ("[grpo]\nadvantage_std = 1", "[grpo] advantage_std", "write true or false"),
+    "boolean as text": ("[grpo]\nadvantage_std = 'true'", "[grpo] advantage_std", "without quotes"),
+    "float as text": ("[rollout]\ntemperature = '1.0'", "[rollout] temperature", "write 1.0, without quotes"),
+    "float not finite": ("[rollout]\ntemperature = inf", "[rollout] temperature", "finite"),
+    "text as int": ("[data]\nprompt_column = 3", "[data] prompt_column", 'write it in quotes, "3"'),
+    "text as table": ("[data]\nprompt_column = {a = 1}", "[data] prompt_column", "a table, not str"),
+    "text as date": ("[data]\nprompt_column = 2026-01-01", "[data] prompt_column", "a date, not str"),
+    "list as text": ("[rollout]\nurls = 'http://a:1'", "[rollout] urls", 'write it in brackets, ["http://a:1"]'),
+    "list entry": (
+        "[rollout]\nstop_token_ids = [1, '2']",
+        "[rollout] stop_token_ids",
+        "entry 1",
+        "write 2, without quotes",
+    ),
+    "list entry boolean": ("[reward]\nweights = [true]", "[reward] weights", "entry 0"),
+    "choice": (
+        "[rollout]\nengine = 'VLLM'",
+        "[rollout] engine",
+        '"embedded" or "vllm" or "sglang"',
+        'did you mean "vllm"?',
+    ),
+    "choice as int": ("[grpo]\npolicy_loss = 1", "[grpo] policy_loss", '"ppo" or "gspo" or "cispo"'),
+    "none as text": (
+        "[lr_scheduler]\ntotal_steps = 'none'",
+        "[lr_scheduler] total_steps",
+        "leave the key out for none",
+    ),
+    "torchtitan's int": ("[training]\nsteps = '10'", "[training] steps", "write 10, without quotes"),
+    "torchtitan's choice": ("[activation_checkpoint]\nmode = 'on'", "[activation_checkpoint] mode", '"selective"'),
+    "torchtitan's boolean": ("[checkpoint]\nenable = 1", "[checkpoint] enable", "write true or false"),
+    # ranges
+    "group of one": ("[grpo]\ngroup_size = 1", "[grpo] group_size = 1", "at least 2"),
+    "no prompts": ("[grpo]\nprompts_per_step = 0", "[grpo] prompts_per_step = 0", "at least 1"),
+    "clip over one": ("[grpo]\nratio_clip_min = 1.5", "[grpo] ratio_clip_min = 1.5", "over 0 and at most 1"),
+    "no upper clip": ("[grpo]\nratio_clip_max = 0", "[grpo] ratio_clip_max = 0", "over 0"),
+    "kl": ("[grpo]\nkl_coef = -0.1", "[grpo] kl_coef = -0.1", "at least 0"),
+    "greedy": ("[rollout]\ntemperature = 0", "[rollout] temperature = 0", "over 0"),
+    "no buffers": ("[weight_sync]\nnum_buffers = 0", "[weight_sync] num_buffers = 0", "at least 1"),
+    "buffer share": ("[weight_sync]\nbuffer_memory_ratio = 1.5", "[weight_sync] buffer_memory_ratio", "at most 1"),
+    "bucket": ("[weight_sync]\nbucket_mib_max = 0", "[weight_sync] bucket_mib_max", "at least 1"),
+    "timeout": ("[weight_sync]\ntimeout_seconds = 0", "[weight_sync] timeout_seconds", "over 0"),
+    "request timeout": ("[rollout]\nrequest_timeout_seconds = -1", "[rollout] request_timeout_seconds", "over 0"),
+    "interval": ("[checkpoint]\ninterval = 0", "[checkpoint] interval = 0", "at least 1"),
+    "lr": ("[optimizer]\nlr = 0", "[optimizer] lr", "over 0"),
+    "seed": ("[debug]\nseed = -1", "[debug] seed = -1", "at least 0"),
+    # contradictions
+    "minibatches": ("[grpo]\nminibatches = 5", "[grpo] minibatches = 5", "does not divide", "prompts_per_step = 32"),
+    "row under seq_len": (
+        "[training]\ntokens_per_microbatch = 100",
+        "[training] tokens_per_microbatch",
+        "seq_len = 2048",
+    ),
+    "too long": ("[rollout]\nmax_answer_tokens = 1600", "[training] seq_len = 2048", "512 + 1600 = 2112", "raise it"),
+    "overlong buffer": (
+        "[grpo]\noverlong_buffer_tokens = 512",
+        "[grpo] overlong_buffer_tokens",
+        "max_answer_tokens = 512",
+    ),
+    "dual clip": ("[grpo]\nratio_clip_c = 0.5", "[grpo] ratio_clip_c = 0.5", "over 1, usually 3"),
+    "dual clip inside": ("[grpo]\nratio_clip_c = 1.1", "[grpo] ratio_clip_c = 1.1", "ratio_clip_max = 1.2"),
+    "dual clip of gspo": ("[grpo]\nratio_clip_c = 3.0\npolicy_loss = 'gspo'", "[grpo] ratio_clip_c", "set it to 0"),
+    "importance order": (
+        "[grpo]\nimportance_min = 3.0\nimportance_correction = 'none'",
+        "[grpo] importance_min = 3.0",
+        "importance_max = 2.0",
+    ),
+    "importance without 1": ("[grpo]\nimportance_max = 0.5", "[grpo] importance_max = 0.5", "must have 1 between"),
+    "k1 in the loss": ("[grpo]\nkl_coef = 0.1\nkl_estimator = 'k1'", "[grpo] kl_estimator", 'kl_placement = "reward"'),
+    "FA4 in float32": (
+        "[training]\nflash_attention = 'FA4'\nmixed_precision_param = 'float32'",
+        '[training] flash_attention = "FA4"',
+        'mixed_precision_param = "bfloat16"',
+    ),
+    "sglang without urls": ("[rollout]\nengine = 'sglang'", "[rollout] urls is empty", 'engine = "sglang"'),
+    "vllm without urls": ("[rollout]\nengine = 'vllm'", "[rollout] urls is empty", "http://"),
+    "url scheme": ("[rollout]\nurls = ['a:8000']", "[rollout] urls", "write http://host:port"),
+    "url port": ("[rollout]\nurls = ['http://a:99999']", "[rollout] urls", "range"),
+    "url query": ("[rollout]\nurls = ['http://a:1/?k=v']", "[rollout] urls", "write http://host:port"),
+    "url twice": ("[rollout]\nurls = ['http://a:1', 'http://a:1/']", "[rollout] urls", "2 times"),
+    "stop token": ("[rollout]\nstop_token_ids = [-1]", "[rollout] stop_token_ids has -1", "0 or more"),
+    "jsonl without path": ("[data]\nsource = 'jsonl'", "[data] path is missing", "needs a file"),
+    "path not read": ("[data]\npath = 'x.jsonl'", "[data] path", 'source = "jsonl" or "hf"'),
+    "split not read": ("[data]\nvalidation_split = 'test'", "[data] validation_split", 'source = "hf"'),
+    "no tasks": ("[data]\nsource = 'reasoning_gym'", "[data] tasks is empty", "basic_arithmetic"),
+    "operator": ("[data]\narithmetic_operators = ['/']", "[data] arithmetic_operators", '"+", "-", "*"'),
+    "template": ("[data]\nprompt_template = 'Q:'", "[data] prompt_template", "lacks {prompt}"),
+    "system prompt": ("[data]\nchat_template = false\nsystem_prompt = 'x'", "[data] system_prompt", "prompt_template"),
+    "answer column": (
+        "[data]\nsource = 'jsonl'\npath = 'x'\nanswer_column = ''",
+        "[data] answer_column",
+        "exact_match",
+    ),
+    "pattern": ("[data]\nanswer_pattern = '(('", "[data] answer_pattern", "no regular expression"),
+    "pattern without group": (
+        "[reward]\nanswer_pattern = '#+'",
+        "[reward] answer_pattern",
+        "put ( ) around the answer",
+    ),
+    "pattern with two": ("[reward]\nanswer_pattern = '(a)(b)'", "[reward] answer_pattern", "has 2 groups"),
+    "weights": ("[reward]\nweights = [1.0, 2.0]", "[reward] weights has 2 entries for 1", "one for each"),
+    "zero weights": ("[reward]\nweights = [0.0]", "[reward] weights", "every reward would be 0"),
+    "no function": ("[reward]\nfunctions = []", "[reward] functions is empty", "exact_match"),
+    "function twice": ("[reward]\nfunctions = ['a:b', 'a:b']", "[reward] functions", "give it a weight"),
+    "scorer of another source": ("[reward]\nfunctions = ['reasoning_gym']", "[reward] functions", 'not "arithmetic"'),
+    "keep less than none": ("[checkpoint]\nkeep_latest_k = -1", "[checkpoint] keep_latest_k = -1", "at least 0"),
+    "load what": ("[checkpoint]\nenable = true\nload_step = 5", "[checkpoint] load_step = 5", "resume = true"),
+    "resume what": ("[checkpoint]\nresume = true", "[checkpoint] resume", "needs [checkpoint] enable = true"),
+    "optimizer": ("[optimizer]\nname = 'Muon'", '[optimizer] name = "Muon"', "AdamW or Adam"),
+    "flavor alone": ("[model]\nflavor = '0.6B'", "[model] flavor", "needs [model] name"),
+    "shards": (
+        "[parallelism]\ndata_parallel_shard_degree = 0",
+        "[parallelism] data_parallel_shard_degree = 0",
+        "or -1",
+    ),
+    "memory budget": (
+        "[activation_checkpoint]\nmode = 'memory_budget'",
+        "[activation_checkpoint] mode",
+        "[compile] enable",
+    ),
+    # torchtitan's keys without effect
+    "pipeline": ("[parallelism]\npipeline_parallel_degree = 2", "[parallelism] pipeline_parallel_degree = 2", "FSDP"),
+    "context": ("[parallelism]\ncontext_parallel_degree = 2", "[parallelism] context_parallel_degree", "not supported"),
+    "expert": ("[parallelism]\nexpert_parallel_degree = 2", "[parallelism] expert_parallel_degree", "not supported"),
+    "dataset": ("[training]\ndataset = 'c4'", "[training] dataset", "prompts come from [data]"),
+    "batch": ("[training]\nlocal_batch_size = 2", "[training] local_batch_size", "tokens_per_microbatch"),
+    "converters": ("[model]\nconverters = ['float8']", "[model] converters", "not supported"),
+    "quantize": ("[quantize.linear.float8]\nemulate = true", "[quantize.linear.float8] emulate", "not supported"),
+    "initial load": ("[checkpoint]\ninitial_load_path = 'x'", "[checkpoint] initial_load_path", "checkpoint.resume"),
+    "async": ("[checkpoint]\nasync_mode = 'async'", "[checkpoint] async_mode", "not supported"),
+    "validation steps": ("[validation]\nsteps = 0", "[validation] steps = 0", "validation.prompts"),
+    "fault tolerance": ("[fault_tolerance]\nenable = true", "[fault_tolerance] enable", "not supported"),
+    "own module": (
+        "[job]\ncustom_config_module = 'my.config'",
+        "[job] custom_config_module",
+        "torchtitan.grpo.config.job_config",
+    ),
+    "file names file": ("[job]\nconfig_file = 'other.toml'", "[job] config_file", "on the command line"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), [(t, e) for t, *e in BAD_TOML.values()], ids=list(BAD_TOML))
+def test_bad_toml_is_named(tmp_path, text, expected):
+    with pytest.raises(UserError) as caught:
+        load_toml(tmp_path, text)
+    for part in expected:
+        assert part in str(caught.value)
+
+
+BAD_FLAGS = {
+    "unknown": (["--grpo.gruop_size", "4"], "--grpo.gruop_size", "did you mean --grpo.group_size?"),
+    "unknown section": (["--grop.group_size=4"], "--grop.group_size", "did you mean --grpo.group_size?"),
+    "no section": (["--group_size", "4"], "--group_size", "did you mean --grpo.group_size?"),
+    "misspelt switch": (["--dry-runn"], "--dry-runn", "did you mean --dry_run?"),
+    "not a flag": (["quickstart.toml"], "'quickstart.toml'", "did you mean --job.config_file quickstart.toml?"),
+    "type": (["--grpo.group_size", "eight"], "[grpo] group_size", '"eight" is text, not int'),
+    "fraction": (["--grpo.group_size", "8.5"], "[grpo] group_size", '"8.5" is text, not int'),
+    "choice": (["--rollout.engine", "vlm"], "[rollout] engine", 'did you mean "vllm"?'),
+    "no value": (["--grpo.group_size", "--grpo.minibatches", "1"], "--grpo.group_size", "needs a value: int"),
+    "twice": (["--grpo.group_size", "4", "--grpo.group-size=8"], "--grpo.group_size", "given twice"),
+    "negation with value": (["--checkpoint.no-enable=true"], "--checkpoint.no-enable", "takes no value"),
+    "negated number": (["--grpo.no-group_size"], "--grpo.no-group_size", "did you mean --grpo.group_size?"),
+    "list entry": (["--rollout.stop_token_ids", "1,x"], "[rollout] stop_token_ids", "entry 1"),
+    "range": (["--grpo.group_size", "1"], "[grpo] group_size = 1", "at least 2"),
+    "unsupported": (["--training.dataset", "c4"], "[training] dataset", "prompts come from [data]"),
+    "no such file": (["--job.config_file", "/no/such.toml"], "/no/such.toml", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), [(f, e) for f, *e in BAD_FLAGS.values()], ids=list(BAD_FLAGS))
+def test_bad_flag_is_named(flags, expected):
+    with pytest.raises(UserError) as caught:
+        load_config([*MODEL, *flags])
+    for part in expected:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[grpo\n", "[grpo]\ngroup_size = 8\ngroup_size = 9\n", "a = 'ü'"])
+def test_broken_toml_names_file_and_place(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"run\.toml: is not valid TOML"):
+        load_config(["--job.config_file", str(path)])
+
+
+def test_missing_model_folder_is_named():
+    with pytest.raises(UserError, match=r"\[model\] hf_assets_path is missing"):
+        load_config([])
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_toml(tmp_path, "[grpo]\ngroup_size = '8'\nnope = 1\n[training]\ndataset = 'c4'", "--grpo.minibatches", "x")
+    for part in ("4 problems", "run.toml", "group_size", "nope", "dataset", "minibatches"):
+        assert part in str(caught.value)
+
+
+def test_toml_under_flags_over_defaults(tmp_path):
+    config = load_toml(
+        tmp_path,
+        "[grpo]\ngroup_size = 4\nminibatches = 2\n[optimizer]\nlr = 1\n[rollout]\nurls = ['http://a:1/', 'http://b:2']",
+        "--grpo.minibatches=4",
+        "--grpo.ratio-clip-max",
+        "0.28",
+    )
+    assert (config.grpo.group_size, config.grpo.minibatches, config.grpo.ratio_clip_max) == (4, 4, 0.28)
+    assert config.grpo.prompts_per_step == job_config.Grpo().prompts_per_step
+    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
+    assert config.rollout.urls == ["http://a:1", "http://b:2"]
+    assert config.job.config_file.endswith("run.toml")
+    assert config.job.custom_config_module == "torchtitan.grpo.config.job_config"
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        (["--checkpoint.enable"], "checkpoint.enable", True),
+        (["--metrics.no-enable_tensorboard"], "metrics.enable_tensorboard", False),
+        (["--metrics.no-enable-tensorboard"], "metrics.enable_tensorboard", False),
+        (["--metrics.enable_tensorboard", "false"], "metrics.enable_tensorboard", False),
+        (["--checkpoint.enable=true"], "checkpoint.enable", True),
+        (["--checkpoint.enable", "--grpo.group_size", "4"], "grpo.group_size", 4),
+        (["--rollout.urls", "http://a:1,http://b:2"], "rollout.urls", ["http://a:1", "http://b:2"]),
+        (["--rollout.urls", "http://a:1", "http://b:2"], "rollout.urls", ["http://a:1", "http://b:2"]),
+        (["--rollout.stop_token_ids=1,2"], "rollout.stop_token_ids", [1, 2]),
+        (["--parallelism.data_parallel_shard_degree", "-1"], "parallelism.data_parallel_shard_degree", -1),
+        (["--lr_scheduler.total_steps", "None"], "lr_scheduler.total_steps", None),
+        (["--lr_scheduler.total_steps", "7"], "lr_scheduler.total_steps", 7),
+        (["--training.max_norm", "2"], "training.max_norm", 2.0),
+        (["--optimizer.lr", "3e-6"], "optimizer.lr", 3e-6),
+        (["--data.system_prompt=--be brief"], "data.system_prompt", "--be brief"),
+        (["--job.dump_folder", "~/x"], "job.dump_folder", str(Path.home() / "x")),
+        (["--job.custom_config_module", "torchtitan.grpo.config.job_config"], "grpo.group_size", 8),
+        (["--parallelism.pipeline_parallel_degree", "1"], "parallelism.pipeline_parallel_degree", 1),
+    ],
+)
+def test_good_flags(flags, path, value):
+    config = load_config([*MODEL, *flags])
+    for name in path.split("."):
+        config = getattr(config, name)
+    assert config == value
+
+
+def test_an_empty_list_of_urls_can_be_given_over_a_file(tmp_path):
+    assert load_toml(tmp_path, "[rollout]\nurls = ['http://a:1']", "--rollout.urls=").rollout.urls == []
+
+
+def test_defaults_suit_reinforcement_learning():
+    config = load_config(MODEL)
+    assert config.optimizer.lr == 1e-6
+    assert (config.training.steps, config.lr_scheduler.warmup_steps) == (100, 0)
+    assert (config.metrics.log_freq, config.metrics.enable_tensorboard) == (1, True)
+    assert config.training.max_norm == 1.0  # torchtitan's own
+
+
+def test_help_lists_keys_and_ends(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--grpo.group_size (int, default 8)" in printed and "pipeline_parallel" not in printed
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "train_configs").glob("*.toml")))
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_example_configurations_load(name, world_size, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    config = load_config(["--job.config_file", f"train_configs/{name}"])
+    given = tomllib.loads((ROOT / "train_configs" / name).read_text())
+    assert config.training.steps == given["training"]["steps"]
+
+
+# ------------------------------------------------------------------------------------------------- this machine
+
+
+VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "gpus", "expected"),
+    [
+        (["--weight_sync.transport", "nccl"], 1, 0, ("[weight_sync] transport", "needs CUDA")),
+        (["--weight_sync.transport", "nccl"], 2, 2, ("[weight_sync] transport", "2 trainer processes take all 2")),
+        (
+            ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.tensor_parallel_degree", "2"],
+            6,
+            0,
+            ("data_parallel_replicate_degree = 2 x tensor_parallel_degree = 2", "6 processes"),
+        ),
+        (["--parallelism.data_parallel_replicate_degree", "2"], 2, 0, ()),
+        (["--parallelism.data_parallel_replicate_degree", "2"], 4, 0, ()),
+        (["--compile.enable"], 1, 0, ("[compile] enable", "needs CUDA")),
+        (["--compile.enable"], 1, 2, ()),
+        (["--rollout.embedded_device", "cuda"], 1, 0, ("[rollout] embedded_device", "needs CUDA")),
+        (["--weight_sync.transport", "gloo"], 1, 2, ()),
+        ([], 2, 2, ()),
+        (["--parallelism.tensor_parallel_degree", "2"], 3, 0, ("tensor_parallel_degree = 2", "3 processes")),
+        (["--parallelism.data_parallel_shard_degree", "4"], 2, 0, ("data_parallel_shard_degree = 4", "2 processes")),
+        (["--grpo.prompts_per_step", "1", "--grpo.group_size", "2"], 4, 0, ("prompts_per_step", "2 answers for 4")),
+        (["--comm.init_timeout_seconds", "300"], 2, 0, ("[comm] init_timeout_seconds", "must be over [rollout]")),
+        (["--comm.init_timeout_seconds", "300"], 1, 0, ()),
+        (["--weight_sync.transport", "nccl", *VLLM], 2, 2, ()),
+        (["--parallelism.tensor_parallel_degree", "2"], 4, 5, ()),
+        (["--rollout.embedded_device", "cpu"], 2, 0, ()),
+    ],
+)
+def test_machine(flags, world_size, gpus, expected, monkeypatch):
+    # load_config must accept it on a machine that has what it asks for
+    monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda config: [])
+    messages = check_machine(load_config([*MODEL, *flags]), world_size, gpus)
+    assert len(messages) == bool(expected), messages
+    for part in expected:
+        assert part in messages[0]
+
+
+def test_world_size_is_torchruns(monkeypatch):
+    flags = [*MODEL, "--parallelism.tensor_parallel_degree", "2"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert load_config(flags).parallelism.tensor_parallel_degree == 2
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="this run has 1 process;"):
+        load_config(flags)
+
+
+def test_api_key_variable(monkeypatch):
+    flags = [*MODEL, "--rollout.api_key_env", "TEST_CONFIG_KEY"]
+    monkeypatch.delenv("TEST_CONFIG_KEY", raising=False)
+    with pytest.raises(UserError, match=r'\[rollout\] api_key_env = "TEST_CONFIG_KEY".*is not set'):
+        load_config(flags)
+    monkeypatch.setenv("TEST_CONFIG_KEY", "secret")
+    assert load_config(flags).rollout.api_key_env == "TEST_CONFIG_KEY"
+
+
+@pytest.mark.parametrize("flags", [["--rollout.api_key_env", "sk-1f2e"], ["--rollout.urls", "http://u:sk-1f2e@host:1"]])
+def test_a_key_in_the_wrong_place_is_not_shown(flags):
+    with pytest.raises(UserError, match="api_key_env") as caught:
+        load_config([*MODEL, *flags])
+    assert "1f2e" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- tables and texts
+
+
+def test_tables_name_real_keys():
+    assert set(RANGES) <= {key.path for key in honoured_keys()}
+    assert set(ELSEWHERE.values()) <= {key.path for key in honoured_keys()}
+    covered = {unsupported_by(path) for path in keys()} - {None}
+    assert covered == set(UNSUPPORTED)
+
+
+def test_every_number_of_ours_has_bounds_and_every_key_a_text():
+    ours = [key for key in honoured_keys() if key.section in {f.name for f in fields(job_config.JobConfig)} and key.doc]
+    assert {"grpo.group_size", "sft.lr", "optimizer.lr", "comm.init_timeout_seconds"} <= {key.path for key in ours}
+    assert [key.path for key in honoured_keys() if not key.torchtitan and not key.doc] == []
+    assert [key.path for key in ours if key.type in (int, float) and key.path not in RANGES] == []
+
+
+def test_defaults_pass_their_own_checks():
+    assert check_ranges(load_config(MODEL)) == []
+
+
+def test_configuration_page_is_current():
+    script = ROOT / "scripts" / "make_config_docs.py"
+    subprocess.run([sys.executable, script, "--check"], check=True, timeout=120)
+
+
+def test_dry_run_is_a_file_of_the_same_run(tmp_path):
+    flags = [
+        "--grpo.group_size",
+        "4",
+        "--reward.answer_pattern",
+        r'a"\s(\d+)',
+        "--training.seq_len",
+        "512",
+        "--data.max_prompt_tokens",
+        "128",
+        "--rollout.max_answer_tokens",
+        "128",
+        "--rollout.urls",
+        "http://a:1,http://b:2",
+    ]
+    config = load_config([*MODEL, *flags])
+    text = describe(config, world_size=2)
+    again = load_toml(tmp_path, text)
+    config.job.config_file = again.job.config_file
+    assert again.to_dict() == config.to_dict()
+    assert "group_size = 4  # default 8" in text
+    assert "# \n" not in text
+    assert "32 prompts x 4 = 128" in text
+    assert "128 x (128 + 128) = 32,768" in text
+    # 128 answers of 256 tokens on 2 ranks, 2 in a row of 512
+    assert "32 for each rank and optimizer step" in text

@@ -1,0 +1,401 @@
+"""The dry run's memory estimate against what the CPU allocator hands out in a forward, and in whole steps.
+
+Process groups are fake: collectives move nothing, but every rank's buffers are there. On a CPU torch computes attention
+and RMS norm by other means than on a GPU, which save other tensors; here both are replaced by functions that save what
+the GPU's kernels save.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, Qwen3Config
+
+from tests.helpers import TINY_QWEN3
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.dry_run.describe import memory_lines
+from torchtitan.grpo.dry_run.memory import BlockActivations, block_activations, kept_activations, memory_bytes
+from torchtitan.grpo.model import logprobs, packed, parallelize
+from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.policy import gradients
+from torchtitan.grpo.policy.gradients import accumulate_gradients
+from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
+
+TINY = str(TINY_QWEN3)
+DOCUMENTS = 4
+SHAPES = {
+    "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4),
+    "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8),
+}
+COMMON = dict(vocab_size=1000, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
+CHECKPOINTING = {
+    "none": ["--activation_checkpoint.mode", "none"],
+    "full": ["--activation_checkpoint.mode", "full"],
+    "selective": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"],
+    "layers": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "2"],
+    "matmul": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "matmul"],
+}
+
+
+@torch.library.custom_op("memory_test::flash", mutates_args={})
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])  # and the log-sum-exp, float32
+
+
+@flash.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("memory_test::flash_backward", mutates_args={})
+def flash_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, log_sum_exp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+@flash_backward.register_fake
+def _(grad, q, k, v, out, log_sum_exp):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+flash.register_autograd(
+    lambda ctx, grad, _: flash_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+class FusedNorm(torch.autograd.Function):
+    """Saves its input and one float32 per row, as the GPU's kernel does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight, torch.empty(*x.shape[:-1], 1))
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight), None
+
+
+def rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # torch.compile takes it apart on every device
+        return torch.rms_norm(x, shape, weight, eps)
+    return FusedNorm.apply(x, weight, eps)
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(packed, "_by_length_class", lambda q, k, v, *_: flash(q, k, v)[0])
+    monkeypatch.setattr(F, "rms_norm", rms_norm)
+    for family in (parallelize.qwen3, parallelize.llama3):
+        saved = family._op_sac_save_list | {torch.ops.memory_test.flash.default}
+        monkeypatch.setattr(family, "_op_sac_save_list", saved)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    made = {}
+    for size, shape in SHAPES.items():
+        head_dim = shape["hidden_size"] // 4  # twice what Llama's would be: heads are wider than the model
+        for name, config in {
+            "qwen3": Qwen3Config(**COMMON, **shape, head_dim=head_dim, architectures=["Qwen3ForCausalLM"]),
+            "llama": LlamaConfig(**COMMON, **shape, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]),
+        }.items():
+            made[f"{name}-{size}"] = str(tmp_path_factory.mktemp(f"{name}-{size}"))
+            config.save_pretrained(made[f"{name}-{size}"])
+    return made
+
+
+@contextlib.contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def read(folder: str, world: int, tokens: int, rows: int, *flags: str, monkeypatch) -> JobConfig:
+    """A run with `rows` full rows of `tokens` for each data-parallel rank and optimizer step."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    length = tokens // DOCUMENTS
+    settings = {
+        "model.hf_assets_path": folder,
+        "model.weights": "random",
+        "training.seq_len": str(tokens),
+        "data.max_prompt_tokens": str(length // 16),
+        "rollout.max_answer_tokens": str(length - length // 16),
+        "grpo.prompts_per_step": str(world),
+        "grpo.group_size": str(DOCUMENTS * rows),
+    }
+    if "--training.reduce_gradients" not in flags:
+        settings["training.reduce_gradients"] = "microbatch"  # `auto` takes `step` for models as small as these
+    if "--parallelism.tensor_parallel_degree" in flags:
+        degree = int(flags[flags.index("--parallelism.tensor_parallel_degree") + 1])
+        settings["grpo.prompts_per_step"] = str(world // degree)
+    return load_config([*(word for key, value in settings.items() for word in (f"--{key}", value)), *flags])
+
+
+def build(config: JobConfig, world: int, trainable: bool = True) -> tuple[torch.nn.Module, Microbatch]:
+    source = resolve_model(config.model, config.training.seq_len)
+    tensor, replicas = config.parallelism.tensor_parallel_degree, config.parallelism.data_parallel_replicate_degree
+    dims = ParallelDims(replicas, world // tensor // replicas, 1, tensor, 1, 1, 1, world)
+    model = parallelize.build_model(source, config, dims, torch.device("cpu"), trainable=trainable)
+    length = config.training.seq_len // DOCUMENTS
+    answer = length - length // 16 + 1  # the last token predicts nothing, and takes no place in the row
+    sample = PackedSample([5] * (length // 16), [7] * answer, 1.0, 1.0, [0.0] * answer)
+    return model, pack([sample] * DOCUMENTS, config.training.seq_len, 1, tensor)[0][0]
+
+
+def allocated(function: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What `function` returns, and the bytes that the CPU allocator gave it: left at its end, and at the peak."""
+    gc.collect()  # what an earlier test left must not be freed meanwhile
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return result, now, peak
+
+
+def saved_by_autograd(function: Callable[[], Any], model: torch.nn.Module) -> int:
+    """Bytes of the storages that autograd saves, each once, without parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        kept = function()
+    size = sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in parameters)
+    del kept
+    return size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("model_name", ["qwen3-tiny", "qwen3-small", "llama-tiny", "llama-small"])
+def test_activations_of_a_forward(model_name, checkpointing, dtype, folders, gpu_kernels, monkeypatch):
+    precision = ["--training.dtype", dtype, "--training.mixed_precision_param", dtype]
+    flags = [*CHECKPOINTING[checkpointing], *precision]
+    config = read(folders[model_name], 1, 1024, 1, *flags, monkeypatch=monkeypatch)
+    with fake_world(1):
+        model, row = build(config, 1)
+        _, held, _ = allocated(lambda: model(row, 1.0))
+        hooked = saved_by_autograd(lambda: model(row, 1.0), model)
+    parts = memory_bytes(config, 1).moments["log-probabilities' backward"]
+    estimate = parts["activations"] + parts["kept logits"]
+    assert estimate == pytest.approx(held, rel=0.05)
+    if checkpointing not in ("selective", "matmul"):  # whose cache autograd's hooks do not see
+        assert estimate == pytest.approx(hooked, rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "matmul"])
+def test_activations_of_compiled_blocks(checkpointing, folders, gpu_kernels, monkeypatch):
+    """By the partitioner that decides what a compiled block saves, on a GPU too; without code generation."""
+    monkeypatch.setattr(logprobs, "_compiled", lambda function, whole_chunk: function)
+    config = read(folders["qwen3-tiny"], 1, 1024, 1, *CHECKPOINTING[checkpointing], monkeypatch=monkeypatch)
+    config.compile.enable, config.compile.backend = True, "aot_eager_decomp_partition"
+    config.training.dtype = "bfloat16"
+    torch._dynamo.reset()
+    with fake_world(1):
+        model, row = build(config, 1)
+        model(row, 1.0)[0].sum().backward()  # compiles both; until then the first forward's tensors stay
+        _, held, _ = allocated(lambda: model(row, 1.0))
+    parts = memory_bytes(config, 1).moments["log-probabilities' backward"]
+    estimate = parts["activations"] + parts["kept logits"]
+    assert estimate == pytest.approx(held, rel=0.05)
+
+
+STEPS = {
+    # name: model, world, tokens, rows, flags, the moment that is the peak
+    "one process": ("qwen3-small", 1, 1024, 2, [], "last block's backward"),
+    "no checkpointing": ("llama-small", 4, 1024, 2, CHECKPOINTING["none"], "log-probabilities' backward"),
+    "selective": ("qwen3-small", 2, 1024, 2, CHECKPOINTING["selective"], None),
+    "one short row": ("qwen3-small", 4, 128, 1, [], "first block's backward"),
+    "tensor parallel": (
+        "qwen3-small",
+        4,
+        1024,
+        2,
+        ["--parallelism.tensor_parallel_degree", "2", *CHECKPOINTING["none"]],
+        "log-probabilities' backward",
+    ),
+    "selective, tensor parallel": (
+        "llama-small",
+        4,
+        1024,
+        2,
+        ["--parallelism.tensor_parallel_degree", "2", *CHECKPOINTING["selective"]],
+        None,
+    ),
+    "every product, tensor parallel": (
+        "qwen3-small",
+        4,
+        1024,
+        2,
+        ["--parallelism.tensor_parallel_degree", "2", *CHECKPOINTING["matmul"]],
+        None,
+    ),
+    "reduced once": (
+        "qwen3-small",
+        4,
+        256,
+        3,
+        ["--training.reduce_gradients", "step"],
+        "first block's backward",
+    ),
+    "never resharded": ("qwen3-small", 4, 128, 2, ["--parallelism.fsdp_reshard_after_forward", "never"], None),
+    "replicas": (
+        "qwen3-small",
+        4,
+        128,
+        2,
+        ["--parallelism.data_parallel_replicate_degree", "4", "--parallelism.data_parallel_shard_degree", "1"],
+        "first block's backward",
+    ),
+    "foreach AdamW": ("llama-small", 1, 64, 1, ["--optimizer.implementation", "foreach"], "optimizer step"),
+    "without FSDP": (
+        "llama-small",
+        1,
+        512,
+        2,
+        ["--training.mixed_precision_param", "float32", "--grpo.entropy_coef", "0.1"],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
+    """Weights, FSDP2's buffers, forward, backward, clipping and AdamW, three steps of several rows."""
+    name, world, tokens, rows, flags, moment = STEPS[case]
+    config = read(folders[name], world, tokens, rows, *flags, monkeypatch=monkeypatch)
+
+    def three_steps() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, row = build(config, world)
+        implementation = config.optimizer.implementation
+        optimizer = torch.optim.AdamW(model.parameters(), **{implementation: True})
+
+        def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            values, entropy = model(row, 1.0)
+            return values.sum() + (entropy.sum() if config.grpo.entropy_coef else 0), {}
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            accumulate_gradients(model, [row] * rows, loss_of, config.training.reduce_gradients == "step")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+        return model, optimizer
+
+    with fake_world(world):
+        _, _, peak = allocated(three_steps)
+    memory = memory_bytes(config, world)
+    elsewhere = sum(memory.moments[memory.peak][part] for part in ("snapshots", "buckets, at most"))
+    assert memory.total(memory.peak) - elsewhere == pytest.approx(peak, rel=0.05)
+    assert moment in (None, memory.peak)
+
+
+def test_the_estimate_knows_what_auto_does(folders, monkeypatch):
+    def peak(choice: str) -> int:
+        flags = ["--training.reduce_gradients", choice]
+        config = read(folders["qwen3-small"], 4, 128, 2, *flags, monkeypatch=monkeypatch)
+        memory = memory_bytes(config, 4)
+        return memory.total(memory.peak)
+
+    assert peak("auto") == peak("step") > peak("microbatch")
+    monkeypatch.setattr(gradients, "SMALL_MODEL", 1000)
+    assert peak("auto") == peak("microbatch")
+
+
+def test_a_reference_model_keeps_what_its_forward_gathered(folders, gpu_kernels, monkeypatch):
+    config = read(folders["qwen3-small"], 4, 64, 1, "--grpo.kl_coef", "0.1", monkeypatch=monkeypatch)
+
+    def forward() -> torch.nn.Module:
+        reference, row = build(config, 4, trainable=False)
+        with torch.no_grad():
+            reference(row, 1.0)
+        return reference
+
+    with fake_world(4):
+        _, left, _ = allocated(forward)
+    memory = memory_bytes(config, 4)
+    assert memory.moments["optimizer step"]["reference model"] == pytest.approx(left, rel=0.05)
+
+
+def test_parts_of_the_tiny_model(monkeypatch):
+    flags = ["--weight_sync.dtype", "bfloat16", "--grpo.kl_coef", "0.1"]
+    config = read(TINY, 2, 64, 2, *flags, monkeypatch=monkeypatch)
+    block = 2 * 128 + 2 * 32 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384  # norms, q/k norms, q and o, k and v, mlp
+    outside = 64 * 128 + 128  # tied: one embedding; and the last norm
+    parameters = 4 * block + outside
+    memory = memory_bytes(config, world_size=2)
+    assert memory.parameters == parameters
+    step = memory.moments["optimizer step"]
+    assert step["weights"] == step["gradients"] == 4 * parameters // 2
+    assert step["AdamW state"] == 4 * parameters
+    assert step["reference model"] == 4 * parameters // 2 + 2 * outside
+    assert step["snapshots"] == 2 * parameters // 2
+    assert step["buckets, at most"] == 2 * parameters
+    assert memory.moments["last block's backward"]["gathered weights"] == 2 * (outside + 2 * block)
+    assert memory.moments["log-probabilities' backward"]["logits chunk"] == 64 * 64 * (2 + 4 * 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "moment", "part"),
+    [
+        (["--offload.optimizer_states", "host"], "optimizer step", "AdamW state"),
+        (["--offload.offload_optimizer_states_for_logprob"], "reference's log-probabilities", "AdamW state"),
+        (["--offload.reference_weights", "host"], "optimizer step", "reference model"),
+    ],
+)
+def test_what_is_on_the_host_takes_no_device_memory(flags, moment, part, monkeypatch):
+    base = ["--grpo.kl_coef", "0.1"]
+    here = memory_bytes(read(TINY, 1, 64, 2, *base, monkeypatch=monkeypatch), 1)
+    away = memory_bytes(read(TINY, 1, 64, 2, *base, *flags, monkeypatch=monkeypatch), 1)
+    assert here.moments[moment][part] > 0
+    assert away.moments[moment][part] == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_compiled_block_saves_neither_silu_nor_the_last_product(family, folders):
+    args = resolve_model(SimpleNamespace(hf_assets_path=folders[f"{family}-small"], flavor=""), 64).model_args
+    eager, compiled = (block_activations(args, 768, 64, 2, 1, compiled, "none") for compiled in (False, True))
+    assert eager.saved - compiled.saved == 64 * 768 * 2
+    assert eager.selected - compiled.selected == 64 * 256 * 2
+    assert eager.input == compiled.input
+
+
+def test_a_memory_budget_lies_between_full_and_no_checkpointing():
+    block = BlockActivations(input=10, selected=40, products=60, saved=110, gradients=5)
+    config = JobConfig()
+    config.activation_checkpoint.mode = "memory_budget"
+    kept = []
+    for config.activation_checkpoint.memory_budget in (0.0, 0.5, 1.0):
+        kept.append(kept_activations(config, block, 4))
+    assert kept == [(40, 100), (240, 50), (440, 0)]
+
+
+def test_table_names_the_peak(monkeypatch):
+    config = read(TINY, 1, 64, 2, monkeypatch=monkeypatch)
+    memory = memory_bytes(config, 1)
+    lines = memory_lines(config, 1)
+    peak = next(line for line in lines if line.startswith("  peak"))
+    assert peak.endswith(memory.peak)
+    assert f"{memory.total(memory.peak) / 2**20:,.1f} MiB" in peak
+    assert all(any(moment in line for line in lines) for moment in memory.moments)

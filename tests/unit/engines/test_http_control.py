@@ -1,0 +1,69 @@
+"""Control calls against something that answers 200 to everything, and is no engine: a proxy before a lost server."""
+
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from torchtitan.grpo.engines.http_control import HttpControl, ServerError
+from torchtitan.grpo.engines.sglang_control import SglangControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.errors import UserError
+
+
+class Proxy(http.server.BaseHTTPRequestHandler):
+    said = b""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.said)))
+        self.end_headers()
+        self.wfile.write(self.said)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+CALLS: dict[str, Callable[[HttpControl], object]] = {
+    "world size": lambda control: control.world_size(),
+    "version": lambda control: control.weight_version(),
+    "sampling": lambda control: control.check_sampling([1]),
+    "check": lambda control: control.check(100),
+}
+
+
+REPLIES = (b"<html>back soon</html>", b"null", b"[]", b"{}", b'{"data": 3}')
+CASES = [(ServerControl, call, said) for call in CALLS for said in REPLIES]
+# Where SGLang's names are missing it is an old one.
+CASES += [(SglangControl, call, said) for call in CALLS for said in (REPLIES if call == "sampling" else REPLIES[:2])]
+
+
+@pytest.mark.parametrize(("kind", "call", "said"), CASES)
+def test_a_reply_that_is_not_as_expected_is_the_servers_failure(kind, call, said, url, monkeypatch):
+    monkeypatch.setattr(Proxy, "said", said)
+    with pytest.raises(ServerError, match=rf"{url}: phase .*answers not as expected"):
+        CALLS[call](kind(url, timeout_s=5))
+
+
+@pytest.mark.parametrize(("listens", "hint"), [(True, "if it hangs"), (False, "Start the server")])
+def test_what_to_do_about_a_server_that_does_not_get_well(listens, hint):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if listens:
+            taken.listen()
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=rf"{url}: not healthy after 0.5 s .*{hint}.* start_timeout_seconds"):
+            ServerControl(url).wait_healthy(0.5)

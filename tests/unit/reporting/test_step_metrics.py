@@ -1,0 +1,139 @@
+import pytest
+
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.reporting.step_metrics import (
+    policy_metrics,
+    rollout_metrics,
+    server_metrics,
+    sync_metrics,
+    validation_metrics,
+)
+from torchtitan.grpo.weight_sync.report import SyncReport
+
+PROMPT = Prompt(index=0, token_ids=[1, 2], text="1+1=", answer="2")
+
+
+def sample(reward: float, tokens: int, finish: str = "stop", failures: tuple[str, ...] = ()) -> Sample:
+    return Sample(
+        PROMPT, [5] * tokens, [-0.5] * tokens, [0] * tokens, finish, rewards={"exact_match": reward}, reward=reward,
+        reward_failures=list(failures),
+    )  # fmt: skip
+
+
+def test_rollout_metrics_of_two_groups():
+    groups = [
+        [sample(1.0, 2), sample(0.0, 4, "length")],
+        [sample(1.0, 3), sample(1.0, 7, "abort", ("exact_match",))],
+    ]
+    groups[0][0].versions = [2, 3]
+    metrics = rollout_metrics(groups, 3, 0)
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/std"] == pytest.approx(0.1875**0.5)
+    assert metrics["reward/exact_match"] == 0.75
+    assert metrics["reward/zero_variance_fraction"] == 0.5
+    assert metrics["reward/failures"] == 1
+    assert (metrics["rollout/answer_tokens"], metrics["rollout/answer_tokens_max"]) == (16, 7)
+    assert (metrics["rollout/age_mean"], metrics["rollout/age_max"]) == ((1 + 0 + 14 * 3) / 16, 3)
+    assert metrics["rollout/truncated_fraction"] == metrics["rollout/aborted_fraction"] == 0.25
+
+
+def test_no_groups_give_no_metrics():
+    assert rollout_metrics([], 0, 0) == {}
+
+
+def test_pass_at_k_counts_prompts_with_any_full_reward():
+    greedy = [[sample(1.0, 2)], [sample(0.0, 2)], [sample(0.5, 2)]]
+    sampled = [[sample(0.0, 1), sample(2.0, 1)], [sample(1.9, 1), sample(0.0, 1)], [sample(0.0, 1), sample(0.0, 1)]]
+    metrics = validation_metrics(greedy, sampled, full_reward=2.0)
+    assert metrics["validation/greedy_reward"] == 0.5
+    assert metrics["validation/pass_at_2"] == pytest.approx(1 / 3)
+    assert metrics["validation/sampled_reward"] == pytest.approx(3.9 / 6)
+
+
+def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
+    sums = {"tokens": 4.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0, "ratio_sum": 4.4}
+    sums |= {"mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
+    metrics = policy_metrics(sums)
+    assert metrics["train/loss"] == 0.3
+    assert metrics["policy/clip_fraction"] == 0.5
+    assert metrics["policy/ratio"] == pytest.approx(1.1)
+    assert metrics["policy/mismatch_abs"] == 0.2
+    assert "policy/kl" not in metrics
+    assert policy_metrics(sums | dict.fromkeys(sums, 0.0))["policy/clip_fraction"] == 0.0
+
+
+def test_policy_metrics_by_age_leave_out_ages_without_tokens():
+    ratios = {0: [1.0, 1.0, 1.0], 2: [0.5, 2.0]}
+    sums = {"tokens": 5.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0}
+    sums |= {"mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
+    by_age = {"age_tokens": [3.0, 0.0, 2.0], "age_clipped_tokens": [0.0, 0.0, 1.0]}
+    by_age["age_ratio_sum"] = [sum(ratios.get(age, [])) for age in range(3)]
+    by_age["age_ratio_squared_sum"] = [sum(w * w for w in ratios.get(age, [])) for age in range(3)]
+    by_age["age_mismatch_kl_sum"] = [0.03, 0.0, 0.5]
+    metrics = policy_metrics(sums | by_age)
+    assert {name: value for name, value in metrics.items() if name.startswith("age/")} == pytest.approx(
+        {
+            "age/0/tokens_fraction": 0.6,
+            "age/0/ratio": 1.0,
+            "age/0/ess": 1.0,
+            "age/0/clipped_fraction": 0.0,
+            "age/0/mismatch_kl": 0.01,
+            "age/2/tokens_fraction": 0.4,
+            "age/2/ratio": 1.25,
+            "age/2/ess": 2.5**2 / (2 * 4.25),
+            "age/2/clipped_fraction": 0.5,
+            "age/2/mismatch_kl": 0.25,
+        }
+    )
+    nothing = policy_metrics(sums | {name: [0.0] * 3 for name in by_age})
+    assert nothing == policy_metrics(sums) and not any(name.startswith("age/") for name in nothing)
+
+
+def phases(seconds: float) -> dict[str, float]:
+    return dict.fromkeys(("pause", "wire", "apply", "acknowledge", "total"), seconds)
+
+
+def test_pushes_are_reported_by_server_and_by_the_slowest():
+    fleet = Fleet(["http://a:1", "http://b:2"], lambda url: Server(url, None))
+    for server in fleet.servers:
+        fleet.admit(server, 4)
+    fleet.admit(fleet.servers[0], 5)
+    servers = {"http://a:1": phases(1.0), "http://b:2": phases(2.0)}
+    whole = SyncReport(4, 2**30, 3, {"gather": 0.5, "total": 2.5}, servers)
+    newer = SyncReport(5, 2**30, 3, {"gather": 0.25, "total": 1.5}, {"http://a:1": phases(1.5)}, missed=1)
+    alone = SyncReport(4, 2**30, 3, {"total": 9.0}, {"http://b:2": phases(9.0)}, alone=True)
+    metrics = sync_metrics([whole, newer, alone], fleet)
+    assert (metrics["sync/pushes"], metrics["sync/catch_ups"], metrics["sync/missed"]) == (2, 1, 1)
+    assert (metrics["sync/version"], metrics["sync/servers_in_traffic"], metrics["sync/gib"]) == (4, 2, 1.0)
+    assert (metrics["sync/gather_s"], metrics["sync/total_s"], metrics["sync/wire_s"]) == (0.25, 1.5, 9.0)
+    assert (metrics["server/a_1/total_s"], metrics["server/b_2/total_s"]) == (1.5, 9.0)
+
+
+def test_a_step_without_a_push_still_says_who_is_there():
+    fleet = Fleet(["http://a:1"], lambda url: Server(url, None))
+    fleet.withdraw(fleet.servers[0], "gone")
+    metrics = sync_metrics([], fleet)
+    assert (metrics["sync/pushes"], metrics["sync/servers_lost"], metrics["sync/version"]) == (0, 1, -1)
+    assert not any(name.startswith("server/") for name in metrics)
+
+
+def test_busy_share_leaves_out_standing_still_and_idle_servers_count():
+    fleet = Fleet(["http://a:1", "http://b:2", "http://c:3"], lambda url: Server(url, None))
+    for server in fleet.servers[:2]:
+        fleet.admit(server, 4)
+    pushed = SyncReport(4, 2**30, 3, {"total": 2.0}, {"http://a:1": phases(1.0) | {"stopped": 2.0}})
+    metrics = server_metrics(fleet, {"http://a:1": 10.0}, [pushed], 10.0)
+    assert metrics == pytest.approx(
+        {"server/a_1/busy_share": 0.8, "server/b_2/busy_share": 0.0, "server/busy_share": 0.4}
+    )
+    assert server_metrics(fleet, {}, [], 0.0) == {}
+
+
+def test_an_environments_tokens_have_no_age_and_are_no_answer_tokens():
+    given = sample(1.0, 3)
+    given.versions, given.loss_mask = [3, 0, 5], [True, False, True]
+    metrics = rollout_metrics([[given]], 5, 2)
+    assert metrics["rollout/answer_tokens"] == 2
+    assert metrics["rollout/age_max"] == 2
+    assert sum(metrics[f"rollout/age_{age}_fraction"] for age in range(3)) == pytest.approx(1.0)

@@ -1,0 +1,303 @@
+"""Scoring: built-in functions, and a run that goes on whatever a reward function does."""
+
+import os
+import sys
+import time
+from threading import Thread
+
+import pytest
+
+from torchtitan.grpo.config.job_config import Data, Reward
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.sources import load_rows
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rewards.functions import exact_match, math_verify, numeric_match
+from torchtitan.grpo.rewards.runner import RewardRunner
+
+FUNCTIONS = """
+import os
+import signal
+import sys
+import time
+
+def length(text, prompt):
+    return len(text)
+
+def spaces(text, prompt):
+    return text.count(" ")
+
+def hang(text, prompt):
+    if text == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
+        time.sleep(600)
+    return 1.0
+
+def raises(text, prompt):
+    if text == "raise":
+        raise KeyError("no such thing")
+    return 1.0
+
+def crash(text, prompt):
+    if text == "crash":
+        os._exit(7)
+    return 1.0
+
+def exits(text, prompt):
+    if text == "exit":
+        sys.exit(3)
+    return 1.0
+
+def odd(text, prompt):
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0], "true": True}[text]
+
+def counted(text, prompt):
+    with open(prompt.columns["log"], "a") as log:
+        log.write(text + "\\n")
+    if text == "crash":
+        os._exit(7)
+    return 1.0
+
+def modules(text, prompt):
+    main = sys.modules["__main__"]
+    return float("pytest" in sys.modules or getattr(main, "__file__", None) is not None)
+
+def one_argument(text):
+    return 1.0
+
+def processes_cuda(text, prompt):
+    import torch
+    return float(torch.cuda.is_initialized())
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_rewards"
+    sys.modules.pop("my_rewards", None)
+
+
+def make_samples(*texts, answer="42", columns=None):
+    prompt = Prompt(0, [1], "?", answer, columns or {})
+    return [Sample(prompt, [1], [0.0], [0], "stop", text=text) for text in texts]
+
+
+def test_exact_match_ignores_space_around_only():
+    prompt = Prompt(0, [1], "?", "4 2")
+    assert [exact_match(text, prompt) for text in (" 4 2\n", "42", "4 2.")] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "score"),
+    [
+        ("It is $1,234.50.", "1234.5", 1.0),
+        ("first 1, then 42", "42.0", 1.0),
+        ("x = 3-5", "5", 1.0),
+        ("x = -5", "5", 0.0),
+        ("\N{MINUS SIGN}5", "-5", 1.0),
+        ("1e3", "1,000", 1.0),
+        ("100000000000000001", "100000000000000000", 0.0),
+        ("none", "5", 0.0),
+        ("", "5", 0.0),
+    ],
+)
+def test_numeric_match_compares_the_last_number(text, reference, score):
+    assert numeric_match(text, Prompt(0, [1], "?", reference)) == score
+
+
+def test_built_in_functions_refuse_a_prompt_without_reference():
+    with pytest.raises(ValueError, match=r"\[data\] answer_column"):
+        exact_match("", Prompt(0, [1], "?"))
+    with pytest.raises(ValueError, match="holds no number"):
+        numeric_match("1", Prompt(0, [1], "?", "one"))
+
+
+def test_math_verify_works_in_a_worker_process():
+    pytest.importorskip("math_verify")
+    answers = ["so $\\frac{2}{4}$", "\\boxed{0.5}", "1/2", "\\frac{1}{2}", "$\\frac{1}{3}$", "no idea", ""]
+    samples = make_samples(*answers, answer="\\frac{1}{2}")
+    with RewardRunner(Reward(functions=["math_verify"], workers=1)) as runner:
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert not any(sample.reward_failures for sample in samples)
+    assert math_verify("$(1,2)$", samples[0].prompt) == 0.0
+
+
+@pytest.mark.parametrize(("timeout_s", "reason"), [(30.0, "TimeoutException"), (2.0, "timeout_seconds = 2.0")])
+def test_math_that_takes_too_long_is_a_failure(timeout_s, reason, caplog):
+    """Either the library's own alarm (5 s) ends it in the worker, or our limit ends the worker."""
+    pytest.importorskip("math_verify")
+    samples = make_samples("42", "$" + "+".join(["9^{9^{9^{9}}}"] * 3) + "$", "42")
+    with RewardRunner(Reward(functions=["math_verify"], workers=1, timeout_seconds=timeout_s)) as runner:
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0]
+    assert samples[1].reward_failures == ["math_verify"]
+    assert reason in caplog.text
+
+
+def test_reasoning_gym_scores_by_the_tasks_own_scorer():
+    """arc_agi's scorer needs tuples in its entry, which JSON would turn into lists."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    tasks = ["chain_sum", "arc_agi", "knights_knaves"]
+    rows = load_rows(Data(source="reasoning_gym", tasks=tasks, size=2), False, 0)
+    prompts = [Prompt(i, [1], row["question"], row["answer"], row) for i, row in enumerate(rows.rows)]
+    right = [Sample(prompt, [1], [0.0], [0], "stop", text=prompt.answer) for prompt in prompts]
+    wrong = [Sample(prompt, [1], [0.0], [0], "stop", text="nonsense") for prompt in prompts]
+    with RewardRunner(Reward(functions=["reasoning_gym"], workers=1, timeout_seconds=30.0)) as runner:
+        runner.score(right + wrong)
+    assert [sample.reward for sample in right] == [1.0] * 6
+    assert max(sample.reward for sample in wrong) < 0.5
+    direct = reasoning_gym.create_dataset("arc_agi", size=2, seed=0)
+    assert direct.score_answer(direct[0]["answer"], direct[0]) == right[1].reward
+
+
+def test_weights_names_and_whole_text_for_own_functions(functions):
+    samples = make_samples("a b #### 41 #### 42", "#### 41", "42")
+    names = ["exact_match", f"{functions}:length", f"{functions}:spaces"]
+    reward = Reward(functions=names, weights=[1.0, 0.5, -1.0], answer_pattern=r"#### (\d+)", workers=1)
+    with RewardRunner(reward) as runner:
+        runner.score(samples)
+    assert samples[0].rewards == dict(zip(names, [1.0, 19.0, 5.0], strict=True))
+    assert samples[0].reward == 1.0 + 9.5 - 5.0
+    assert samples[1].rewards["exact_match"] == 0.0
+    assert samples[2].rewards["exact_match"] == 0.0, "an answer that the pattern does not find is no answer"
+
+
+def test_hang_costs_its_own_limit_and_no_other_score(functions):
+    hang = f"{functions}:hang"
+    samples = make_samples("a", "hang", "b", "hang", "c")
+    with RewardRunner(Reward(functions=[hang, "exact_match"], workers=1, timeout_seconds=1.0)) as runner:
+        runner.warm_up()
+        start = time.monotonic()
+        runner.score(samples)
+        assert 2.0 <= time.monotonic() - start < 200.0  # two limits and two new processes; a sleep alone is 600 s
+        assert runner.failures == {hang: 2}
+        again = make_samples("42")
+        runner.score(again)
+    assert [sample.rewards[hang] for sample in samples] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert [sample.reward_failures for sample in samples] == [[], [hang], [], [hang], []]
+    assert again[0].reward == 2.0
+
+
+@pytest.mark.parametrize(("name", "text"), [("raises", "raise"), ("crash", "crash"), ("exits", "exit")])
+def test_failure_is_recorded_and_the_rest_is_scored(functions, name, text, caplog):
+    samples = make_samples(*["a", text, "b"] * 2)
+    with RewardRunner(Reward(functions=[f"{functions}:{name}"], workers=1)) as runner:
+        runner.score(samples)
+        assert runner.failures == {f"{functions}:{name}": 2}
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0] * 2
+    assert samples[1].reward_failures == [f"{functions}:{name}"]
+    reason = {"raises": "KeyError: 'no such thing'", "crash": "exit code 7", "exits": "SystemExit: 3"}[name]
+    assert f"{functions}:{name}" in caplog.text and reason in caplog.text
+    assert caplog.text.count("failed") == 1, "the second failure must not flood the log"
+
+
+def test_results_that_are_no_finite_number_are_failures(functions):
+    texts = ["nan", "inf", "none", "text", "list", "true"]
+    samples = make_samples(*texts)
+    with RewardRunner(Reward(functions=[f"{functions}:odd"], workers=1)) as runner:
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == [0.0] * 5 + [1.0]
+    assert [bool(sample.reward_failures) for sample in samples] == [True] * 5 + [False]
+
+
+def test_nothing_is_scored_twice_after_a_crash(functions, tmp_path):
+    log = tmp_path / "log"
+    samples = make_samples("a", "b", "crash", "c", columns={"log": str(log)})
+    with RewardRunner(Reward(functions=[f"{functions}:counted"], workers=1)) as runner:
+        runner.score(samples)
+    assert log.read_text().split() == ["a", "b", "crash", "c"]
+
+
+def test_worker_killed_while_idle_is_replaced_without_a_failure(functions):
+    with RewardRunner(Reward(workers=1)) as runner:
+        runner.warm_up()
+        for worker in runner._workers:
+            os.kill(worker._process.pid, 9)
+            worker._process.join(5)
+        samples = make_samples(*["42", "1"] * 4)
+        runner.score(samples)
+        assert not runner.failures
+    assert [sample.reward for sample in samples] == [1.0, 0.0] * 4
+
+
+def test_workers_do_not_import_the_main_script_or_touch_cuda(functions):
+    main = sys.modules["__main__"]
+    samples = make_samples("x")
+    with RewardRunner(Reward(functions=[f"{functions}:modules", f"{functions}:processes_cuda"], workers=1)) as runner:
+        runner.score(samples)
+    assert samples[0].reward == 0.0 and not samples[0].reward_failures
+    assert sys.modules["__main__"] is main
+
+
+def test_threads_may_score_at_once():
+    groups = [make_samples(str(i), "x", answer=str(i)) for i in range(24)]
+    with RewardRunner(Reward()) as runner:
+        threads = [Thread(target=runner.score, args=(group,)) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert all([sample.reward for sample in group] == [1.0, 0.0] for group in groups)
+
+
+def test_no_samples_and_close_while_scoring(functions):
+    runner = RewardRunner(Reward(functions=[f"{functions}:hang"], workers=1, timeout_seconds=500.0))
+    runner.score([])
+    runner.warm_up()
+    errors = []
+
+    def score():
+        with pytest.raises(RuntimeError, match="closed") as caught:
+            runner.score(make_samples("hang"))
+        errors.append(caught.value)
+
+    thread = Thread(target=score)
+    thread.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    runner.close()
+    thread.join(10)
+    assert errors and time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"functions": ["exact_mach"]}, ['"exact_match"', "[reward] functions"]),
+        ({"functions": []}, ["[reward] functions"]),
+        ({"functions": ["exact_match", "exact_match"]}, ["only once"]),
+        ({"functions": ["no_such_module:f"]}, ["no_such_module", "[reward] functions"]),
+        ({"functions": ["my_rewards:lenght"]}, ['"length"', "my_rewards.py"]),
+        ({"functions": ["my_rewards:one_argument"]}, ["2 arguments"]),
+        ({"functions": ["__main__:f"]}, ["module"]),
+        ({"weights": [1.0, 2.0]}, ["[reward] weights"]),
+        ({"weights": [float("nan")]}, ["[reward] weights"]),
+        ({"answer_pattern": "#### ("}, ["[reward] answer_pattern", "regular expression"]),
+        ({"answer_pattern": "#### .+"}, ["[reward] answer_pattern", "group"]),
+        ({"functions": ["my_rewards:length"], "answer_pattern": "(.)"}, ["[reward] answer_pattern", "built-in"]),
+        ({"workers": 0}, ["[reward] workers"]),
+        ({"timeout_seconds": 0.0}, ["timeout_seconds"]),
+    ],
+)
+def test_bad_settings_say_what_to_change(functions, settings, words):
+    with pytest.raises(UserError) as caught:
+        RewardRunner(Reward(**settings))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_512_exact_matches_are_fast():
+    """Aim: under 50 ms on an idle machine (12 to 28 ms measured on 2 cores); the bound leaves room for a busy one."""
+    samples = make_samples(*["42", "x"] * 256)
+    with RewardRunner(Reward()) as runner:
+        runner.warm_up()
+        runner.score(samples)
+        times = []
+        for _ in range(5):
+            start = time.monotonic()
+            runner.score(samples)
+            times.append(time.monotonic() - start)
+    assert sum(sample.reward for sample in samples) == 256
+    assert min(times) < 0.2, times

@@ -1,0 +1,379 @@
+"""The staleness buffer against a log of its own, over many simulated runs: no servers, no clock."""
+
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
+
+STEPS = 12
+
+
+def group_of(prompt: Prompt, versions: list[int]) -> list[Sample]:
+    tokens = len(versions)
+    return [Sample(prompt, [5] * tokens, [-0.5] * tokens, list(versions), "stop", reward=1.0)] * 2
+
+
+def prompt_of(index: int) -> Prompt:
+    return Prompt(index, [1, 2, index], f"prompt {index}")
+
+
+@dataclass
+class Outcome:
+    """What a simulated run did, from its own log."""
+
+    trained: list[list[int]]
+    dropped: set[int]
+    late: set[int]
+    oldest_age: int
+    waits: int
+
+
+class Simulation:
+    """Servers at versions of their own, a trainer, and groups that begin when they may and finish when they like.
+
+    Args:
+        slow: The share of groups that take many times as long as the others.
+        reload: Now and then replace the buffer by one restored from its state, as a resumed run does.
+        drop: The share of groups that are given up when they finish.
+    """
+
+    def __init__(self, seed: int, buffer: StalenessBuffer, slow: float, reload: bool, drop: float) -> None:
+        self.random = random.Random(seed)
+        self.buffer = buffer
+        self.slow, self.reload, self.drop = slow, reload, drop
+        self.servers = [0] * self.random.randint(1, 4)
+        self.next_prompt = 0
+        self.clock = 0
+        self.due: dict[int, int] = {}
+        """When each group that is under way is complete, by number."""
+        self.began: dict[int, int] = {}
+        """At which version each group began, as the simulation itself noted it."""
+        self.prompts: dict[int, int] = {}
+        self.waits = 0
+
+    def run(self) -> Outcome:
+        trained: list[list[int]] = []
+        dropped: set[int] = set()
+        late: set[int] = set()
+        oldest_age = 0
+        for version in range(STEPS):
+            while self.buffer.ready() is None:
+                self.advance(version, dropped)
+            batch, too_old = self.buffer.take()
+            for entry in batch:
+                age = version - min(entry.group[0].versions)
+                assert version - self.began[entry.number] >= age
+                oldest_age = max(oldest_age, age)
+            trained.append([entry.number for entry in batch])
+            late |= {entry.number for entry in too_old}
+            for entry in too_old:
+                self.due.pop(entry.number, None)
+            for _ in range(self.random.randint(0, 3)):  # the trainer trains
+                self.tick(version, dropped)
+        assert len(self.prompts) == self.buffer.next_number
+        return Outcome(trained, dropped, late, oldest_age, self.waits)
+
+    def advance(self, version: int, dropped: set[int]) -> None:
+        """Let time pass while the trainer waits; at the latest when nothing else can happen, servers catch up."""
+        self.tick(version, dropped)
+        self.waits += 1
+        entries = self.buffer.entries.values()
+        unable = [entry for entry in entries if entry.group is None and self.buffer.min_version(entry) > version]
+        if len(unable) == sum(entry.group is None for entry in entries) and self.buffer.room(version) <= 0:
+            assert self.buffer.ready() is not None, "nothing is under way or can begin, and no step is ready"
+        if self.waits % 20 == 0:
+            self.servers = [version] * len(self.servers)
+        assert self.waits < 10_000
+
+    def tick(self, version: int, dropped: set[int]) -> None:
+        buffer, chance = self.buffer, self.random
+        self.clock += 1
+        for i in range(len(self.servers)):
+            if chance.random() < 0.3:
+                self.servers[i] = chance.randint(self.servers[i], version)
+        for _ in range(max(0, buffer.room(max(self.servers)))):
+            entry = buffer.add(prompt_of(self.next_prompt))
+            self.prompts[entry.number] = self.next_prompt
+            self.next_prompt += 1
+        waiting = [entry for entry in buffer.entries.values() if entry.begun is None]
+        chance.shuffle(waiting)
+        for entry in waiting:
+            server = chance.choice(self.servers)
+            if server >= buffer.min_version(entry) and chance.random() < 0.8:
+                buffer.begin(entry, server)
+                self.began[entry.number] = server
+                long = chance.random() < self.slow
+                self.due[entry.number] = self.clock + chance.randint(0, 3) + (chance.randint(20, 60) if long else 0)
+        for number in [number for number, at in self.due.items() if at <= self.clock]:
+            del self.due[number]
+            entry = buffer.entries[number]
+            if chance.random() < self.drop:
+                buffer.drop(entry)
+                dropped.add(number)
+                continue
+            newest = max(self.servers)
+            versions = sorted(chance.randint(entry.begun, newest) for _ in range(3))
+            buffer.finish(entry, group_of(entry.prompt, [entry.begun, *versions]))
+        if self.reload and chance.random() < 0.1:
+            self.restart()
+
+    def restart(self) -> None:
+        state = json.loads(json.dumps(self.buffer.state_dict()))
+        old = self.buffer
+        self.buffer = type(old)(old.groups_per_step, old.max_age, old.window, old.late, old.surplus)
+        self.buffer.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
+        assert self.buffer.state_dict() == state
+        self.due = {}  # what was under way is asked anew
+        for number, entry in self.buffer.entries.items():
+            assert entry.prompt.index == self.prompts[number]
+            assert (entry.begun is None) == (entry.group is None)
+            assert entry.group == old.entries[number].group
+
+
+def simulate(
+    seed: int, kind: type[StalenessBuffer] = StalenessBuffer, may_reload: bool = True
+) -> tuple[StalenessBuffer, Outcome]:
+    chance = random.Random(f"settings/{seed}")
+    per_step, max_age = chance.randint(1, 5), chance.randint(0, 4)
+    surplus = chance.choice([0, 0, 1, 2])
+    window = per_step + chance.choice([0, 0, 1, per_step, 4 * per_step])
+    late = chance.choice(["wait", "drop"])
+    buffer = kind(per_step, max_age, window, late, surplus)
+    drop = chance.choice([0.0, 0.0, 0.2])
+    run = Simulation(seed, buffer, chance.choice([0.0, 0.1, 0.3]), chance.random() < 0.4 and may_reload, drop)
+    return buffer, run.run()
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_no_run_trains_on_tokens_over_the_bound(block: int) -> None:
+    for seed in range(40 * block, 40 * block + 40):
+        buffer, outcome = simulate(seed)
+        assert outcome.oldest_age <= buffer.max_age, seed
+        assert [len(step) for step in outcome.trained] == [buffer.groups_per_step] * STEPS
+        numbers = [number for step in outcome.trained for number in step]
+        assert len(set(numbers)) == len(numbers), "a group was trained twice"
+        assert not set(numbers) & (outcome.dropped | outcome.late)
+        assert all(step == sorted(step) for step in outcome.trained)
+        if buffer.late == "wait":
+            assert len(outcome.late) <= buffer.surplus * STEPS
+            if not buffer.surplus:
+                assert not outcome.late, seed
+        elif not outcome.late and not outcome.dropped and buffer.max_age == 0 and buffer.surplus == 0:
+            assert numbers == list(range(len(numbers)))
+
+
+def test_the_simulated_runs_reach_the_bound_wait_and_drop() -> None:
+    outcomes = [simulate(seed) for seed in range(200)]
+    ages = {(buffer.max_age, outcome.oldest_age) for buffer, outcome in outcomes}
+    assert {(age, age) for age in range(5)} <= ages
+    assert any(outcome.late and buffer.late == "drop" for buffer, outcome in outcomes)
+    assert any(outcome.late and buffer.late == "wait" for buffer, outcome in outcomes)
+    assert any(outcome.dropped for _, outcome in outcomes)
+    assert any(outcome.waits > 5 * STEPS for _, outcome in outcomes)
+
+
+def test_the_simulation_notices_a_buffer_that_lets_groups_begin_too_early() -> None:
+    class Lax(StalenessBuffer):
+        def min_version(self, entry: Entry) -> int:
+            return max(0, super().min_version(entry) - 1)
+
+    class LaxAndSilent(Lax):
+        def _check_ages(self, entry: Entry) -> None:
+            pass
+
+        def _in_time(self, left: list[Entry]) -> bool:
+            return True
+
+    with pytest.raises(AssertionError, match="has a token sampled at version"):
+        for seed in range(40):
+            simulate(seed, Lax, may_reload=False)  # a restart asks what is too old anew
+    runs = (simulate(seed, LaxAndSilent, may_reload=False) for seed in range(40))
+    over = [outcome.oldest_age > buffer.max_age for buffer, outcome in runs]
+    assert any(over)
+
+
+def began(buffer: StalenessBuffer, server_version: int, count: int) -> list[Entry]:
+    entries = [buffer.add(prompt_of(buffer.next_number)) for _ in range(count)]
+    for entry in entries:
+        buffer.begin(entry, server_version)
+    return entries
+
+
+def finish(buffer: StalenessBuffer, entries: list[Entry], version: int | None = None) -> None:
+    for entry in entries:
+        buffer.finish(entry, group_of(entry.prompt, [entry.begun if version is None else version] * 3))
+
+
+def test_tokens_over_the_bound_are_refused() -> None:
+    buffer = StalenessBuffer(2, 1, 4)
+    buffer.version = 5
+    entries = began(buffer, 4, 2)
+    finish(buffer, entries, version=3)
+    with pytest.raises(AssertionError, match=r"group 0 has a token sampled at version 3.* = 1 before version 5"):
+        buffer.take()
+    finish(buffer, entries, version=4)
+    assert buffer.take() == (entries, [])
+
+
+def test_one_old_token_of_one_sample_is_enough() -> None:
+    buffer = StalenessBuffer(1, 2, 1)
+    buffer.version = 7
+    (entry,) = began(buffer, 5, 1)
+    young, old = group_of(entry.prompt, [5, 6, 7])[0], group_of(entry.prompt, [4, 6, 7])[0]
+    buffer.finish(entry, [young, old])
+    with pytest.raises(AssertionError, match="version 4"):
+        buffer.take()
+
+
+def test_tokens_of_an_environment_have_no_age() -> None:
+    buffer = StalenessBuffer(1, 1, 1)
+    buffer.version = 7
+    (entry,) = began(buffer, 6, 1)
+    buffer.finish(entry, [Sample(entry.prompt, [5, 6, 7], [0.0, -1.0, 0.0], [0, 6, 6], "stop", [False, True, False])])
+    assert buffer.take() == ([entry], [])
+
+
+@pytest.mark.parametrize("surplus", [0, 1, 3])
+def test_a_group_may_not_begin_on_weights_that_are_too_old(surplus: int) -> None:
+    buffer = StalenessBuffer(2, 1, 8, surplus=surplus)
+    buffer.version = 5
+    assert buffer.room(3) == 0
+    entry = buffer.add(prompt_of(0))
+    assert buffer.min_version(entry) == 4
+    with pytest.raises(AssertionError, match="group 0 began at 3, before 4"):
+        buffer.begin(entry, 3)
+    buffer.begin(entry, 4)
+    buffer.begin(entry, 6)  # a request that was sent again
+    assert (entry.begun, buffer.deadline(entry)) == (4, 5)
+
+
+@pytest.mark.parametrize(("max_age", "surplus"), [(0, 0), (1, 0), (4, 0), (1, 2)])
+def test_as_many_groups_may_begin_as_the_bound_allows(max_age: int, surplus: int) -> None:
+    buffer = StalenessBuffer(3, max_age, 100, surplus=surplus)
+    allowed = 3 * (max_age + 1) + surplus
+    assert buffer.room(0) == allowed
+    began(buffer, 0, allowed)
+    assert (buffer.room(0), buffer.room(1)) == (0, 3)
+    next_one = buffer.add(prompt_of(99))
+    assert buffer.min_version(next_one) == 1
+    with pytest.raises(AssertionError, match=f"group {allowed} began at 0, before 1"):
+        buffer.begin(next_one, 0)
+    buffer.drop(buffer.entries[0])
+    assert buffer.min_version(next_one) == 0
+
+
+def test_what_a_step_would_be_if_answers_were_scored() -> None:
+    buffer = StalenessBuffer(2, max_age=0, window=2)
+    first, second = (buffer.add(prompt_of(i)) for i in range(2))
+    for entry in (first, second):
+        buffer.begin(entry, 0)
+    first.answered = True
+    assert buffer.ready(but_for_scores=True) is None
+    buffer.finish(first, group_of(first.prompt, [0]))
+    second.answered = True
+    assert buffer.ready(but_for_scores=True) == [first, second]
+    assert buffer.ready() is None
+
+
+def test_no_step_is_taken_that_is_not_ready() -> None:
+    buffer = StalenessBuffer(2, 1, 4)
+    finish(buffer, began(buffer, 0, 1))
+    with pytest.raises(AssertionError, match="no step is ready"):
+        buffer.take()
+
+
+def test_without_ages_a_window_of_one_step_is_the_order_of_the_data() -> None:
+    for seed in range(50):
+        run = Simulation(seed, StalenessBuffer(3, 0, 3), slow=0.3, reload=False, drop=0.0)
+        assert run.run().trained == [[3 * step, 3 * step + 1, 3 * step + 2] for step in range(STEPS)]
+
+
+def test_the_window_keeps_short_answers_from_crowding_out_long_ones() -> None:
+    buffer = StalenessBuffer(2, 3, 4)
+    entries = began(buffer, 0, 8)
+    finish(buffer, entries[3:])
+    assert buffer.ready() is None, "only one of the four oldest is complete"
+    finish(buffer, entries[1:2])
+    assert buffer.ready() == [entries[1], entries[3]]
+
+
+def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next_one() -> None:
+    buffer = StalenessBuffer(2, 1, 8)
+    old = began(buffer, 0, 4)
+    finish(buffer, old[:2])
+    buffer.take()
+    young = began(buffer, 1, 2)
+    finish(buffer, young)
+    finish(buffer, old[2:3])
+    assert buffer.ready() is None, "group 3 may be trained at version 1 at the latest"
+    finish(buffer, old[3:])
+    assert buffer.take() == (old[2:], [])
+    assert buffer.take() == (young, [])
+
+
+def test_late_groups_are_dropped_if_so_wished() -> None:
+    buffer = StalenessBuffer(2, 1, 8, late="drop")
+    old = began(buffer, 0, 4)
+    finish(buffer, old[:2])
+    buffer.take()
+    young = began(buffer, 1, 2)
+    finish(buffer, [old[2], *young])
+    batch, late = buffer.take()
+    assert (batch, late) == ([old[2], young[0]], [old[3]])
+    assert list(buffer.entries.values()) == [young[1]]
+    assert buffer.room(2) == 3 and buffer.room(1) == 1
+
+
+def test_a_window_under_one_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="a window of 2 groups holds no step of 3"):
+        StalenessBuffer(3, 1, 2)
+
+
+def test_the_same_prompt_twice_in_a_step_is_counted() -> None:
+    buffer = StalenessBuffer(3, 1, 6)
+    assert [buffer.add(prompt_of(i)).occurrence for i in (7, 8, 7, 7, 7, 8)] == [0, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("late", ["wait", "drop"])
+@pytest.mark.parametrize(
+    "after", [(2, 1), (2, 0), (1, 8), (4, 2)], ids=lambda after: f"{after[0]}-groups-age-{after[1]}"
+)
+def test_a_resumed_run_may_have_another_age_and_other_steps(after, late) -> None:
+    before = StalenessBuffer(2, 2, 6)
+    for version in range(3):  # asks as far ahead as it may
+        for entry in began(before, version, before.room(version)):
+            before.finish(entry, group_of(entry.prompt, [version]))
+        before.take()
+    groups_per_step, max_age = after
+    buffer = StalenessBuffer(groups_per_step, max_age, 9 * groups_per_step, late)
+    buffer.load_state_dict(before.state_dict(), lambda indices: [prompt_of(index) for index in indices])
+    assert len(buffer.entries) == len(before.entries)
+    for _ in range(12):
+        for entry in list(buffer.entries.values()):
+            if entry.begun is None and buffer.min_version(entry) <= buffer.version:
+                buffer.begin(entry, buffer.version)
+                buffer.finish(entry, group_of(entry.prompt, [buffer.version]))
+        began_now = began(buffer, buffer.version, max(0, buffer.room(buffer.version)))
+        for entry in began_now:
+            buffer.finish(entry, group_of(entry.prompt, [buffer.version]))
+        assert len(buffer.take()[0]) == groups_per_step
+
+
+def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
+    buffer = StalenessBuffer(2, 1, 4)
+    entries = began(buffer, 0, 3)
+    sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0, ["g"])
+    buffer.finish(entries[0], [sample])
+    state = json.loads(json.dumps(buffer.state_dict()))
+    restored = StalenessBuffer(2, 1, 4)
+    restored.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
+    first, second, third = restored.entries.values()
+    assert (first.number, first.begun, first.group) == (0, 0, [sample])
+    assert [(entry.begun, entry.group) for entry in (second, third)] == [(None, None)] * 2
+    assert restored.room(0) == buffer.room(0)
+    assert restored.min_version(third) == 0
+    assert restored.add(prompt_of(9)).number == 3

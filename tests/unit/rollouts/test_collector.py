@@ -1,0 +1,692 @@
+"""The collector against embedded servers that run in this process."""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.helpers import TINY_QWEN3
+from tests.helpers.embedded_servers import ServerThread
+from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
+from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
+
+VERSION = 4
+PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
+
+
+class CountingClient(VllmClient):
+    """The real client, which also counts its requests."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, None, 30.0, lambda: VERSION)
+        self.started = self.finished = self.most_in_flight = 0
+        self.asked: list[tuple[str, tuple[str, int] | None]] = []
+
+    async def generate(self, prompt_ids, params, request_id, cohort=None):
+        self.started += 1
+        self.asked.append((request_id, cohort))
+        self.most_in_flight = max(self.most_in_flight, self.started - self.finished)
+        try:
+            return await super().generate(prompt_ids, params, request_id, cohort)
+        finally:
+            self.finished += 1
+
+
+class AnswerLength:
+    """Rewards an answer with the length of its text, and remembers how many requests were open at each group."""
+
+    def __init__(self) -> None:
+        self.fleet: Fleet | None = None
+        self.open_requests: list[int] = []
+
+    def score(self, samples: list[Sample]) -> None:
+        self.open_requests.append(sum(s.client.started - s.client.finished for s in self.fleet.servers))
+        for sample in samples:
+            sample.rewards = {"length": float(len(sample.text))}
+            sample.reward = sample.rewards["length"]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerThread]]:
+    servers = [ServerThread(VERSION), ServerThread(VERSION)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(TINY_QWEN3))
+
+
+@pytest.fixture
+def new_server() -> Iterator[Callable[[], ServerThread]]:
+    """Makes servers that a test may pause and close."""
+    made: list[ServerThread] = []
+
+    def new() -> ServerThread:
+        made.append(ServerThread(VERSION))
+        return made[-1]
+
+    yield new
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def dead_urls(new_server) -> list[str]:
+    """Addresses where nobody listens any more."""
+    servers = [new_server() for _ in range(3)]
+    for server in servers:
+        server.close()
+    return [server.url for server in servers]
+
+
+def make_server(url: str) -> Server:
+    return Server(url, ServerControl(url, timeout_s=10), CountingClient(url))
+
+
+@pytest.fixture
+def make_collector(servers, tokenizer):
+    made: list[Collector] = []
+
+    def make(
+        urls: list[str] | None = None,
+        max_concurrent_requests: int = 64,
+        request_timeout_s: float = 30.0,
+        admitted: bool = True,
+        fleet: Fleet | None = None,
+        environment: Environment = single_turn,
+    ) -> Collector:
+        if fleet is None:
+            fleet = Fleet(urls or [server.url for server in servers], make_server)
+        if admitted:
+            for server in fleet.servers:
+                fleet.admit(server, VERSION)
+        scorer = AnswerLength()
+        scorer.fleet = fleet
+        made.append(
+            Collector(
+                fleet, scorer, tokenizer, max_concurrent_requests, request_timeout_s, environment, "tests:rollout"
+            )
+        )
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.close()
+
+
+@pytest.fixture
+def in_thread() -> Iterator[Callable]:
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        yield threads.submit
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def in_flight(collector: Collector) -> list[int]:
+    return [server.in_flight for server in collector.fleet.servers]
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    return [Prompt(index=10 + i, token_ids=[3 + i % 9, 4, 5][: 1 + i % 3], text="") for i in range(count)]
+
+
+def tokens(groups) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in group] for group in groups]
+
+
+def test_groups_come_complete_and_in_order(make_collector, tokenizer) -> None:
+    prompts = prompts_of(12)
+    groups = make_collector().collect(prompts, PARAMS, "step-1")
+    assert [group[0].prompt for group in groups] == prompts
+    for group in groups:
+        assert len(group) == 2
+        for sample in group:
+            assert len(sample.token_ids) == len(sample.logprobs) == 6
+            assert sample.versions == [4] * 6
+            assert sample.finish_reason == "length"
+            assert sample.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            assert sample.reward == len(sample.text)
+    assert make_collector().collect([], PARAMS, "step-1") == []
+
+
+def test_answers_depend_on_seed_tag_and_prompt_only(make_collector, servers) -> None:
+    prompts = prompts_of(10)
+    first = tokens(make_collector().collect(prompts, PARAMS, "a"))
+    assert tokens(make_collector(max_concurrent_requests=1).collect(prompts, PARAMS, "a")) == first
+    assert tokens(make_collector([servers[0].url]).collect(prompts, PARAMS, "a")) == first
+    assert tokens(make_collector().collect(prompts, PARAMS, "b")) != first
+    again = make_collector().collect([prompts[3], prompts[3]], PARAMS, "a")
+    assert tokens(again)[0] == first[3]
+    assert tokens(again)[1] != first[3]
+
+
+def test_repeated_collections_are_equal_to_the_last_bit(make_collector) -> None:
+    collector = make_collector()
+    logprobs = [
+        [[sample.logprobs for sample in group] for group in collector.collect(prompts_of(16), PARAMS, "a")]
+        for _ in range(3)
+    ]
+    assert logprobs[0] == logprobs[1] == logprobs[2]
+
+
+def test_requests_are_spread_and_limited(make_collector) -> None:
+    collector = make_collector(max_concurrent_requests=4)
+    collector.collect(prompts_of(40), PARAMS, "a")
+    clients = [server.client for server in collector.fleet.servers]
+    started = [client.started for client in clients]
+    assert sum(started) == 40
+    assert min(started) >= 8
+    assert [client.most_in_flight for client in clients] == [4, 4]
+    assert in_flight(collector) == [0, 0]
+    assert max(collector.rewards.open_requests) > 0  # groups were scored while others were still being sampled
+
+
+def test_a_dead_server_is_suspected_and_the_others_answer(make_collector, servers, dead_urls) -> None:
+    expected = tokens(make_collector([servers[0].url]).collect(prompts_of(4), PARAMS, "a"))
+    collector = make_collector([servers[0].url, dead_urls[0]])
+    alive, dead = collector.fleet.servers
+    assert tokens(collector.collect(prompts_of(4), PARAMS, "a")) == expected  # the same seeds
+    assert collector.router.retried == dead.client.started == 2
+    assert dead.suspected and not dead.in_traffic and not dead.lost
+    assert f"a request failed: {dead.url}: request a-00000" in dead.reason
+    assert alive.in_traffic
+    first, repeated = alive.client.asked[:2], alive.client.asked[2:]
+    assert [cohort[1] for _, cohort in first] == [2, 2]
+    assert [cohort for _, cohort in repeated] == [None, None]
+    assert {name for name, _ in repeated} == {f"{name}-retry-1" for name, _ in dead.client.asked}
+    assert in_flight(collector) == [0, 0]
+    collector.collect(prompts_of(4), PARAMS, "b")
+    assert dead.client.started == 2
+
+
+def test_three_failures_are_the_collections(make_collector, servers, dead_urls) -> None:
+    collector = make_collector([*dead_urls, servers[0].url])
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match=rf"prompt 10 at {dead_urls[2]}: "):
+        collector.collect(prompts_of(1), PARAMS, "a")
+    assert time.monotonic() - begin < 10
+    assert [server.client.started for server in collector.fleet.servers] == [1, 1, 1, 0]
+    assert [server.suspected for server in collector.fleet.servers] == [True, True, True, False]
+    assert collector.router.retried == 2
+    assert in_flight(collector) == [0] * 4
+
+
+def test_a_server_that_dies_mid_request(make_collector, servers, new_server, in_thread) -> None:
+    expected = tokens(make_collector([servers[0].url]).collect(prompts_of(6), PARAMS, "a"))
+    dying = new_server()
+    collector = make_collector([dying.url, servers[0].url])
+    first, second = collector.fleet.servers
+    first.control.pause()
+    future = in_thread(collector.collect, prompts_of(6), PARAMS, "a")
+    wait_until(lambda: second.client.finished == 3 and in_flight(collector) == [3, 0])
+    dying.kill()
+    assert tokens(future.result(20)) == expected
+    assert first.suspected and not first.in_traffic
+    assert second.in_traffic and second.client.started == 6
+    assert collector.router.retried == 3
+
+
+def test_requests_on_a_withdrawn_server_are_left_alone(make_collector, new_server, servers, in_thread) -> None:
+    collector = make_collector([new_server().url, servers[0].url])
+    slow, other = collector.fleet.servers
+    slow.control.pause()
+    future = in_thread(collector.collect, prompts_of(2), PARAMS, "a")
+    wait_until(lambda: other.client.finished == 1)
+    collector.fleet.withdraw(slow, "takes too long", lost=False)
+    collector.collect(prompts_of(3), PARAMS, "b")
+    assert not future.done()
+    slow.control.resume()
+    assert len(future.result(20)) == 2
+    assert (slow.client.started, other.client.started, collector.router.retried) == (1, 4, 0)
+
+
+def test_an_assigned_server_that_leaves_before_it_is_asked(make_collector) -> None:
+    collector = make_collector()
+    first, second = collector.fleet.servers
+
+    async def collect() -> None:
+        cohorts = collector.cohorts(4, "a", VERSION)
+        collector.fleet.withdraw(second, "takes too long", lost=False)
+        groups = zip(prompts_of(4), cohorts, strict=True)
+        await asyncio.gather(
+            *[collector.group(p, PARAMS, f"a-{p.index}", AnyFrom(), cohort) for p, cohort in groups],
+        )
+
+    collector.call(collect())
+    assert (first.client.started, second.client.started, collector.router.retried) == (4, 0, 0)
+    assert [cohort and cohort[1] for _, cohort in first.client.asked] == [2, None, 2, None]
+
+
+def test_requests_at_a_lost_server_are_sent_again_at_once(make_collector, new_server, servers, in_thread) -> None:
+    expected = tokens(make_collector([servers[0].url]).collect(prompts_of(6), PARAMS, "a"))
+    hung = new_server()
+    collector = make_collector([hung.url, servers[0].url])
+    first, second = collector.fleet.servers
+    first.control.pause()  # it answers nothing, and resets no connection
+    future = in_thread(collector.collect, prompts_of(6), PARAMS, "a")
+    wait_until(lambda: second.client.finished == 3)
+    begin = time.monotonic()
+    collector.fleet.withdraw(first, "no answer to a control request")
+    assert tokens(future.result(20)) == expected
+    assert time.monotonic() - begin < 5, "request_timeout_s is 30"
+    assert (second.client.started, collector.router.retried) == (6, 3)
+    assert first.client.finished == 3
+    assert (first.lost, first.suspected, first.reason) == (True, False, "no answer to a control request")
+    assert in_flight(collector) == [0, 0]
+
+
+def test_those_who_wait_keep_their_order(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+    server.control.pause()
+    futures = []
+    for tag in "abcd":
+        futures.append(in_thread(collector.collect, prompts_of(1), PARAMS, tag))
+        wait_until(lambda: server.in_flight + collector.router.waiting == len(futures))
+    server.control.resume()
+    for future in futures:
+        future.result(20)
+    assert [name[0] for name, _ in server.client.asked] == list("abcd")
+    assert server.client.most_in_flight == 1
+
+
+def test_later_turns_go_before_groups_that_have_not_begun(make_collector) -> None:
+    async def two_turns(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        await client.generate(prompt.token_ids)
+        return await single_turn(client, prompt)
+
+    collector = make_collector(max_concurrent_requests=1, environment=two_turns)
+    server = collector.fleet.servers[0]
+    collector.fleet.withdraw(collector.fleet.servers[1], "not yet", lost=False)
+    collector.collect(prompts_of(5), PARAMS, "a")
+    turns = [(name.split("-")[1], name.endswith("-turn1")) for name, _ in server.client.asked]
+    # A turn ends and gives its place to the next group before its own second turn can wait for one.
+    assert max(turns.index((f"{i:06d}", True)) - turns.index((f"{i:06d}", False)) for i in range(5)) <= 2
+
+
+def test_what_a_group_asks_at_once_gets_its_places_before_the_next_group(make_collector, new_server) -> None:
+    async def at_once(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        answers = await asyncio.gather(*[client.generate(prompt.token_ids) for _ in range(4)])
+        return [Sample(prompt, a.token_ids, a.logprobs, a.versions, a.finish_reason) for (a,) in answers[:2]]
+
+    collector = make_collector([new_server().url], environment=at_once, max_concurrent_requests=3)
+    collector.collect(prompts_of(6), PARAMS, "a")
+    groups = [name.split("-")[1] for name, _ in collector.fleet.servers[0].client.asked]
+    assert groups == sorted(groups)
+
+
+def test_the_wait_for_a_place_is_no_wait_for_a_server(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1, request_timeout_s=0.6)
+    server = collector.fleet.servers[0]
+    server.control.pause()
+    in_thread(collector.collect, prompts_of(1), PARAMS, "a")
+    wait_until(lambda: server.in_flight == 1)
+    future = in_thread(collector.collect, prompts_of(1), PARAMS, "b")
+    time.sleep(0.9)  # over the limit, but it may have a place any time
+    assert not future.done()
+    begin = time.monotonic()
+    collector.fleet.withdraw(server, "takes too long", lost=False)
+    with pytest.raises(EngineError, match=r"no server in traffic after 0.6 s"):
+        future.result(20)
+    assert time.monotonic() - begin >= 0.6
+    server.control.resume()  # or the first answer would be waited for
+
+
+def test_a_request_given_up_while_it_waits_takes_no_place(make_collector, new_server) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+
+    async def give_up(given_a_place: bool) -> int:
+        await collector.router._acquire(AnyFrom())
+        waiting = asyncio.create_task(collector.router._acquire(AnyFrom()))
+        await asyncio.sleep(0)
+        if given_a_place:
+            collector.router._release(server)
+            assert server.in_flight == 1, "it is the waiting one's, which does not know yet"
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() and not collector.router.waiting
+        if not given_a_place:
+            collector.router._release(server)
+        return server.in_flight
+
+    assert collector.call(give_up(given_a_place=False)) == 0
+    assert collector.call(give_up(given_a_place=True)) == 0
+    assert len(collector.collect(prompts_of(2), PARAMS, "a")) == 2
+
+
+def test_a_request_given_up_under_way_gives_its_place_back(make_collector, new_server) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+    server.control.pause()
+
+    async def impatient() -> None:
+        async with asyncio.timeout(0.2):
+            await collector.group(prompts_of(1)[0], PARAMS, "a", AnyFrom())
+
+    with pytest.raises(TimeoutError):
+        collector.call(impatient())
+    assert (server.in_flight, server.client.finished, server.in_traffic) == (0, 1, True)
+    server.control.resume()
+    assert len(collector.collect(prompts_of(2), PARAMS, "b")) == 2
+
+
+@pytest.mark.parametrize("error", [KeyError("tool"), TimeoutError("tool"), asyncio.CancelledError("tool")])
+def test_an_environment_that_fails_is_named_with_its_prompt(make_collector, error) -> None:
+    async def failing(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        if prompt.index == 12:
+            raise error
+        return await single_turn(client, prompt)
+
+    collector = make_collector(environment=failing)
+    with pytest.raises(UserError) as raised:
+        collector.collect(prompts_of(4), PARAMS, "a")
+    named = f"[rollout] environment = 'tests:rollout': prompt 12: {type(error).__name__}: "
+    assert str(raised.value).startswith(named) and "tool" in str(raised.value)
+    assert in_flight(collector) == [0, 0]
+
+
+def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_collector, monkeypatch) -> None:
+    over = threading.Event()
+
+    async def blocking(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        over.wait(30)
+        return await single_turn(client, prompt)
+
+    collector = make_collector(environment=blocking)
+    monkeypatch.setattr("torchtitan.grpo.rollouts.collector.BLOCKED_S", 0.3)
+    monkeypatch.setattr("torchtitan.grpo.rollouts.collector.CLOSE_TIMEOUT_S", 0.3)
+    with pytest.raises(UserError, match=r"= 'tests:rollout' has kept the event loop .* 0.3 s: it must await"):
+        collector.collect(prompts_of(1), PARAMS, "t")
+    with pytest.raises(UserError, match="has kept the event loop"):
+        collector.take_busy_seconds()
+    begin = time.monotonic()
+    collector.close()
+    assert time.monotonic() - begin < 1
+    over.set()
+
+
+def test_an_environment_may_ask_several_times_at_once(make_collector, tokenizer) -> None:
+    async def pairs(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        assert client.tokenizer is tokenizer
+        answers = await asyncio.gather(*[client.generate(prompt.token_ids) for _ in range(client.params.n)])
+        return [Sample(prompt, a.token_ids, a.logprobs, a.versions, a.finish_reason) for (a,) in answers]
+
+    collector = make_collector(environment=pairs, max_concurrent_requests=3)
+    groups = collector.collect(prompts_of(5), PARAMS, "a")
+    assert [len(group) for group in groups] == [2] * 5
+    assert all(group[0].token_ids != group[1].token_ids for group in groups)
+    names = [name for server in collector.fleet.servers for name, _ in server.client.asked]
+    assert len(set(names)) == 10
+    assert sum(name.endswith("-turn1") for name in names) == 5
+    assert tokens(collector.collect(prompts_of(5), PARAMS, "a")) == tokens(groups)
+
+
+def test_seconds_with_a_request_are_counted_by_server(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url, new_server().url])
+    busy, idle = collector.fleet.servers
+    collector.fleet.withdraw(idle, "not yet", lost=False)
+    busy.control.pause()
+    begin = time.monotonic()
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    wait_until(lambda: busy.in_flight == 3)
+    time.sleep(0.3)
+    first = collector.take_busy_seconds()
+    busy.control.resume()
+    future.result(20)
+    second = collector.take_busy_seconds()
+    assert set(first) == set(second) == {busy.url}
+    assert first[busy.url] >= 0.3
+    assert first[busy.url] + second[busy.url] <= time.monotonic() - begin
+    assert collector.take_busy_seconds() == {}
+
+
+def test_the_least_busy_server_is_asked(make_collector, new_server, servers, in_thread) -> None:
+    collector = make_collector([new_server().url, servers[0].url], max_concurrent_requests=8)
+    busy, other = collector.fleet.servers
+    collector.fleet.withdraw(other, "not yet", lost=False)
+    busy.control.pause()
+    future = in_thread(collector.collect, prompts_of(8), PARAMS, "a")
+    wait_until(lambda: busy.in_flight == 8)
+    collector.fleet.admit(other, VERSION)
+    collector.collect(prompts_of(6), PARAMS, "b")  # assigned up front
+    assert (busy.client.started, other.client.started) == (8, 6)
+    collector.collect(prompts_of(100), PARAMS, "c")  # more than may be in flight
+    assert (busy.client.started, other.client.started) == (8, 106)
+    busy.control.resume()
+    assert len(future.result(20)) == 8
+
+
+def test_nobody_in_traffic_then_admitted_from_another_thread(make_collector, in_thread) -> None:
+    for limit in (64, 2):
+        collector = make_collector(admitted=False, max_concurrent_requests=limit)
+        future = in_thread(collector.collect, prompts_of(8), PARAMS, "a")
+        time.sleep(0.2)
+        assert not future.done()
+        admitted = collector.fleet.servers[1]
+        collector.fleet.admit(admitted, VERSION)
+        assert len(future.result(10)) == 8
+        assert [server.client.started for server in collector.fleet.servers] == [0, 8]
+
+
+def test_min_version_is_respected(make_collector, in_thread) -> None:
+    collector = make_collector()
+    old, new = collector.fleet.servers
+    collector.fleet.admit(new, VERSION + 1)
+    collector.collect(prompts_of(10), PARAMS, "a", min_version=VERSION + 1)
+    collector.collect(prompts_of(100), PARAMS, "b", min_version=VERSION + 1)
+    assert (old.client.started, new.client.started) == (0, 110)
+    future = in_thread(collector.collect, prompts_of(4), PARAMS, "c", VERSION + 2)
+    time.sleep(0.1)
+    collector.fleet.admit(new, VERSION + 1)
+    time.sleep(0.1)
+    assert not future.done()
+    collector.fleet.admit(old, VERSION + 2)
+    future.result(10)
+    assert (old.client.started, new.client.started) == (4, 110)
+
+
+def test_waiting_is_bounded_and_names_every_server(make_collector, servers) -> None:
+    collector = make_collector(request_timeout_s=0.3)
+    first, second = collector.fleet.servers
+    collector.fleet.withdraw(second, "connection refused")
+    begin = time.monotonic()
+    with pytest.raises(EngineError) as raised:
+        collector.collect(prompts_of(3), PARAMS, "a", min_version=9)
+    assert 0.3 <= time.monotonic() - begin < 5
+    assert str(raised.value) == (
+        "no server in traffic with weights of version 9 or newer after 0.3 s of waiting "
+        "([rollout] request_timeout_seconds): "
+        f"{first.url}: in traffic, version 4; {second.url}: lost, version 4, connection refused"
+    )
+    assert first.client.started == second.client.started == 0
+
+
+def test_a_retry_waits_no_longer_than_any_request(make_collector, dead_urls) -> None:
+    collector = make_collector(dead_urls[:1], request_timeout_s=0.3)
+    with pytest.raises(EngineError, match=rf"^no server in traffic after 0.3 s .*{dead_urls[0]}: .*request failed"):
+        collector.collect(prompts_of(2), PARAMS, "a")
+
+
+def test_a_retry_goes_to_a_server_that_is_admitted_again(make_collector, dead_urls, in_thread) -> None:
+    collector = make_collector(dead_urls[:1])
+    server = collector.fleet.servers[0]
+    future = in_thread(collector.collect, prompts_of(1), PARAMS, "a")
+    for failures in (1, 2):
+        wait_until(lambda: server.suspected)
+        assert server.client.started == failures
+        collector.fleet.admit(server, VERSION)
+    with pytest.raises(EngineError, match=f"prompt 10 at {dead_urls[0]}"):
+        future.result(10)
+    names = [name for name, _ in server.client.asked]
+    assert names == [names[0], f"{names[0]}-retry-1", f"{names[0]}-retry-2"]
+
+
+def test_too_few_servers_end_a_waiting_collection(make_collector, servers, in_thread) -> None:
+    fleet = Fleet([server.url for server in servers], make_server, min_servers=2)
+    collector = make_collector(fleet=fleet, admitted=False)
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    time.sleep(0.1)
+    assert not future.done()
+    begin = time.monotonic()
+    fleet.withdraw(fleet.servers[1], "connection refused")
+    with pytest.raises(FleetError, match=rf"min_servers = 2: {servers[1].url}: lost, version -1, connection refused"):
+        future.result(10)
+    with pytest.raises(FleetError):
+        collector.collect(prompts_of(3), PARAMS, "a")
+    assert time.monotonic() - begin < 5
+
+
+def test_too_few_servers_end_a_retry(make_collector, dead_urls, in_thread) -> None:
+    collector = make_collector(dead_urls[:1])
+    server = collector.fleet.servers[0]
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    wait_until(lambda: server.suspected)
+    collector.fleet.withdraw(server, "connection refused")
+    with pytest.raises(FleetError, match="0 of 1 servers left"):
+        future.result(10)
+
+
+def test_a_request_that_waits_holds_no_slot(make_collector, new_server, in_thread) -> None:
+    collector = make_collector([new_server().url], max_concurrent_requests=1)
+    server = collector.fleet.servers[0]
+    collector.fleet.admit(server, VERSION + 1)
+    server.control.pause()
+    needy = in_thread(collector.collect, prompts_of(3), PARAMS, "a", VERSION + 1)
+    wait_until(lambda: server.in_flight == 1)
+    server.version = VERSION  # as if a restarted server had come back with older weights
+    server.control.resume()
+    wait_until(lambda: server.client.finished == 1)
+    assert len(collector.collect(prompts_of(5), PARAMS, "b")) == 5
+    assert not needy.done()
+    collector.fleet.admit(server, VERSION + 1)
+    assert len(needy.result(10)) == 3
+
+
+def test_a_removed_server_gets_nothing_more_and_is_closed(make_collector, servers, new_server, tmp_path) -> None:
+    path = tmp_path / "servers.txt"
+    leaving = new_server()
+    path.write_text(f"{servers[0].url}\n{leaving.url}\n")
+    collector = make_collector(fleet=Fleet([], make_server, urls_file=str(path)))
+    kept, removed = collector.fleet.servers
+    collector.collect(prompts_of(6), PARAMS, "a")
+    assert (kept.client.started, removed.client.started) == (3, 3)
+    (tmp_path / "new.txt").write_text(f"{servers[0].url}\n{servers[1].url}\n")
+    os.replace(tmp_path / "new.txt", path)
+    (added,), _ = collector.fleet.reread()
+    collector.collect(prompts_of(6), PARAMS, "b")
+    assert (kept.client.started, removed.client.started, added.client.started) == (9, 3, 0)
+    collector.fleet.admit(added, VERSION)
+    collector.collect(prompts_of(6), PARAMS, "c")
+    assert (kept.client.started, removed.client.started, added.client.started) == (12, 3, 3)
+    collector.close()
+    assert [server.client._session.closed for server in (kept, removed, added)] == [True] * 3
+    collector.fleet.admit(added, VERSION + 1)  # the fleet outlives its collector
+
+
+def test_a_refused_prompt_is_named_and_not_sent_again(make_collector) -> None:
+    long = Prompt(index=77, token_ids=[3] * 128, text="")
+    collector = make_collector()
+    with pytest.raises(UserError, match=r"prompt 77 at http://.*--max-model-len is 128"):
+        collector.collect([*prompts_of(3), long], PARAMS, "a")
+    assert [server.client.started for server in collector.fleet.servers] == [2, 2]
+    assert collector.router.retried == 0
+    assert all(server.in_traffic and not server.suspected for server in collector.fleet.servers)
+
+
+def test_two_threads_may_collect(make_collector) -> None:
+    collector = make_collector(max_concurrent_requests=8)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(collector.collect, prompts_of(10), PARAMS, tag) for tag in "ab"]
+        results = [tokens(future.result(30)) for future in futures]
+    assert results == [tokens(collector.collect(prompts_of(10), PARAMS, tag)) for tag in "ab"]
+
+
+def test_close_ends_a_collection_under_way(make_collector, servers) -> None:
+    collector = make_collector()
+    long = SamplingParams(n=32, temperature=1.0, max_tokens=120, seed=0, ignore_eos=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        future = threads.submit(collector.collect, prompts_of(60), long, "a")
+        while not servers[0].generator.busy:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        collector.close()
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(10)
+    assert time.monotonic() - begin < 5
+
+
+def test_close_ends_a_wait_for_a_server(make_collector, in_thread) -> None:
+    collector = make_collector(admitted=False)
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    time.sleep(0.1)
+    collector.close()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(10)
+
+
+def test_seeds() -> None:
+    seeds = {prompt_seed(1, tag, index, n) for tag in ("a", "b") for index in range(50) for n in range(2)}
+    assert len(seeds) == 200
+    assert all(0 <= seed < 1 << 56 for seed in seeds)
+    assert prompt_seed(1, "a", 2, 0) == prompt_seed(1, "a", 2, 0) != prompt_seed(2, "a", 2, 0)
+    assert prompt_seed(None, "a", 2, 0) is None
+
+
+def test_a_group_that_takes_too_long_ends_its_collection(make_collector) -> None:
+    async def stuck(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        if prompt.index == 12:
+            await asyncio.sleep(60)
+        return await single_turn(client, prompt)
+
+    collector = make_collector()
+    collector.environment, collector.group_timeout_s = stuck, 0.5
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match=r"^prompt 12 took longer than \[rollout\] group_timeout_seconds = 0.5"):
+        collector.collect(prompts_of(4), PARAMS, "a")
+    assert time.monotonic() - begin < 10
+    assert in_flight(collector) == [0, 0]
+
+
+def test_the_first_server_with_new_weights_gets_its_share_only(make_collector, new_server, servers, in_thread) -> None:
+    collector = make_collector([servers[0].url, servers[1].url])
+    first, second = collector.fleet.servers
+    first.control.pause()  # nothing ends there before the other has the weights, too
+    future = in_thread(collector.collect, prompts_of(8), PARAMS, "a", VERSION + 1)
+    time.sleep(0.1)
+    collector.fleet.admit(first, VERSION + 1)
+    time.sleep(0.1)
+    collector.fleet.admit(second, VERSION + 1)
+    wait_until(lambda: second.client.finished >= 4)
+    first.control.resume()
+    assert len(future.result(10)) == 8
+    assert (first.client.started, second.client.started) == (4, 4)
+
+    # One that does not follow holds nobody up for long.
+    future = in_thread(collector.collect, prompts_of(8), PARAMS, "b", VERSION + 2)
+    time.sleep(0.1)
+    asked = second.client.started
+    begin = time.monotonic()
+    collector.fleet.admit(first, VERSION + 2)
+    assert len(future.result(10)) == 8
+    assert time.monotonic() - begin < HOLD_S + 5 and second.client.started == asked

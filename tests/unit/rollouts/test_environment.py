@@ -1,0 +1,162 @@
+"""What an environment gets and gives: its client, samples of several turns, and how they are checked."""
+
+import asyncio
+
+import pytest
+
+from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.environment import RolloutClient, Turns, checked, load_environment, single_turn
+
+PROMPT = Prompt(7, [3, 4, 5], "a prompt")
+PARAMS = SamplingParams(n=4, temperature=0.7, max_tokens=10, stop_token_ids=(2,), seed=100)
+
+
+class Asked:
+    """The other end of a `RolloutClient`: notes what it is asked, and answers each with one token per call."""
+
+    def __init__(self, params: SamplingParams = PARAMS) -> None:
+        self.requests: list[tuple[list[int], SamplingParams, str]] = []
+        tokenizer = load_tokenizer(str(TINY_QWEN3))
+        self.client = RolloutClient(tokenizer, params, PROMPT, self.ask)
+
+    async def ask(self, token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+        self.requests.append((token_ids, params, suffix))
+        number = len(self.requests)
+        return [Completion([10 * number + i], [-0.5], "stop", [number]) for i in range(params.n)]
+
+    def generate(self, *args, **kwargs) -> list[Completion]:
+        return asyncio.run(self.client.generate(*args, **kwargs))
+
+
+def test_a_single_turn_is_the_groups_own_request() -> None:
+    asked = Asked()
+    samples = asyncio.run(single_turn(asked.client, PROMPT))
+    assert asked.requests == [([3, 4, 5], PARAMS, "")]
+    assert samples == [Sample(PROMPT, [10 + i], [-0.5], [1], "stop") for i in range(4)]
+
+
+def test_calls_have_names_seeds_and_stop_tokens_of_their_own() -> None:
+    asked = Asked()
+    asked.generate([3, 4, 5], n=2)
+    asked.generate([3, 4, 5, 10], stop_token_ids=(8, 9))
+    asked.generate([3, 4, 5], seed=5)
+    assert [suffix for _, _, suffix in asked.requests] == ["", "-turn1", "-turn2"]
+    params = [params for _, params, _ in asked.requests]
+    assert [p.n for p in params] == [2, 1, 1]
+    assert [p.seed for p in params] == [100, 104, 5], "servers add the sample's number, 0 to 3"
+    assert [p.stop_token_ids for p in params] == [(2,), (2, 8, 9), (2,)]
+    assert {p.temperature for p in params} == {0.7}
+
+
+def test_calls_at_once_have_names_of_their_own() -> None:
+    async def both(client: RolloutClient) -> None:
+        await asyncio.gather(*[client.generate([3, 4, 5]) for _ in range(3)])
+
+    asked = Asked()
+    asyncio.run(both(asked.client))
+    assert len({suffix for _, _, suffix in asked.requests}) == len({p.seed for _, p, _ in asked.requests}) == 3
+
+
+def test_without_a_seed_none_is_made_up() -> None:
+    asked = Asked(SamplingParams(n=4, temperature=1.0, max_tokens=10))
+    asked.generate([3, 4, 5])
+    asked.generate([3, 4, 5])
+    assert [params.seed for _, params, _ in asked.requests] == [None, None]
+
+
+@pytest.mark.parametrize(("answer", "wished", "asked_for"), [(0, None, 10), (4, None, 6), (4, 3, 3), (4, 99, 6)])
+def test_turns_share_the_length_of_an_answer(answer: int, wished: int | None, asked_for: int) -> None:
+    asked = Asked()
+    asked.generate([3, 4, 5] + [9] * answer, max_tokens=wished)
+    assert asked.requests[0][1].max_tokens == asked_for
+
+
+@pytest.mark.parametrize(("answer", "wished"), [(10, None), (12, None), (10, 5), (0, 0)])
+def test_a_full_answer_is_continued_by_nothing(answer: int, wished: int | None) -> None:
+    asked = Asked()
+    completions = asked.generate([3, 4, 5] + [9] * answer, n=3, max_tokens=wished)
+    assert completions == [Completion([], [], "length", [])] * 3
+    assert asked.requests == []
+
+
+def test_turns_keep_tokens_versions_and_who_said_them() -> None:
+    turns = Turns(PROMPT)
+    assert turns.token_ids == [3, 4, 5]
+    turns.sampled(Completion([10, 11], [-0.1, -0.2], "stop", [6, 7]))
+    assert turns.token_ids == [3, 4, 5, 10, 11]
+    turns.given([20, 21, 22])
+    turns.sampled(Completion([12], [-0.3], "length", [8]))
+    turns.given([])
+    sample = turns.sample()
+    assert checked([sample], "m:f", 10) == [
+        Sample(
+            PROMPT,
+            [10, 11, 20, 21, 22, 12],
+            [-0.1, -0.2, 0.0, 0.0, 0.0, -0.3],
+            [6, 7, 7, 7, 7, 8],
+            "length",
+            [True, True, False, False, False, True],
+        )
+    ]
+    assert sample.sampled_tokens == 3
+    assert PROMPT.token_ids == [3, 4, 5], "the prompt is everyone's"
+
+
+def test_what_an_environment_says_first_is_not_trained_on() -> None:
+    turns = Turns(PROMPT)
+    turns.given([20])
+    turns.sampled(Completion([10], [-0.1], "stop", [6]))
+    assert turns.sample().loss_mask == [False, True]
+    assert turns.sample().finish_reason == "stop"
+
+
+def test_answers_over_the_limit_are_cut_in_every_column() -> None:
+    masked = Sample(PROMPT, [1, 2, 3], [0.1, 0.2, 0.3], [1, 1, 2], "stop", [True, False, True])
+    plain = Sample(PROMPT, [1, 2, 3], [0.1, 0.2, 0.3], [1, 1, 2], "stop")
+    short = Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "stop")
+    group = checked([masked, plain, short], "m:f", 2)
+    assert group == [
+        Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "length", [True, False]),
+        Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "length"),
+        Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "stop"),
+    ]
+
+
+@pytest.mark.parametrize("returned", [None, [], "text", (), [PROMPT], [None], {"samples": []}])
+def test_what_is_no_group_is_refused(returned: object) -> None:
+    with pytest.raises(UserError, match=r"\[rollout\] environment = 'm:f' must return a list of one Sample or more"):
+        checked(returned, "m:f", 10)
+
+
+@pytest.mark.parametrize("column", ["logprobs", "versions", "loss_mask"])
+def test_columns_of_another_length_are_refused(column: str) -> None:
+    sample = Sample(PROMPT, [1, 2], [0.1, 0.2], [1, 1], "stop", [True, True])
+    getattr(sample, column).append(0)
+    with pytest.raises(UserError, match=r"environment = 'm:f': a sample of 2 tokens has \[.*3.*\]"):
+        checked([sample], "m:f", 10)
+
+
+async def accepted(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+    return await single_turn(client, prompt)
+
+
+def wrong_parameters(prompt: Prompt) -> list[Sample]:
+    raise AssertionError("is never called")
+
+
+def test_an_environment_is_loaded_by_its_name() -> None:
+    assert load_environment("") is single_turn
+    assert load_environment(f"{__name__}:accepted").__code__ is accepted.__code__
+    assert load_environment("torchtitan.grpo.environments.calculator:rollout").__name__ == "rollout"
+
+
+@pytest.mark.parametrize(
+    "name", ["calculator", "no_such_module:rollout", f"{__name__}:missing", f"{__name__}:wrong_parameters", ":", "a:"]
+)
+def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"\[rollout\] environment"):
+        load_environment(name)

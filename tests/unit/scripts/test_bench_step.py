@@ -1,0 +1,213 @@
+"""scripts/bench_step.py: what it refuses, what it counts, a small run of the real thing."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench_step as bench
+from bench_common.output import Output
+from bench_common.shapes import SHAPES, hf_config, tied
+from step_bench import runs
+from step_bench.kernels import kernel_class
+from step_bench.setup import peak_parts
+from step_bench.work import FIRST_TOKEN, Work, step_flops
+
+from torchtitan.grpo.model.hf_config import from_folder
+from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
+
+SMALL = ["--device", "cpu", "--shapes", "tiny", "--tokens", "64", "--documents", "32"]
+SMALL += ["--microbatches", "2", "--steps", "2", "--warmup", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--shapes 7b", "invalid choice: '7b'"),
+        ("--what our", "invalid choice: 'our'"),
+        ("--tokens 100 --documents 64", "--tokens 100 is not a multiple of --documents 64"),
+        ("--documents 1", "so 2 or more"),
+        ("--prompt-share 1", "1 is not in [0, 1)"),
+        ("--prompt-share -0.1", "-0.1 is not in [0, 1)"),
+        ("--steps 0", "0 is under 1"),
+        ("--ac some", "invalid choice: 'some'"),
+        ("--peak-tflops 0", "0 is not a positive number"),
+        ("--what logprobs offload --profile x", "--profile is of training steps"),
+        ("--micro 2", "unrecognized arguments: --micro 2"),
+        ("-- training.steps 3", "'training.steps' is not --section.key"),
+    ],
+)
+def test_bad_arguments_are_refused_with_what_to_change(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench.parse_arguments(arguments.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_torchtitan_comes_first_so_that_ratios_are_known_at_once():
+    args = bench.parse_arguments(["--what", "logprobs", "ours", "torchtitan", "--", "--training.max_norm", "0.5"])
+    assert args.what == ["torchtitan", "ours", "logprobs"]
+    assert args.flags == {"training.max_norm": "0.5"}
+    assert [runs.ac_of("auto", shape) for shape in ("0.6b", "4b")] == ["none", "selective"]
+    assert runs.ac_of("full", "0.6b") == "full"
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "tiny"])
+def test_shapes_are_qwen3_s(shape, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, 4096)))
+    family, args, config = from_folder(tmp_path)
+    flavor = qwen3_args[shape.upper()]
+    assert family == "qwen3"
+    assert config["tie_word_embeddings"] == tied(shape) == flavor.enable_weight_tying
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"):
+        assert getattr(args, name) == getattr(flavor, name), name
+
+
+@pytest.mark.parametrize(
+    ("prompt_share", "prompt", "trained"), [(0.0, 1, 2 * 3 * 32), (0.3, 10, 2 * 3 * 23), (0.999, 32, 2 * 3 * 1)]
+)
+def test_work_counts_positions_and_trained_tokens(prompt_share, prompt, trained):
+    job = {"documents": 32, "tokens": 96, "microbatches": 2, "prompt_share": prompt_share}
+    work = Work.of(job)
+    assert (work.prompt, work.tokens, work.trained_tokens) == (prompt, 2 * 96, trained)
+    sequences = work.sequences(100, seed=0)
+    assert sequences.shape == (2, 3, 33)
+    assert sequences.min() >= FIRST_TOKEN and sequences.max() < 100
+    assert not torch.equal(sequences, work.sequences(100, seed=1))
+    assert torch.equal(work.advantages(0), work.advantages(0))
+
+
+def test_flops_of_the_tiny_shape_by_hand(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("tiny", 32)))
+    with torch.device("meta"):
+        model = Qwen3Model(from_folder(tmp_path)[1])
+    work = Work(microbatches=2, documents=3, length=32, prompt=10)
+    layer = 128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 384  # q; k and v; output; three of the feed-forward
+    products = 6 * 2 * layer * (2 * 3 * 32)
+    output = 6 * 512 * 128 * (2 * 3 * 23)
+    attention = 12 * 2 * 4 * 32 * (2 * 3) * 32 * 32 / 2
+    assert step_flops(model, work) == products + output + attention
+
+
+def test_the_estimate_leaves_weight_sync_out_before_it_takes_the_peak():
+    moments = {"a": {"weights": 5, "snapshots": 100}, "b": {"weights": 5, "activations": 3, "buckets, at most": 9}}
+    assert peak_parts(moments) == {"weights": 5, "activations": 3}
+
+
+def test_ratios_are_to_torchtitan_on_the_same_shape():
+    rows = [
+        {"shape": "4b", "contender": "torchtitan", "tokens_per_s_gpu": 10.0},
+        {"shape": "4b", "contender": "ours", "tokens_per_s_gpu": 12.0},
+        {"shape": "4b", "contender": "transformers", "error": "out of memory"},
+        {"shape": "8b", "contender": "torchtitan", "error": "out of memory"},
+        {"shape": "8b", "contender": "ours", "tokens_per_s_gpu": 12.0},
+    ]
+    runs.set_ratio(rows)
+    assert [row.get("to_torchtitan") for row in rows] == [1.0, 1.2, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
+        ("void cutlass::device_kernel<flash::FlashAttnBwdSm90<float>>", "attention"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float>>", "optimizer"),
+        ("triton_poi_fused_mul_silu_1", "elementwise and other"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+    ],
+)
+def test_kernels_are_told_apart_by_name(name, expected):
+    assert kernel_class(name) == expected
+
+
+def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys):
+    out = tmp_path / "found.jsonl"
+    words = [*SMALL, "--prompt-share", "0.3", "--json", str(out), "--profile", str(tmp_path / "profile")]
+    words += ["--what", "torchtitan", "ours", "transformers", "logprobs"]
+    assert bench.main([*words, "--", "--training.max_norm", "0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "tiny torchtitan: left out" in said
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    steps = {line["contender"]: line for line in lines if line["table"] == "steps"}
+    assert set(steps) == {"ours", "transformers"}
+    for row in steps.values():
+        assert (row["tokens"], row["trained_tokens"]) == (2 * 64, 2 * 2 * 23)
+        assert row["tokens_per_s_gpu"] == pytest.approx(2 * 64 / row["step_ms"] * 1e3)
+        assert row["forward_backward_ms"] > 0 and row["optimizer_ms"] > 0 and row["mfu_percent"] > 0
+        assert 5 < row["first_loss"] < 15  # nats a token, over 512 tokens, tied weights as they start
+    assert steps["ours"]["estimate_gib"] > 0
+    ways = [(line["way"], line["pass"]) for line in lines if line["table"] == "logprobs"]
+    assert ways == [
+        (way, kind) for way in ("full logits", "token_logprobs") for kind in ("forward", "forward + backward")
+    ]
+    assert not any("error" in line for line in lines)
+    for name in steps:
+        shares = {line["name"] for line in lines if line["table"] == "shares" and line["contender"] == name}
+        assert shares >= {"matmul", "optimizer"}
+        assert (tmp_path / "profile" / f"tiny_{name}_rank0.json").stat().st_size > 0
+    for heading in ("tokens/s/GPU", "MFU %", "forward + backward ms", "clip + optimizer ms", "--dry_run's GiB"):
+        assert f" {heading} |" in said
+
+
+def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+    """What children leave behind: an error of one rank, nothing at all, a result, a part of it."""
+    logprobs_row = {"way": "w", "pass": "forward", "compile": "no", "ms": 1.0}
+    offload_row = {"way": "off", "step_ms": 2.0, "exposed_ms": 0.0, "freed_gib": 0.0}
+    outcomes = {
+        "torchtitan": ("import sys; sys.exit(3)", None),
+        "ours": ("import sys; sys.exit(1)", {"rank1.json": {"error": "out of memory: CUDA out of memory."}}),
+        "transformers": ("import time; time.sleep(60)", None),
+        "logprobs": ("", {"rank0.json": {"rows": [logprobs_row]}}),
+        "offload": ("import time; time.sleep(60)", {"rank0.json": {"rows": [offload_row], "unfinished": True}}),
+    }
+    real = runs.Process
+
+    def start(command, log, environment):
+        folder = Path(command[-1])
+        code, files = outcomes[json.loads((folder / "job.json").read_text())["contender"]]
+        for name, content in (files or {}).items():
+            (folder / name).write_text(json.dumps(content))
+        return real([sys.executable, "-S", "-c", code], log, environment)
+
+    monkeypatch.setattr(runs, "Process", start)
+    monkeypatch.setattr(runs, "LEAST_S", 0.1)
+    args = bench.parse_arguments(["--what", *outcomes, "--gpus", "2", "--run-limit-s", "3", "--out", str(tmp_path)])
+    assert runs.steps(args, Output(True, tmp_path / "found.jsonl")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    rows = {line["contender"]: line.get("error", "") for line in lines}
+    assert "exit status 3" in rows["torchtitan"]
+    assert rows["ours"] == "out of memory: CUDA out of memory."
+    assert "not done after 3 s (--run-limit-s)" in rows["transformers"]
+    assert rows["logprobs"] == ""
+    assert [line.get("way", "not done") for line in lines if line["contender"] == "offload"] == ["off", "not done"]
+    assert "not done after 3 s (--run-limit-s)" in rows["offload"]
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_a_wrong_configuration_is_refused_once(capsys):
+    assert bench.main([*SMALL, "--what", "ours", "logprobs", "--", "--training.max_nrom", "1"]) == 2
+    assert "max_norm" in capsys.readouterr().err
+
+
+def test_profiled_steps_of_several_calls_become_one_picture(tmp_path):
+    from step_bench.picture import draw_shares
+
+    records = tmp_path / "step.jsonl"
+    assert bench.parse_arguments(["--json", str(records), "--plot", "p.png"]).plot == Path("p.png")
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--plot", "p.png"])
+    records.write_text('{"table": "arguments"}\n')
+    assert draw_shares(records, tmp_path / "none.png") == 0
+    rows = [("0.6b FA2", "attention", 100.0), ("0.6b FA2", "matmul", 80.0), ("0.6b FA4", "matmul", 80.0)]
+    with records.open("a") as file:
+        for label, name, ms in rows:
+            file.write(json.dumps({"table": "shares", "label": label, "name": name, "ms": ms}) + "\n")
+    assert draw_shares(records, tmp_path / "steps.png") == 2
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,363 @@
+import random
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import torchtitan  # noqa: F401  the overlay's shims come first
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.source import TiedQwen3StateDictAdapter
+from torchtitan.grpo.weight_sync.packer import Sender, hugging_face_specs
+from torchtitan.grpo.weight_sync.ranks import Ranks
+from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, canonical_name, primary_holdings
+from torchtitan.models.llama3 import TransformerModelArgs
+from torchtitan.models.llama3.model.model import Transformer
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3 import Qwen3ModelArgs
+from torchtitan.models.qwen3.model.model import Qwen3Model
+
+CPU = torch.device("cpu")
+
+
+def tiny_qwen3(tied: bool) -> tuple[nn.Module, TiedQwen3StateDictAdapter]:
+    args = Qwen3ModelArgs(
+        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, head_dim=16, hidden_dim=48, max_seq_len=16,
+        enable_weight_tying=tied, attn_type="varlen", attn_mask_type="block_causal",
+    )  # fmt: skip
+    return Qwen3Model(args), TiedQwen3StateDictAdapter(args, None)
+
+
+def tiny_llama3() -> tuple[nn.Module, Llama3StateDictAdapter]:
+    args = TransformerModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, multiple_of=16)
+    return Transformer(args), Llama3StateDictAdapter(args, None)
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def received(sender: Sender, buffer: SnapshotBuffer) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for bucket in sender.buckets:
+        sender.gather(bucket, buffer)
+        wire = sender.pack(bucket, buffer).clone()
+        assert bucket.trailer(wire).tolist()[:3] == [buffer.version, bucket.index, bucket.payload_bytes]
+        tensors.update(bucket.views(wire))
+    return tensors
+
+
+def same(newest: int) -> int:
+    """What a rank that is alone agrees on."""
+    return newest
+
+
+def nothing() -> None:
+    pass
+
+
+@contextmanager
+def running(call):
+    """`call` in a thread; what it raises is raised here."""
+    errors = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(30)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def small_snapshots(count: int, numel: int = 16) -> tuple[nn.Module, Snapshots]:
+    """Of a model whose one parameter is filled with the version, by `fill`."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(numel))
+    snapshots = Snapshots(model, ["weight"], torch.float32, count)
+    (owned,) = primary_holdings([snapshots.held], snapshots.shapes)
+    snapshots.allocate(owned)
+    return model, snapshots
+
+
+def fill(model: nn.Module, version: int) -> None:
+    with torch.no_grad():
+        model.weight.fill_(version)
+
+
+def slow_copies(snapshots: Snapshots, seconds) -> None:
+    """Have a copy take `seconds()` in its middle, as a large one does."""
+
+    def copy(buffer) -> None:
+        ((target,), (parameter,)) = snapshots._copies[buffer.index]
+        half = target.numel() // 2
+        target[:half].copy_(parameter.detach()[:half])
+        time.sleep(seconds())
+        target[half:].copy_(parameter.detach()[half:])
+
+    snapshots._copy = copy
+
+
+def test_take_is_a_copy_of_one_moment():
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
+    names = [name for name, _ in model.named_parameters()]
+    snapshots = Snapshots(model, names[::-1], torch.bfloat16)
+    (owned,) = primary_holdings([snapshots.held], snapshots.shapes)
+    snapshots.allocate(owned)
+    assert snapshots.newest == -1
+    addresses = set()
+    for version in (1, 4, 5):
+        randomise(model, version)
+        expected = torch.cat([dict(model.named_parameters())[name].flatten() for name in names[::-1]]).bfloat16()
+        snapshots.take(version)
+        randomise(model, 99)
+        assert snapshots.newest == version
+        with snapshots.hold(same, 1, nothing) as buffer:
+            assert buffer.version == version
+            assert torch.equal(buffer.flat, expected)
+            assert buffer.seconds() > 0
+            addresses.add(buffer.flat.data_ptr())
+    assert addresses == {buffer.flat.data_ptr() for buffer in snapshots.buffers}
+    with pytest.raises(ValueError, match="version 5 of the weights after version 5"):
+        snapshots.take(5)
+
+
+def test_a_held_version_stands_while_newer_ones_are_taken():
+    model, snapshots = small_snapshots(2)
+    fill(model, 1)
+    snapshots.take(1)
+    with snapshots.hold(same, 1, nothing) as buffer:
+        for version in (2, 3, 4):
+            fill(model, version)
+            snapshots.take(version)
+            assert (buffer.version, buffer.flat.unique().tolist()) == (1, [1.0])
+    with snapshots.hold(same, 1, nothing) as buffer:
+        assert (buffer.version, buffer.flat.unique().tolist()) == (4, [4.0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_bytes_are_of_the_version_held_in_any_interleaving(seed, count):
+    """The trainer takes at random moments; a sync thread holds, and agrees with ranks that may be ahead."""
+    rng = random.Random(100 * count + seed)
+    model, snapshots = small_snapshots(count, 4096)
+    slow_copies(snapshots, lambda: rng.choice([0, 0, 0.002]))
+    versions, held = 150, []
+
+    def train() -> None:
+        for version in range(1, versions + 1):
+            fill(model, version)
+            snapshots.take(version, 5.0)
+            fill(model, -1)  # the next step changes the weights
+            time.sleep(rng.choice([0, 0, 0.0005, 0.003]))
+
+    def agree(newest: int) -> int:
+        time.sleep(rng.choice([0, 0.001, 0.004]))
+        return min(newest + rng.choice([0, 0, 1, 2] if count == 2 else [0, 0, 1]), versions)
+
+    with running(train):
+        while not held or held[-1] < versions:
+            with snapshots.hold(agree, 5.0, nothing) as buffer:
+                version = buffer.version
+                for pause_s in (0, rng.choice([0, 0.002, 0.006])):
+                    time.sleep(pause_s)
+                    assert buffer.version == version > 0
+                    assert buffer.flat.unique().tolist() == [version]
+                held.append(version)
+    assert held == sorted(held)
+    assert len(set(held)) > 10
+    assert all(buffer.readers == 0 for buffer in snapshots.buffers)
+
+
+def test_a_version_that_other_ranks_are_at_is_waited_for_and_not_skipped():
+    model, snapshots = small_snapshots(2)
+    for version in (1, 2):
+        fill(model, version)
+        snapshots.take(version)
+    agreed = threading.Event()
+
+    def agree(newest: int) -> int:
+        assert newest == 2
+        agreed.set()
+        return 4
+
+    def train() -> None:
+        agreed.wait(5)
+        for version in (3, 4, 5, 6, 7):  # at once: nothing waits for the thread that awaits version 4
+            fill(model, version)
+            snapshots.take(version, 5.0)
+
+    with running(train), snapshots.hold(agree, 5.0, nothing) as buffer:
+        assert (buffer.version, buffer.flat.unique().tolist()) == (4, [4.0])
+        time.sleep(0.05)
+        assert (buffer.version, buffer.flat.unique().tolist()) == (4, [4.0])
+    assert snapshots.newest == 7
+
+
+def test_what_comes_while_the_ranks_agree_is_kept_until_they_have():
+    model, snapshots = small_snapshots(2)
+    fill(model, 1)
+    snapshots.take(1)
+    taken = []
+
+    def train() -> None:
+        for version in (2, 3, 4):
+            fill(model, version)
+            snapshots.take(version, 5.0)
+            taken.append(version)
+
+    def agree(newest: int) -> int:
+        trainer.start()
+        time.sleep(0.1)
+        assert taken == [2], "version 3 must overwrite neither 1 nor 2 while either may be what the others have"
+        return 2
+
+    trainer = threading.Thread(target=train, daemon=True)
+    with snapshots.hold(agree, 5.0, nothing) as buffer:
+        trainer.join(5)
+        assert taken == [2, 3, 4]
+        assert (buffer.version, buffer.flat.unique().tolist()) == (2, [2.0])
+
+
+def test_a_version_that_never_comes_is_named():
+    _, snapshots = small_snapshots(2)
+    snapshots.take(1)
+    late = pytest.raises(TimeoutError, match="snapshot of version 3; its newest is 1")
+    with late, snapshots.hold(lambda newest: 3, 0.1, nothing):
+        pass
+    for version in (2, 3, 4, 5):
+        snapshots.take(version)
+    assert all(buffer.readers == 0 for buffer in snapshots.buffers)
+
+    def closing() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), snapshots.hold(lambda newest: 9, 5.0, closing):
+        pass
+    for version in (8, 9, 10, 11):
+        snapshots.take(version)
+    assert all(buffer.readers == 0 for buffer in snapshots.buffers)
+
+
+def test_a_failed_agreement_or_reader_leaves_nothing_held():
+    _, snapshots = small_snapshots(1)
+    snapshots.take(1)
+    with pytest.raises(ConnectionError), snapshots.hold(lambda newest: fail(), 1, nothing):
+        pass
+    with pytest.raises(ConnectionError), snapshots.hold(same, 1, nothing):
+        fail()
+    snapshots.take(2)
+
+
+def fail() -> int:
+    raise ConnectionError("gloo: connection reset by peer")
+
+
+def test_one_buffer_waits_for_its_reader_and_says_so():
+    model, snapshots = small_snapshots(1)
+    fill(model, 1)
+    snapshots.take(1)
+    with snapshots.hold(same, 1, nothing) as buffer:
+        with pytest.raises(TimeoutError, match="no buffer for version 2: all of 1 are being sent"):
+            snapshots.take(2, 0.1)
+        assert (buffer.version, buffer.flat.unique().tolist()) == (1, [1.0])
+    fill(model, 2)
+    release = threading.Event()
+
+    def read() -> None:
+        with snapshots.hold(same, 1, nothing):
+            held.set()
+            release.wait(5)
+
+    held = threading.Event()
+    with running(read):
+        held.wait(5)
+        threading.Timer(0.2, release.set).start()
+        started = time.monotonic()
+        snapshots.take(2, 5.0)
+        assert time.monotonic() - started > 0.15
+    assert snapshots.newest == 2
+
+
+def test_one_buffer_that_is_being_written_is_waited_for():
+    model, snapshots = small_snapshots(1)
+    slow_copies(snapshots, lambda: 0.2)
+    fill(model, 1)
+    snapshots.take(1)
+    fill(model, 2)
+    with running(lambda: snapshots.take(2)):
+        time.sleep(0.1)
+        with snapshots.hold(same, 5.0, nothing) as buffer:
+            assert (buffer.version, buffer.flat.unique().tolist()) == (2, [2.0])
+
+
+def test_names_are_free_of_wrappers():
+    model = nn.Sequential()
+    model.add_module("a", checkpoint_wrapper(torch.compile(nn.Linear(2, 2))))
+    assert [canonical_name(name) for name, _ in model.named_parameters()] == ["a.weight", "a.bias"]
+
+
+def test_replicas_are_sent_once_and_gaps_are_refused():
+    top, bottom, whole = ((0, 3), (0, 4)), ((3, 2), (0, 4)), ((0, 7),)
+    held = [{"w": top, "b": whole}, {"w": bottom, "b": whole}, {"w": top, "b": whole}, {"w": bottom}]
+    owned = primary_holdings(held, {"w": (5, 4), "b": (7,)})
+    assert [[(h.name, h.slices) for h in rank] for rank in owned] == [
+        [("w", top), ("b", whole)],
+        [("w", bottom)],
+        [],
+        [],
+    ]
+    with pytest.raises(RuntimeError, match="w: the trainer ranks hold 12 of 20"):
+        primary_holdings(held[:1], {"w": (5, 4)})
+
+
+@pytest.mark.parametrize("limit_bytes", [600, 1 << 20])
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize("build", [lambda: tiny_qwen3(True), lambda: tiny_qwen3(False), tiny_llama3])
+def test_buckets_hold_what_the_adapter_gives(build, limit_bytes, num_buffers):
+    model, adapter = build()
+    randomise(model, 0)
+    sender = Sender(model, adapter, Ranks(CPU, 10, 10), torch.bfloat16, limit_bytes, num_buffers, True)
+    for version in (1, 2):
+        randomise(model, version)
+        expected = adapter.to_hf({name: p.detach().bfloat16() for name, p in model.named_parameters()})
+        sender.snapshots.take(version)
+        randomise(model, 99)  # the snapshot is what is sent, not what the model has become
+        with sender.snapshots.hold(same, 1, nothing) as buffer:
+            tensors = received(sender, buffer)
+        assert list(tensors) == list(expected)
+        for name, value in expected.items():
+            assert torch.equal(tensors[name], value), name
+    assert "pack" in sender.stopwatch.take()
+    ok, version, names, sent_bytes, _ = sender.expected_acknowledgement(2)
+    assert (ok, version, names) == (1, 2, len(expected))
+    assert sent_bytes >= sum(value.numel() * 2 for value in expected.values())
+
+
+def test_llama_queries_and_keys_are_rearranged_and_tied_output_is_left_out():
+    model, adapter = tiny_llama3()
+    _, rearranged = hugging_face_specs(model, adapter, torch.float32)
+    assert rearranged == {f"layers.{i}.attention.{w}.weight" for i in range(2) for w in ("wq", "wk")}
+    model, adapter = tiny_qwen3(True)
+    specs, rearranged = hugging_face_specs(model, adapter, torch.float32)
+    assert "lm_head.weight" not in {spec.name for spec in specs.values()}
+    assert not rearranged
+
+
+def test_one_parameter_to_many_tensors_is_refused():
+    adapter = SimpleNamespace(to_hf=lambda state: {f"{k}.{i}": v for k, v in state.items() for i in range(2)})
+    with pytest.raises(UserError, match="mixture-of-experts"):
+        hugging_face_specs(nn.Linear(2, 2), adapter, torch.float32)

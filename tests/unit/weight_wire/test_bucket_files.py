@@ -1,0 +1,100 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import ROOT
+from torchtitan.grpo.weight_sync.disk import DiskCopy
+from torchtitan.grpo.weight_wire.bucket_files import bucket_path, read_bucket, write_bucket
+from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets
+
+SPECS = [
+    TensorSpec("a", torch.bfloat16, (3, 5)),
+    TensorSpec("b", torch.float32, (7,)),
+    TensorSpec("c", torch.float32, ()),
+]
+
+
+@pytest.fixture
+def bucket():
+    (bucket,) = plan_buckets(SPECS, 1 << 20)
+    return bucket
+
+
+def wire_of(bucket, version: int) -> torch.Tensor:
+    wire = torch.zeros(bucket.wire_bytes, dtype=torch.uint8)
+    for _, view in bucket.views(wire):
+        view.copy_(torch.randn(view.shape))
+    checksum = int(Checksum(torch.device("cpu"), bucket.payload_bytes)(wire[: bucket.payload_bytes]))
+    bucket.trailer(wire).copy_(torch.tensor([version, bucket.index, bucket.payload_bytes, checksum]))
+    return wire
+
+
+def test_a_bucket_comes_back_byte_by_byte_and_other_tools_can_read_it(bucket, tmp_path):
+    wire = wire_of(bucket, 7)
+    write_bucket(tmp_path, bucket, wire)
+    assert torch.equal(read_bucket(tmp_path, bucket), wire)
+    for name, tensor in load_file(bucket_path(tmp_path, bucket)).items():
+        assert torch.equal(tensor, dict(bucket.views(wire))[name])
+
+
+@pytest.mark.parametrize("damage", ["name", "shape", "dtype", "no trailer"])
+def test_a_file_that_is_not_the_plans_is_refused(bucket, tmp_path, damage):
+    write_bucket(tmp_path, bucket, wire_of(bucket, 7))
+    path = bucket_path(tmp_path, bucket)
+    tensors, metadata = load_file(path), {"trailer": "7,0,1,2"}
+    if damage == "name":
+        tensors["d"] = tensors.pop("b")
+    elif damage == "shape":
+        tensors["b"] = tensors["b"][:3].clone()
+    elif damage == "dtype":
+        tensors["b"] = tensors["b"].double()
+    else:
+        metadata = None
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=str(path)):
+        read_bucket(tmp_path, bucket)
+
+
+def test_a_copy_shows_whole_versions_only_and_removes_old_ones(bucket, tmp_path):
+    copy = DiskCopy(str(tmp_path / "weights"), [bucket])
+    for version in (3, 4):
+        copy.begin()
+        copy.store(0, wire_of(bucket, version))
+        assert copy.version == -1
+        assert not (tmp_path / "weights" / f"version-{version:08d}").exists()
+        copy.complete(version, [1])
+        assert int(bucket.trailer(read_bucket(copy.feed().folder, bucket))[0]) == version
+    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-00000004"]
+    copy.close()
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_what_a_killed_trainer_has_left_is_removed_by_the_next_one(bucket):
+    living = DiskCopy("", [bucket])
+    living.begin()
+    living.complete(1, [1])
+    program = "import os; from torchtitan.grpo.weight_sync.disk import DiskCopy; copy = DiskCopy('', []); copy.begin()"
+    program += "; copy.complete(1, []); print(copy.feed().folder.parent, flush=True); os._exit(9)"
+    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    left = Path(killed.stdout.strip())
+    assert left.name.startswith("torchtitan-grpo-"), killed.stderr
+    next_one = DiskCopy("", [bucket])
+    assert not left.exists()
+    assert living.feed().folder.is_dir(), "that of a trainer that lives stays"
+    living.close()
+    next_one.close()
+
+
+def test_a_folder_of_its_own_is_removed(bucket):
+    copy = DiskCopy("", [bucket])
+    copy.begin()
+    copy.store(0, wire_of(bucket, 1))
+    copy.complete(1, [1])
+    folder = copy.feed().folder.parent
+    assert folder.is_dir()
+    copy.close()
+    assert not folder.exists()
