@@ -1,7 +1,7 @@
 """A vLLM plug-in of the tests: our own bookkeeping of token versions beside vLLM 0.32's, under another name."""
 
+from torchtitan.grpo.inside_vllm import token_versions
 from torchtitan.grpo.inside_vllm.replies import in_api_server
-from torchtitan.grpo.weight_sync import token_versions
 
 KEY = "counted_versions"
 

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pydantic
 import pytest
 
-from torchtitan.grpo.engines import flat_logprobs
+from torchtitan.grpo.inside_vllm import flat_logprobs
 from torchtitan.grpo.inside_vllm.replies import with_field
 
 
