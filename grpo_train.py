@@ -7,7 +7,6 @@ The loss is in `torchtitan/grpo/policy/losses.py`, rewards in `torchtitan/grpo/r
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import sys
@@ -26,7 +25,7 @@ from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
-from torchtitan.grpo.data.samples import Group, Sample
+from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
@@ -38,15 +37,18 @@ from torchtitan.grpo.model.parallelize import build_model, parallel_dims
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model, write_hf_config
 from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.policy import losses
-from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, zero_variance
+from torchtitan.grpo.policy.advantages import group_advantages
+from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
-from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack, packing_metrics
+from torchtitan.grpo.policy.packing import pack, packing_metrics
+from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.step_metrics import (
     policy_metrics,
     rollout_metrics,
     server_metrics,
+    sum_over_ranks,
     sync_metrics,
     validation_metrics,
 )
@@ -60,7 +62,6 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
 
-FixedLogprobs = tuple[torch.Tensor | None, torch.Tensor | None]
 LossAndSums = tuple[torch.Tensor, dict[str, torch.Tensor]]
 LearnedOnDevice = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -138,7 +139,7 @@ class Trainer:
             self.save()
             batch = following
         self.weight_sync.drain()
-        self.broadcast.json()  # rank 0 may still validate or push, and the other ranks' sync threads follow it
+        self.broadcast.barrier()  # the other ranks' sync threads serve rank 0's pushes until it is done
 
     def warm_start(self) -> None:
         """`[sft]`: supervised steps on prompt and reference answer pairs of the training data."""
@@ -146,7 +147,7 @@ class Trainer:
         steps = supervised_steps(self.model, self._next_sft_rows, sft, self.config.training.max_norm, self.device)
         for i, loss in enumerate(steps, start=1):
             if i % 20 == 0 or i == sft.steps:
-                self.metrics.log(i, self._sum_over_data_ranks({"loss": loss}), prefix="sft")
+                self.metrics.log(i, self._sum({"loss": loss}), prefix="sft")
 
     def collect(self, step: int) -> list[Group]:
         """A step's groups, scored; with `[async_grpo]` they were asked before. On rank 0; other ranks get none."""
@@ -164,39 +165,22 @@ class Trainer:
         if not ahead:  # else this step's activations may need the memory
             self.offload.prefetch()
         with self.ledger.stage("pack"):
-            rewards = self.broadcast.json([[self._shaped_reward(s) for s in g] for g in groups])
-            by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
+            limit = self.config.rollout.max_answer_tokens
+            rewards = self.broadcast.json([[shaped_reward(s, grpo, limit) for s in group] for group in groups])
+            advantages = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
             minibatches, packed = [], []
-            for part in _split(len(by_group), grpo.minibatches):
+            for part in split(len(advantages), grpo.minibatches):
                 rows = None
                 if self.is_rank0:
-                    answers = [pair for i in part for pair in zip(groups[i], by_group[i], strict=True)]
-                    weights = losses.token_weights(
-                        [s.sampled_tokens for s, _ in answers],
-                        grpo.loss_aggregation,
-                        self.config.rollout.max_answer_tokens,
-                        [self._counts(s, groups[i]) for i in part for s in groups[i]],
-                    )
-                    samples = [
-                        PackedSample(
-                            s.prompt.token_ids,
-                            s.token_ids,
-                            advantage,
-                            weight,
-                            s.logprobs,
-                            [step - 1 - version for version in s.versions],
-                            s.loss_mask,
-                        )
-                        for (s, advantage), weight in zip(answers, weights, strict=True)
-                        if weight or grpo.kl_placement == "reward"  # what trains nothing costs nothing
-                    ]
+                    own = [groups[i] for i in part], [advantages[i] for i in part]
+                    samples = training_samples(*own, version=step - 1, grpo=grpo, max_answer_tokens=limit)
                     rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
                     packed.append(rows)
-                minibatches.append([row.to(self.device) for row in self.broadcast.microbatches(rows, self.data_rank)])
+                minibatches.append([row.to(self.device) for row in self.broadcast.rows(rows, self.data_rank)])
             metrics = rollout_metrics(groups, step - 1, self.max_age)
             if packed:
                 metrics |= packing_metrics(packed, self.attention_tokens) | {"pack/ahead": float(ahead)}
-            return Batch(groups, rewards, by_group, minibatches, metrics)
+            return Batch(groups, rewards, advantages, minibatches, metrics)
 
     def pack_ahead(self) -> Batch | None:
         """With `[async_grpo]`: the next step's batch, made while the device trains this one, if its groups are there.
@@ -233,7 +217,7 @@ class Trainer:
                 added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
                 sums = {name: sums.get(name, 0) + value for name, value in added.items()}
                 if not self.sampler_checked:
-                    self._check_sampler(self._sum_over_data_ranks(sums))
+                    self._check_sampler(self._sum(sums))
                 grad_norm = dist_utils.clip_grad_norm_(
                     list(self.model.parameters()), self.config.training.max_norm, foreach=True
                 )
@@ -244,7 +228,7 @@ class Trainer:
 
     def learned(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
         """What `update` returned as metrics, when the device is done with it."""
-        return policy_metrics(self._sum_over_data_ranks(sums)) | {
+        return policy_metrics(self._sum(sums)) | {
             "train/grad_norm": float(grad_norm),
             "train/lr": self.lr_schedulers.schedulers[0].get_last_lr()[0],
         }
@@ -290,7 +274,7 @@ class Trainer:
     def save(self) -> None:
         if self._saves():
             with self.ledger.stage("checkpoint"):
-                self.broadcast.json()  # rank 0 may still validate, for longer than NCCL lets others wait
+                self.broadcast.barrier()  # rank 0 may still validate
                 self.checkpointer.save(self.step)
                 self.offload.settle()
 
@@ -321,25 +305,6 @@ class Trainer:
         stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)
         return SamplingParams(n, temperature, self.config.rollout.max_answer_tokens, stop, self.seed)
 
-    def _shaped_reward(self, sample: Sample) -> float:
-        grpo = self.config.grpo
-        return sample.reward + overlong_penalty(
-            len(sample.token_ids),
-            self.config.rollout.max_answer_tokens,
-            grpo.overlong_buffer_tokens,
-            grpo.overlong_penalty,
-        )
-
-    def _counts(self, sample: Sample, group: Group) -> bool:
-        """Whether a sample enters the loss and its normaliser."""
-        grpo = self.config.grpo
-        if sample.finish_reason == "abort" or (grpo.overlong_filter and sample.finish_reason == "length"):
-            return False
-        return grpo.zero_variance_groups == "keep" or self._has_signal(group)
-
-    def _has_signal(self, group: Group) -> bool:
-        return not zero_variance([self._shaped_reward(sample) for sample in group])
-
     def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
         """Log-probabilities that stay fixed during the step's updates: (old policy's, reference's) for each row.
 
@@ -359,27 +324,23 @@ class Trainer:
             with self.offload.logprobs():
                 result = [[fixed(row) for row in rows] for rows in batch.minibatches]
             if kl_in_reward:
-                self._take_kl_off_rewards(batch, result)
+                self._subtract_kl_from_rewards(batch, result)
         return result
 
-    def _take_kl_off_rewards(self, batch: Batch, fixed: list[list[FixedLogprobs]]) -> None:
-        """Reward less `kl_coef` times the answer's summed KL estimate, and from that the rows' advantages anew."""
+    def _subtract_kl_from_rewards(self, batch: Batch, fixed: list[list[FixedLogprobs]]) -> None:
+        """Subtract `kl_coef` times each answer's KL estimate from its reward, and compute the advantages again."""
         grpo = self.config.grpo
-        parts = _split(len(batch.rewards), grpo.minibatches)
-        for part, rows, logprobs in zip(parts, batch.minibatches, fixed, strict=True):
+        for part, rows, own in zip(split(len(batch.rewards), grpo.minibatches), batch.minibatches, fixed, strict=True):
             rewards = [batch.rewards[i] for i in part]
-            kl = torch.zeros(sum(map(len, rewards)), device=self.device)
-            for row, (old, reference) in zip(rows, logprobs, strict=True):
-                sample = row.sample_index[row.answers.sample_ids]
-                kl.index_add_(0, sample, losses.kl_estimate(old, reference, grpo.kl_estimator))
-            if self.data_ranks > 1:
-                dist.all_reduce(kl, group=self.dims.get_mesh("batch").get_group())
+            kl = kl_by_sample(rows, own, sum(map(len, rewards)), grpo.kl_estimator)
+            if self.data_group is not None:
+                dist.all_reduce(kl, group=self.data_group)
             penalties = iter((grpo.kl_coef * kl).tolist())
             rewards = [[reward - next(penalties) for reward in group] for group in rewards]
             by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
             advantages = torch.tensor([a for group in by_group for a in group], device=self.device)
             for row in rows:
-                row.answers.advantages = advantages[row.sample_index[row.answers.sample_ids]]
+                row.advantages = advantages[row.samples[row.sample_ids]]
 
     def _check_sampler(self, sums: dict[str, float]) -> None:
         """Before the first optimizer step: do sampler and trainer mean the same model and log-probabilities?"""
@@ -395,25 +356,16 @@ class Trainer:
                 f"--logprobs-mode processed_logprobs and no quantisation ({', '.join(self.urls)})"
             )
 
-    def _sum_over_data_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Each scalar as a number, each vector as a list of numbers; one copy from the device for all."""
-        values = [torch.as_tensor(value, device=self.device).double() for value in sums.values()]
-        total = torch.cat([value.flatten() for value in values])
-        if self.data_ranks > 1:
-            dist.all_reduce(total, group=self.dims.get_mesh("batch").get_group())
-        rest = iter(total.tolist())
-        return {
-            name: list(itertools.islice(rest, len(value))) if value.dim() else next(rest)
-            for name, value in zip(sums, values, strict=True)
-        }
+    def _sum(self, sums: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return sum_over_ranks(sums, self.device, self.data_group)
 
-    def _next_sft_rows(self) -> list[Microbatch]:
+    def _next_sft_rows(self) -> list[PackedRow]:
         rows = None
         if self.is_rank0:
             prompts = self.prompts.next(self.config.sft.batch_size)
             pairs = sft_pairs(prompts, self.config.data, self.config.sft.target_column, self.tokenizer)
             rows = pack(as_packed_samples(pairs), self.row_tokens, self.data_ranks, self.row_multiple)
-        return self.broadcast.microbatches(rows, self.data_rank)
+        return self.broadcast.rows(rows, self.data_rank)
 
     # ----------------------------------------------------------------------------------------------- set-up
 
@@ -444,7 +396,9 @@ class Trainer:
         self.dims = parallel_dims(config, dist.get_world_size())
         dist_utils.set_determinism(self.dims, self.device, config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
-        self.data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0
+        data_mesh = self.dims.get_mesh("batch") if self.data_ranks > 1 else None
+        self.data_group = data_mesh.get_group() if data_mesh else None
+        self.data_rank = data_mesh.get_local_rank() if data_mesh else 0
         self.row_tokens = row_tokens(config)
         self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
         # Rank 0 may be busy with rollouts, validation or a server's start for as long as these may take.
@@ -543,7 +497,7 @@ class Trainer:
                 config.async_grpo,
                 rollout,
                 config.training.steps,
-                self._has_signal,
+                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
             )
         self.weight_sync = WeightSync(
             self.model,
@@ -561,27 +515,21 @@ class Trainer:
         self.weight_sync.connect()
 
 
-def _split(n: int, parts: int) -> list[range]:
-    """0..n-1 in `parts` runs of as equal length as can be."""
-    bounds = [i * n // parts for i in range(parts + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(bounds)]
-
-
 def main(argv: list[str]) -> int:
     init_logger()
     dry_run = "--dry_run" in argv
-    speaks = os.environ.get("RANK", "0") == "0"
+    is_rank0 = os.environ.get("RANK", "0") == "0"
     try:
         config = load_config([arg for arg in argv if arg != "--dry_run"])
         if dry_run:
-            print(describe(config) if speaks else "", end="")
+            print(describe(config) if is_rank0 else "", end="")
             return 0
         stop_in_time()
         with Trainer(config) as trainer:
             trainer.train()
         end_within(FAILED_S)  # an environment's thread may hang
     except UserError as error:
-        if speaks:
+        if is_rank0:
             print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

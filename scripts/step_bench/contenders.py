@@ -16,7 +16,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.losses import row_loss
-from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 from torchtitan.tools.utils import set_default_dtype
 
 from .setup import Setup, checkpointing
@@ -85,7 +86,7 @@ def ours(setup: Setup) -> Contender:
         build_optimizers([model], config.optimizer, setup.dims),
         gradients,
         sum(len(row.tokens) for row in rows),
-        int(sum(row.loss_mask.sum() for row in rows)),
+        sum(len(row.targets) for row in rows),
         checkpointing(config),
         config.compile.enable,
         logprobs=logprobs,

@@ -13,7 +13,8 @@ from bench_common.output import Output, Row
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.rows import PackedRow, PackedSample
 
 from .trainer import Ranks, Servers, build, connected, hf_tensors, shape_source
 
@@ -49,7 +50,7 @@ def fault_steps(step_s: float, sleep_s: float, at_least: int) -> int:
     return max(at_least, _FAULT_STEP + math.ceil((sleep_s + _AFTER_FAULT_S) / max(step_s, 1e-3)))
 
 
-def random_row(tokens: int, document_tokens: int, vocab_size: int, rank: int) -> Microbatch:
+def random_row(tokens: int, document_tokens: int, vocab_size: int, rank: int) -> PackedRow:
     """A packed row of `tokens` tokens in documents, each half prompt and half answer."""
     generator = torch.Generator().manual_seed(rank)
     samples = []

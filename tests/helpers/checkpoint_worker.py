@@ -29,7 +29,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.checkpoint import Checkpointer
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import resolve_model
-from torchtitan.grpo.policy.packing import PackedSample, pack
+from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.rows import PackedSample
 
 TINY = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -107,10 +108,10 @@ class TinyTrainer:
         """One AdamW step on an answer, an advantage and a weight that come from the three generators."""
         answer = torch.randint(3, 61, (20,)).tolist()
         sample = PackedSample([random.randrange(3, 61)], answer, float(np.random.randn()), 0.05, [0.0] * 20)
-        row = pack([sample], 64, 1)[0][0]
+        row = pack([sample], 64, 1)[0][0].to("cpu")
         self.optimizers.zero_grad()
         logprobs, _ = self.model(row, 1.0)
-        loss = -(row.weights * row.advantages)[row.loss_mask] @ logprobs
+        loss = -(row.weights * row.advantages) @ logprobs
         loss.backward()
         self.optimizers.step()
         self.lr_schedulers.step()

@@ -14,7 +14,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients
-from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
 
 def make_samples(vocabulary: int) -> list[PackedSample]:
@@ -50,12 +51,13 @@ def main(
     model = build_model(source, config, dims, torch.device("cpu"))
     load_hf_weights(model, source, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = pack(make_samples(source.model_args.vocab_size), row_tokens, world // tp, tp)[data_rank]
+    packed = pack(make_samples(source.model_args.vocab_size), row_tokens, world // tp, tp)[data_rank]
+    rows = [row.to("cpu") for row in packed]
     assert len(rows) > 1 or not reduce_once
 
     def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logprobs, entropy = model(row, 0.8)
-        part = -(row.answers.weights * (row.answers.advantages * logprobs + 0.1 * entropy)).sum()
+        part = -(row.weights * (row.advantages * logprobs + 0.1 * entropy)).sum()
         return part, {"loss": part.detach()}
 
     seen = []

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_worker import TINY, TinyTrainer, checkpoint_section
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
+from tests.helpers.checkpoint_worker import TINY, TinyTrainer, checkpoint_section
 from tests.helpers.ranks import Ranks
 from torchtitan.grpo.checkpoint import Checkpointer, complete_steps
 from torchtitan.grpo.errors import UserError

@@ -7,9 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.helpers.microbatches import microbatches
 from torchtitan.grpo.model.packed import Documents, _by_length_class, attention_tokens, make_packed
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
-from torchtitan.grpo.policy.packing import PackedSample, pack
+from torchtitan.grpo.policy.rows import PackedSample
 
 SHAPE = dict(
     vocab_size=300,
@@ -63,12 +64,12 @@ def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, 
     reference.save_pretrained(tmp_path)
     model = packed_model(tmp_path)
     batch = samples([(3, 5), (1, 1), (17, 30), (8, 9), (40, 2), (2, 60)])
-    (row,) = pack(batch, 192, 1, pad_multiple)[0]
+    (row,) = microbatches(batch, 192, 1, pad_multiple)[0]
     logprobs, entropy = model(row, TEMPERATURE)
     loss = logprobs.sum()
     loss.backward()
 
-    expected = [alone(reference, batch[i]) for i in row.sample_index.tolist()]
+    expected = [alone(reference, batch[i]) for i in row.samples.tolist()]
     expected_logprobs = torch.cat([lp for lp, _ in expected])
     torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, torch.cat([h for _, h in expected]), atol=1e-5, rtol=0)
@@ -82,16 +83,16 @@ def test_a_document_does_not_see_its_neighbours(tmp_path):
     reference_model("qwen3", True).save_pretrained(tmp_path)
     model = packed_model(tmp_path)
     batch = samples([(6, 10), (12, 4), (5, 5)])
-    together = torch.cat([model(row, 1.0)[0] for row in pack(batch, 64, 1)[0]])
-    order = [i for row in pack(batch, 64, 1)[0] for i in row.sample_index.tolist()]
-    apart = torch.cat([model(pack([batch[i]], 64, 1)[0][0], 1.0)[0] for i in order])
+    together = torch.cat([model(row, 1.0)[0] for row in microbatches(batch, 64, 1)[0]])
+    order = [i for row in microbatches(batch, 64, 1)[0] for i in row.samples.tolist()]
+    apart = torch.cat([model(microbatches([batch[i]], 64, 1)[0][0], 1.0)[0] for i in order])
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
 
 
 def test_a_row_of_padding_alone_gives_no_answer_tokens_and_zero_gradients(tmp_path):
     reference_model("qwen3", True).save_pretrained(tmp_path)
     model = packed_model(tmp_path)
-    (row,) = pack([], 64, 1, pad_multiple=8)[0]
+    (row,) = microbatches([], 64, 1, pad_multiple=8)[0]
     logprobs, _ = model(row, 1.0)
     logprobs.sum().backward()
     assert logprobs.shape == (0,)
@@ -104,7 +105,7 @@ def gradients(model, rows) -> tuple[dict[str, torch.Tensor], float]:
     total = 0.0
     for row in rows:
         logprobs, entropy = model(row, TEMPERATURE)
-        loss = -(row.answers.weights * (row.answers.advantages * logprobs + 0.1 * entropy)).sum()
+        loss = -(row.weights * (row.advantages * logprobs + 0.1 * entropy)).sum()
         loss.backward()
         total += float(loss.detach())
     return {name: p.grad for name, p in model.named_parameters()}, total
@@ -119,11 +120,11 @@ def test_any_split_into_rows_gives_the_same_gradients(family, tied, tmp_path):
     for i, sample in enumerate(batch):
         sample.advantage, sample.weight = (-1.0) ** i * (1 + i / 4), 0.02 + i / 200
     splits = {
-        "alone": [row for sample in batch for row in pack([sample], 64, 1)[0]],
-        "one row": pack(batch, 256, 1)[0],
-        "padded": pack(batch, 128, 1, 128)[0],
-        "two ranks": [row for rows in pack(batch, 64, 2) for row in rows],
-        "four ranks, most of them padding": [row for rows in pack(batch, 256, 4, 256, 10.0) for row in rows],
+        "alone": [row for sample in batch for row in microbatches([sample], 64, 1)[0]],
+        "one row": microbatches(batch, 256, 1)[0],
+        "padded": microbatches(batch, 128, 1, 128)[0],
+        "two ranks": [row for rows in microbatches(batch, 64, 2) for row in rows],
+        "four ranks, most of them padding": [row for rows in microbatches(batch, 256, 4, 256, 10.0) for row in rows],
     }
     assert len({len(rows) for rows in splits.values()}) >= 4
     expected, expected_loss = gradients(model, splits.pop("alone"))
@@ -142,9 +143,9 @@ def test_documents_of_one_token(tmp_path):
     model = packed_model(tmp_path)
     batch = samples([(1, 1)] * 5)
     for pad_multiple in (1, 16):
-        (row,) = pack(batch, 16, 1, pad_multiple)[0]
+        (row,) = microbatches(batch, 16, 1, pad_multiple)[0]
         logprobs, entropy = model(row, TEMPERATURE)
-        expected = [alone(reference, batch[i]) for i in row.sample_index.tolist()]
+        expected = [alone(reference, batch[i]) for i in row.samples.tolist()]
         torch.testing.assert_close(logprobs, torch.cat([lp for lp, _ in expected]), atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, torch.cat([h for _, h in expected]), atol=1e-5, rtol=0)
 
@@ -178,7 +179,7 @@ def test_blocks_are_compiled_once_for_all_rows_of_one_length(tmp_path):
         block.attention.inner_attention = OpaqueAttention()
         model.layers.register_module(name, torch.compile(block, backend=compiler, fullgraph=True))
     for lengths in ([(3, 5), (10, 20)], [(3, 5)] * 5, [(60, 40)], [(1, 1)] * 3, []):
-        (row,) = pack(samples(lengths), 128, 1, 128)[0]
+        (row,) = microbatches(samples(lengths), 128, 1, 128)[0]
         with torch.no_grad():
             torch.testing.assert_close(model(row, 1.0)[0], eager(row, 1.0)[0], atol=1e-5, rtol=0)
     assert compiler.frame_count == 1

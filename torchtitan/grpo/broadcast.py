@@ -1,4 +1,4 @@
-"""What rank 0 decides reaches every rank: packed rows and small JSON values, over gloo, without pickle."""
+"""From rank 0 to every rank over gloo, without pickle: packed rows and small JSON values."""
 
 import json
 from datetime import timedelta
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.policy.packing import Microbatch
+from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow
 
 
 class Broadcaster:
-    """Sends from rank 0 over a process group of its own, so that a long rollout needs no long NCCL timeout.
+    """Sends from rank 0 over a gloo group of its own, so that a long rollout does not need a long NCCL timeout.
 
     Args:
-        timeout_s: Longest time that rank 0 may spend between two calls (rollouts, validation, a checkpoint).
+        timeout_s: Longest time rank 0 may spend between two calls, in rollouts, validation or a checkpoint.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -26,28 +26,30 @@ class Broadcaster:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.is_source else None
         return json.loads(self._tensor(data, torch.uint8).numpy().tobytes())
 
-    def microbatches(self, rows_by_rank: list[list[Microbatch]] | None, rank: int) -> list[Microbatch]:
+    def barrier(self) -> None:
+        """Wait for rank 0, which may validate or push for longer than NCCL lets other ranks wait."""
+        self.json()
+
+    def rows(self, rows_by_rank: list[list[PackedRow]] | None, rank: int) -> list[PackedRow]:
         """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere)."""
         if rows_by_rank is not None and dist.get_world_size(self._group) == 1:
             return rows_by_rank[rank]
-        headers, ints, floats = [], [], []
-        for row in (row for rows in rows_by_rank or [] for row in rows):
-            header, row_ints, row_floats = row.to_tensors()
-            headers.append(header)
-            ints.append(row_ints.flatten())
-            floats.append(row_floats.flatten())
-        header = self._tensor(torch.stack(headers).flatten() if headers else None, torch.int64).view(-1, 3)
-        all_ints = self._tensor(torch.cat(ints) if ints else None, torch.int64)
-        all_floats = self._tensor(torch.cat(floats) if floats else None, torch.float32)
-        rows_per_rank = int(self.json(len(rows_by_rank[0]) if rows_by_rank else None))
+        ints, floats = None, None
+        if rows_by_rank is not None:
+            parts = [row.to_tensors() for rows in rows_by_rank for row in rows]
+            ints, floats = (torch.cat([part.flatten() for part in kind]) for kind in zip(*parts, strict=True))
+        lengths = self.json([[len(row.tokens) for row in rows] for rows in rows_by_rank or []])
+        ints, floats = self._tensor(ints, torch.int64), self._tensor(floats, torch.float32)
         if rows_by_rank is not None:
             return rows_by_rank[rank]
-        int_parts = all_ints.split((header[:, 0] * header[:, 2]).tolist())
-        float_parts = all_floats.split((header[:, 1] * header[:, 2]).tolist())
-        return [
-            Microbatch.from_tensors(int_parts[i].view(-1, header[i, 2]), float_parts[i].view(-1, header[i, 2]))
-            for i in range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
-        ]
+        before = sum(map(sum, lengths[:rank]))
+        result = []
+        for length in lengths[rank]:
+            own_ints = ints[before * len(INT_ROWS) :][: length * len(INT_ROWS)].view(len(INT_ROWS), length)
+            own_floats = floats[before * len(FLOAT_ROWS) :][: length * len(FLOAT_ROWS)].view(len(FLOAT_ROWS), length)
+            result.append(PackedRow.from_tensors(own_ints, own_floats))
+            before += length
+        return result
 
     def _tensor(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Rank 0's flat tensor on every rank; only rank 0 knows its length beforehand."""

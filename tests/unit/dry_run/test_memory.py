@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, Qwen3Config
 
 from tests.helpers import TINY_QWEN3
+from tests.helpers.microbatches import microbatches
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config.load import load_config
@@ -28,7 +29,7 @@ from torchtitan.grpo.model import logprobs, packed, parallelize
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy import gradients
 from torchtitan.grpo.policy.gradients import accumulate_gradients
-from torchtitan.grpo.policy.packing import Microbatch, PackedSample, pack
+from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
 TINY = str(TINY_QWEN3)
 DOCUMENTS = 4
@@ -155,7 +156,7 @@ def build(config: JobConfig, world: int, trainable: bool = True) -> tuple[torch.
     length = config.training.seq_len // DOCUMENTS
     answer = length - length // 16 + 1  # the last token predicts nothing, and takes no place in the row
     sample = PackedSample([5] * (length // 16), [7] * answer, 1.0, 1.0, [0.0] * answer)
-    return model, pack([sample] * DOCUMENTS, config.training.seq_len, 1, tensor)[0][0]
+    return model, microbatches([sample] * DOCUMENTS, config.training.seq_len, 1, tensor)[0][0]
 
 
 def allocated(function: Callable[[], Any]) -> tuple[Any, int, int]:

@@ -7,11 +7,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Qwen3Config
 
+from tests.helpers.microbatches import microbatches
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import resolve_model
-from torchtitan.grpo.policy.packing import PackedSample, pack
+from torchtitan.grpo.policy.rows import PackedSample
 
 LAYERS = 3
 AGAIN = {
@@ -49,7 +50,7 @@ def gradients(folder: str, mode: str, option: str) -> tuple[dict[str, torch.Tens
     torch.manual_seed(0)
     model = build_model(source, config, ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), torch.device("cpu"))
     samples = [PackedSample([5, 6, 7], [8, 9] * n, 1.0, 1.0, [0.0] * 2 * n) for n in (1, 4, 9)]
-    ((row,),) = pack(samples, 64, 1, 64)
+    ((row,),) = microbatches(samples, 64, 1, 64)
     with Products() as products:
         logprobs, entropy = model(row, 0.8)
         (logprobs.sum() + 0.1 * entropy.sum()).backward()

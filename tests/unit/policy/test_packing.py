@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.packing import (
-    PADDING_DOCUMENT_TOKENS,
-    Answers,
-    Microbatch,
-    PackedSample,
-    _move,
-    pack,
-    packing_metrics,
-)
+from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, pack, packing_metrics
+from torchtitan.grpo.policy.rows import ANSWER_FIELDS, Microbatch, PackedRow, PackedSample, _move
 
 
 def sample(prompt_tokens: int, answer_tokens: int, seed: int = 0) -> PackedSample:
@@ -35,12 +28,12 @@ def random_samples(count: int, longest: int, seed: int) -> list[PackedSample]:
     return [sample(rng.randint(1, longest // 2), rng.randint(1, longest // 2), i) for i in range(count)]
 
 
-def unpack(microbatches: list[list[Microbatch]]) -> dict[int, PackedSample]:
+def unpack(microbatches: list[list[PackedRow]]) -> dict[int, PackedSample]:
     """Read every sample back from the rows, by the documented meaning of the fields alone."""
     found: dict[int, PackedSample] = {}
     for row in (row for rank in microbatches for row in rank):
         bounds = row.cu_seqlens.tolist()
-        for k, index in enumerate(row.sample_index.tolist()):
+        for k, index in enumerate(row.samples.tolist()):
             document = slice(bounds[k], bounds[k + 1])
             assert (row.sample_ids[document] == k).all()
             mask = row.loss_mask[document]
@@ -62,7 +55,7 @@ def unpack(microbatches: list[list[Microbatch]]) -> dict[int, PackedSample]:
     return found
 
 
-def check_rows(microbatches: list[list[Microbatch]], budget_tokens: int, pad_multiple: int) -> None:
+def check_rows(microbatches: list[list[PackedRow]], budget_tokens: int, pad_multiple: int) -> None:
     assert len({len(rank) for rank in microbatches}) == 1
     for row in (row for rank in microbatches for row in rank):
         length = len(row.tokens)
@@ -70,23 +63,23 @@ def check_rows(microbatches: list[list[Microbatch]], budget_tokens: int, pad_mul
         bounds = row.cu_seqlens.tolist()
         assert row.cu_seqlens.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == length
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
-        assert row.max_seqlen == max(lengths)
-        documents, padding = lengths[: len(row.sample_index)], lengths[len(row.sample_index) :]
+        microbatch = row.to("cpu")
+        assert microbatch.max_seqlen == max(lengths)
+        documents, padding = lengths[: len(row.samples)], lengths[len(row.samples) :]
         longest = max(documents, default=1)
         expected = [p for n in documents for p in range(n)]
         expected += [min(p, max(longest - 1, 1)) for n in padding for p in range(n)]  # within the model's table
         assert row.positions.tolist() == expected
         assert all(n <= PADDING_DOCUMENT_TOKENS for n in padding)
-        assert (row.sample_ids == -1).sum() == sum(lengths[len(row.sample_index) :])
+        assert (row.sample_ids == -1).sum() == sum(lengths[len(row.samples) :])
         off = ~row.loss_mask
         for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs, row.ages):
             assert (values[off] == 0).all()
         assert not row.loss_mask[row.sample_ids == -1].any()
-        assert row.answer_positions.tolist() == [t for t, trained in enumerate(row.loss_mask.tolist()) if trained]
-        for f in fields(Answers):
-            values = getattr(row, f.name)
-            assert getattr(row.answers, f.name).tolist() == values[row.loss_mask].tolist(), f.name
-            assert getattr(row.answers, f.name).dtype == values.dtype
+        assert microbatch.answer_positions.tolist() == row.loss_mask.nonzero().flatten().tolist()
+        for name in ANSWER_FIELDS:
+            expected, found = getattr(row, name)[row.loss_mask], getattr(microbatch, name)
+            assert found.tolist() == expected.tolist() and found.dtype == expected.dtype, name
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -150,7 +143,7 @@ def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
     left_out = {i for i, s in enumerate(samples) if s.loss_mask is not None and not any(s.loss_mask)}
     seen = []
     for row in itertools.chain(*packed):
-        for k, index in enumerate(row.sample_index.tolist()):
+        for k, index in enumerate(row.samples.tolist()):
             s, document = samples[index], slice(*row.cu_seqlens[k : k + 2].tolist())
             expected = []
             for j, trained in enumerate(s.loss_mask or [True] * len(s.answer_ids)):
@@ -169,7 +162,7 @@ def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
             seen.append(index)
     assert left_out and sorted(seen) == sorted(set(range(30)) - left_out)
     for row in itertools.chain(*packed):
-        assert_equal(Microbatch.from_tensors(*row.to_tensors()[1:]), row)
+        assert_equal(PackedRow.from_tensors(*row.to_tensors()), row)
 
 
 def test_one_trained_token():
@@ -186,7 +179,7 @@ def test_an_answer_without_a_trained_token_is_left_out():
     masked = PackedSample([1] * 50, [2] * 50, 1.0, 1.0, [0.0] * 50, [1] * 50, [False] * 50)
     empty = PackedSample([1], [], 1.0, 1.0, [], [], [])
     ((row,),) = pack([masked, sample(3, 2), empty], 8, 1)  # too long for a row, but needs none
-    assert row.sample_index.tolist() == [1] and row.loss_mask.sum() == 2
+    assert row.samples.tolist() == [1] and row.loss_mask.sum() == 2
     ((row,),) = pack([masked, empty], 8, 1, pad_multiple=8)
     assert len(row.tokens) == 8 and not row.loss_mask.any() and (row.sample_ids == -1).all()
 
@@ -218,13 +211,13 @@ def test_no_samples_give_every_rank_a_row_of_padding():
     for packed in (pack([], 64, 3, 8), pack([sample(4, 0)], 64, 3, 8)):
         check_rows(packed, 64, 8)
         assert [len(rank) for rank in packed] == [1, 1, 1]
-        assert not any(rank[0].loss_mask.any() or len(rank[0].sample_index) for rank in packed)
+        assert not any(rank[0].loss_mask.any() or len(rank[0].samples) for rank in packed)
 
 
 def test_more_ranks_than_samples():
     packed = pack([sample(3, 3), sample(2, 2)], 64, 4)
     check_rows(packed, 64, 1)
-    assert sorted(len(rank[0].sample_index) for rank in packed) == [0, 0, 1, 1]
+    assert sorted(len(rank[0].samples) for rank in packed) == [0, 0, 1, 1]
 
 
 def test_bad_samples_are_errors():
@@ -266,7 +259,7 @@ def by_lengths(*lengths: int) -> list[PackedSample]:
     return [sample(n, 1) for n in lengths]
 
 
-def row_costs(packed: list[list[Microbatch]], attention_tokens: float) -> list[list[float]]:
+def row_costs(packed: list[list[PackedRow]], attention_tokens: float) -> list[list[float]]:
     """By turn and rank, from the lengths of the documents alone."""
     turns = [[row.cu_seqlens.diff().tolist() for row in turn] for turn in zip(*packed, strict=True)]
     return [[sum(n + n * n / (2 * attention_tokens) for n in row) for row in turn] for turn in turns]
@@ -301,7 +294,7 @@ def test_long_documents_are_spread_by_their_attention():
 def test_rows_of_one_length_are_balanced_by_attention_alone():
     """Padding makes their tokens equal: what is left to even out is 120 against twelve times 16."""
     packed = pack(by_lengths(120, *[16] * 12), 256, 2, 256, attention_tokens=200)
-    documents = [row.cu_seqlens.diff().tolist()[: len(row.sample_index)] for (row,) in packed]
+    documents = [row.cu_seqlens.diff().tolist()[: len(row.samples)] for (row,) in packed]
     assert sorted(documents) == [[16] * 12, [120]]
 
 
@@ -337,14 +330,15 @@ def test_padding_has_few_documents_even_in_an_empty_row():
         ((row,),) = packed
         check_rows(packed, 16384, 16384)
         assert len(row.cu_seqlens) <= 2 + 64 + 1
-        assert row.max_seqlen == PADDING_DOCUMENT_TOKENS and int(row.positions.max()) == 1
+        assert row.to("cpu").max_seqlen == PADDING_DOCUMENT_TOKENS and int(row.positions.max()) == 1
 
 
 def test_documents_of_one_token():
     ((row,),) = pack(by_lengths(1, 1, 1), 8, 1)
-    assert row.cu_seqlens.tolist() == [0, 1, 2, 3] and row.max_seqlen == 1
-    assert row.answer_positions.tolist() == [0, 1, 2]
-    assert row.answers.sample_ids.tolist() == [0, 1, 2]
+    microbatch = row.to("cpu")
+    assert microbatch.cu_seqlens.tolist() == [0, 1, 2, 3] and microbatch.max_seqlen == 1
+    assert microbatch.answer_positions.tolist() == [0, 1, 2]
+    assert microbatch.sample_ids.tolist() == [0, 1, 2]
 
 
 def test_packing_is_deterministic():
@@ -358,13 +352,9 @@ def test_packing_is_deterministic():
 @pytest.mark.parametrize("pad_multiple", [1, 32])
 def test_tensor_round_trip(samples, pad_multiple):
     for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
-        header, ints, floats = row.to_tensors()
-        received_ints, received_floats = Microbatch.empty_tensors(header)
-        received_ints.copy_(ints)
-        received_floats.copy_(floats)
-        assert received_ints.dtype == torch.int64 and received_floats.dtype == torch.float32
-        assert_equal(Microbatch.from_tensors(received_ints, received_floats), row)
-        assert row.to("cpu") is row
+        ints, floats = row.to_tensors()
+        assert ints.dtype == torch.int64 and floats.dtype == torch.float32
+        assert_equal(PackedRow.from_tensors(ints, floats), row)
 
 
 @pytest.mark.parametrize("samples", [[], random_samples(9, longest=30, seed=1)], ids=["empty", "filled"])
@@ -372,8 +362,9 @@ def test_tensor_round_trip(samples, pad_multiple):
 def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
     """The copy to a device, here to this one: what is read back is what was laid, and one allocation holds it all."""
     for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
-        names = [f.name for f in fields(Microbatch) if f.name not in ("max_seqlen", "answers")]
-        tensors = [getattr(row, name) for name in names]
+        microbatch = row.to("cpu")
+        names = [f.name for f in fields(Microbatch) if f.name != "max_seqlen"]
+        tensors = [getattr(microbatch, name) for name in names]
         moved = _move(tensors, torch.device("cpu"))
         assert len({tensor.untyped_storage().data_ptr() for tensor in moved}) == 1
         for name, before, after in zip(names, tensors, moved, strict=True):
@@ -383,19 +374,17 @@ def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
 
 def test_a_row_on_another_device_keeps_shapes_and_the_longest_document():
     ((row,),) = pack([sample(3, 2), sample(5, 4)], 32, 1, 16)
-    there = row.to("meta")
-    assert there.max_seqlen == row.max_seqlen == 8
-    for f in fields(Answers):
-        value = getattr(there.answers, f.name)
-        assert value.device.type == "meta" and value.shape == row.answer_positions.shape
-    assert there.tokens.shape == row.tokens.shape and there.loss_mask.dtype == torch.bool
+    here, there = row.to("cpu"), row.to("meta")
+    assert there.max_seqlen == here.max_seqlen == 8
+    for f in fields(Microbatch):
+        if f.name != "max_seqlen":
+            value, expected = getattr(there, f.name), getattr(here, f.name)
+            assert value.device.type == "meta" and (value.shape, value.dtype) == (expected.shape, expected.dtype), (
+                f.name
+            )
 
 
-def assert_equal(a: Microbatch, b: Microbatch) -> None:
-    pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(Microbatch) if f.name != "answers"]
-    pairs += [(f.name, getattr(a.answers, f.name), getattr(b.answers, f.name)) for f in fields(Answers)]
-    for name, x, y in pairs:
-        if name == "max_seqlen":
-            assert x == y
-        else:
-            assert x.dtype == y.dtype and x.device == y.device and torch.equal(x, y), name
+def assert_equal(a: PackedRow, b: PackedRow) -> None:
+    for f in fields(PackedRow):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        assert x.dtype == y.dtype and torch.equal(x, y), f.name

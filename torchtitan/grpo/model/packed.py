@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.logprobs import token_logprobs
-from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, Microbatch
+from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
+from torchtitan.grpo.policy.rows import Microbatch
 from torchtitan.models.attention import VarlenMetadata
 
 
@@ -148,5 +149,6 @@ def _packed_forward(
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     hidden = hidden[0].index_select(0, row.answer_positions)
-    targets = row.answers.targets
-    return token_logprobs(hidden, weight, targets, temperature, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)
+    return token_logprobs(
+        hidden, weight, row.targets, temperature, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes
+    )

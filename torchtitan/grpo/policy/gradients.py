@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.grpo.policy.packing import Microbatch
+from torchtitan.grpo.policy.rows import Microbatch
 
 SMALL_MODEL = 1_000_000_000
 """Parameters up to which `[training] reduce_gradients = "auto"` is `"step"`: that costs 6 bytes each in bfloat16. At

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Grpo
-from torchtitan.grpo.policy.packing import Microbatch
+from torchtitan.grpo.policy.rows import Microbatch
 
 LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
 
@@ -235,12 +235,11 @@ def row_loss(
         reference_logprobs: Of the reference model [A]; None without one.
         max_age: `[async_grpo] max_trajectory_age_steps`; 0, synchronous, measures nothing by age.
     """
-    answers = row.answers
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = importance_weights(
         trainer_logprobs,
-        answers.sampler_logprobs,
-        answers.sample_ids,
+        row.sampler_logprobs,
+        row.sample_ids,
         grpo.importance_correction,
         grpo.importance_level,
         grpo.importance_min,
@@ -248,19 +247,19 @@ def row_loss(
     )
     loss, sums = policy_loss(
         logprobs,
-        answers.sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
-        answers.advantages,
-        answers.weights,
-        answers.sample_ids,
+        row.sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
+        row.advantages,
+        row.weights,
+        row.sample_ids,
         grpo,
         importance=importance,
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
-    tokens = trainer_logprobs, answers.sampler_logprobs, answers.weights
+    tokens = trainer_logprobs, row.sampler_logprobs, row.weights
     sums |= {"loss": loss.detach()} | mismatch_sums(*tokens)
     if max_age:
-        sums |= age_sums(*tokens, answers.ages, max_age, clipped)
+        sums |= age_sums(*tokens, row.ages, max_age, clipped)
     return loss, sums
 
 

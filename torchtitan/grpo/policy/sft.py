@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.job_config import Sft
 from torchtitan.grpo.policy.gradients import accumulate_gradients
-from torchtitan.grpo.policy.packing import Microbatch, PackedSample
+from torchtitan.grpo.policy.rows import Microbatch, PackedRow, PackedSample
 
 
 def as_packed_samples(pairs: list[tuple[list[int], list[int]]]) -> list[PackedSample]:
@@ -18,7 +18,7 @@ def as_packed_samples(pairs: list[tuple[list[int], list[int]]]) -> list[PackedSa
 
 
 def supervised_steps(
-    model: nn.Module, next_rows: Callable[[], list[Microbatch]], sft: Sft, max_norm: float, device: torch.device
+    model: nn.Module, next_rows: Callable[[], list[PackedRow]], sft: Sft, max_norm: float, device: torch.device
 ) -> Iterator[torch.Tensor]:
     """Take `sft.steps` AdamW steps at a constant learning rate.
 
@@ -32,7 +32,7 @@ def supervised_steps(
 
     def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logprobs, _ = model(row, temperature=1.0)
-        loss = -(row.answers.weights * logprobs).sum()
+        loss = -(row.weights * logprobs).sum()
         return loss, {"loss": loss.detach()}
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=sft.lr, weight_decay=0.0)

@@ -1,7 +1,12 @@
-"""What a step's groups and summed losses say, as flat metrics. Names are explained in `docs/metrics.md`."""
+"""A step's groups, summed losses and server reports as flat metrics. `docs/metrics.md` explains the names."""
 
+import itertools
 from collections import Counter
 from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.fleet import Fleet
@@ -54,6 +59,25 @@ def validation_metrics(greedy: list[Group], sampled: list[Group], full_reward: f
         "validation/sampled_reward": fmean(sample.reward for group in sampled for sample in group),
         f"validation/pass_at_{k}": fmean(reward >= full_reward - 1e-6 for reward in best),
         "validation/answer_tokens_mean": fmean(group[0].sampled_tokens for group in greedy),
+    }
+
+
+def sum_over_ranks(
+    sums: dict[str, torch.Tensor], device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Each scalar summed over the group's ranks as a number, each vector as a list. One copy from the device for all.
+
+    Args:
+        group: The data-parallel ranks; None if this rank is the only one.
+    """
+    values = [torch.as_tensor(value, device=device).double() for value in sums.values()]
+    total = torch.cat([value.flatten() for value in values])
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    rest = iter(total.tolist())
+    return {
+        name: list(itertools.islice(rest, len(value))) if value.dim() else next(rest)
+        for name, value in zip(sums, values, strict=True)
     }
 
 

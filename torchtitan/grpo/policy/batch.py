@@ -1,0 +1,82 @@
+"""From a step's scored groups to samples with advantages and weights. Pure functions on lists."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchtitan.grpo.config.job_config import Grpo
+from torchtitan.grpo.data.samples import Group, Sample
+from torchtitan.grpo.policy.advantages import overlong_penalty, zero_variance
+from torchtitan.grpo.policy.losses import kl_estimate, token_weights
+from torchtitan.grpo.policy.rows import Microbatch, PackedSample
+
+FixedLogprobs = tuple[Tensor | None, Tensor | None]
+"""Log-probabilities [A] of a row that stay fixed during a step: the old policy's and the reference's."""
+
+
+def split(n: int, parts: int) -> list[range]:
+    """0..n-1 in `parts` consecutive ranges whose lengths differ by at most 1."""
+    bounds = [i * n // parts for i in range(parts + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float:
+    """The sample's reward with DAPO's penalty for answers that nearly reach `max_answer_tokens`."""
+    tokens = len(sample.token_ids)
+    return sample.reward + overlong_penalty(
+        tokens, max_answer_tokens, grpo.overlong_buffer_tokens, grpo.overlong_penalty
+    )
+
+
+def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int) -> bool:
+    """Whether the group's rewards differ. Equal rewards give advantages of zero."""
+    return not zero_variance([shaped_reward(sample, grpo, max_answer_tokens) for sample in group])
+
+
+def counted_samples(group: Group, grpo: Grpo, max_answer_tokens: int) -> list[bool]:
+    """Which samples enter the loss and its normaliser: not aborted ones, nor truncated ones if they are filtered."""
+    if grpo.zero_variance_groups != "keep" and not has_signal(group, grpo, max_answer_tokens):
+        return [False] * len(group)
+    left_out = ("abort", "length") if grpo.overlong_filter else ("abort",)
+    return [sample.finish_reason not in left_out for sample in group]
+
+
+def training_samples(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], version: int, grpo: Grpo, max_answer_tokens: int
+) -> list[PackedSample]:
+    """One minibatch's answers, ready to pack.
+
+    Args:
+        advantages: By group and sample.
+        version: Of the weights that are trained; a token's age is this minus the version that sampled it.
+    """
+    answers = [(s, a) for group, own in zip(groups, advantages, strict=True) for s, a in zip(group, own, strict=True)]
+    weights = token_weights(
+        [sample.sampled_tokens for sample, _ in answers],
+        grpo.loss_aggregation,
+        max_answer_tokens,
+        [counted for group in groups for counted in counted_samples(group, grpo, max_answer_tokens)],
+    )
+    return [
+        PackedSample(
+            sample.prompt.token_ids,
+            sample.token_ids,
+            advantage,
+            weight,
+            sample.logprobs,
+            [version - sampled_by for sampled_by in sample.versions],
+            sample.loss_mask,
+        )
+        for (sample, advantage), weight in zip(answers, weights, strict=True)
+        if weight or grpo.kl_placement == "reward"  # a sample without weight costs nothing, unless KL needs its place
+    ]
+
+
+def kl_by_sample(rows: Sequence[Microbatch], fixed: Sequence[FixedLogprobs], samples: int, estimator: str) -> Tensor:
+    """Each sample's KL estimate against the reference, summed over its tokens, float32 [samples], from these rows."""
+    kl = torch.zeros(samples, device=rows[0].tokens.device)
+    for row, (old, reference) in zip(rows, fixed, strict=True):
+        kl.index_add_(0, row.samples[row.sample_ids], kl_estimate(old, reference, estimator))
+    return kl

@@ -1,0 +1,179 @@
+"""A step's answers in the three forms that they take: sample, packed row on the host, microbatch on the device.
+
+A row is documents laid end to end with no gaps. A document is a prompt and its answer up to the last trained token,
+less that token, which predicts nothing that is trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+INT_ROWS = ("tokens", "positions", "targets", "loss_mask", "sample_index", "ages")
+FLOAT_ROWS = ("advantages", "weights", "sampler_logprobs")
+
+
+@dataclass
+class PackedSample:
+    """One prompt and answer with what the loss needs.
+
+    Attributes:
+        advantage: Of the whole answer.
+        weight: Of each trained token in the step's global sum (`losses.token_weights`).
+        sampler_logprobs: One per answer token; zeros for supervised training.
+        ages: One per answer token: version in training minus version that sampled it. Empty means zeros.
+        loss_mask: One per answer token. False marks context that an environment gave, which is not trained. None
+            trains all.
+    """
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    advantage: float
+    weight: float
+    sampler_logprobs: list[float]
+    ages: list[int] = field(default_factory=list)
+    loss_mask: list[bool] | None = None
+
+    @property
+    def trained_end(self) -> int:
+        """Answer tokens up to the last trained one; 0 if none is trained."""
+        if self.loss_mask is None:
+            return len(self.answer_ids)
+        return len(self.loss_mask) - self.loss_mask[::-1].index(True) if True in self.loss_mask else 0
+
+    @property
+    def document_tokens(self) -> int:
+        """Positions that the sample takes in a row; 0 if it trains nothing."""
+        end = self.trained_end
+        return len(self.prompt_ids) + end - 1 if end else 0
+
+
+@dataclass
+class PackedRow:
+    """One packed row on the host: what rank 0 packs and sends. Every tensor is [T].
+
+    A value about answer token `y` sits at the position that predicts it: if `targets[t] == y`, its advantage, weight,
+    sampler log-probability and age are at the same t. They are 0 where `loss_mask` is False. Padding comes last.
+
+    Attributes:
+        tokens: int64, input of the model.
+        positions: int64, 0 at the start of each document. Padding documents stay within the row's largest position, or
+            within 1, so that they never leave the model's RoPE table.
+        targets: int64, the document's next token where that is trained, else 0.
+        loss_mask: bool, True where the target is trained.
+        sample_index: int64, which of the samples given to `pack`; -1 on padding.
+        ages: int64, see `PackedSample`.
+        advantages, weights, sampler_logprobs: float32.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    loss_mask: Tensor
+    sample_index: Tensor
+    ages: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sampler_logprobs: Tensor
+
+    @staticmethod
+    def from_tensors(ints: Tensor, floats: Tensor) -> "PackedRow":
+        """Inverse of `to_tensors`."""
+        rows = dict(zip(INT_ROWS, ints, strict=True)) | dict(zip(FLOAT_ROWS, floats, strict=True))
+        return PackedRow(**rows | {"loss_mask": rows["loss_mask"].bool()})
+
+    def to_tensors(self) -> tuple[Tensor, Tensor]:
+        """int64 [6, T] and float32 [3, T], to be sent to another rank."""
+        ints = torch.stack([getattr(self, name).long() for name in INT_ROWS])
+        return ints, torch.stack([getattr(self, name) for name in FLOAT_ROWS])
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [docs + 1]: where each document starts, then T. Padding documents are included."""
+        starts = (self.positions == 0).nonzero().flatten()
+        return torch.cat([starts, starts.new_tensor([len(self.tokens)])]).int()
+
+    @cached_property
+    def sample_ids(self) -> Tensor:
+        """int64 [T], nondecreasing 0..n-1 over the row's samples; -1 on padding."""
+        document = (self.positions == 0).cumsum(0) - 1
+        return document.where(self.sample_index >= 0, -1)
+
+    @property
+    def samples(self) -> Tensor:
+        """int64 [n], which of the samples given to `pack` has sample id k."""
+        first = self.sample_index[self.cu_seqlens[:-1].long()]
+        return first[first >= 0]
+
+    def to(self, device: torch.device | str) -> "Microbatch":
+        """What a training step reads of the row, on `device`: one copy, which does not block towards CUDA."""
+        # Indexing by the mask on a CUDA device would make the host wait: only the device knows how many it selects.
+        at = self.loss_mask.nonzero().flatten()
+        answers = {name: getattr(self, name).index_select(0, at) for name in ANSWER_FIELDS}
+        tensors = {
+            "tokens": self.tokens,
+            "positions": self.positions,
+            "cu_seqlens": self.cu_seqlens,
+            "answer_positions": at,
+            "samples": self.samples,
+            **answers,
+        }
+        longest = int(self.cu_seqlens.diff().max())
+        device = torch.device(device)
+        if device != self.tokens.device:
+            tensors = dict(zip(tensors, _move(list(tensors.values()), device), strict=True))
+        return Microbatch(**tensors, max_seqlen=longest)
+
+
+@dataclass
+class Microbatch:
+    """One packed row on the device: what the model [T] and the loss [A] read. A is the number of trained answer tokens.
+
+    Attributes:
+        tokens, positions: int64 [T], see `PackedRow`.
+        cu_seqlens: int32 [docs + 1].
+        max_seqlen: Longest document in tokens, padding included.
+        answer_positions: int64 [A], the positions that predict a trained token.
+        targets, ages: int64 [A].
+        sample_ids: int64 [A], nondecreasing 0..n-1.
+        advantages, weights, sampler_logprobs: float32 [A].
+        samples: int64 [n], which of the samples given to `pack` has sample id k.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    answer_positions: Tensor
+    targets: Tensor
+    sample_ids: Tensor
+    ages: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sampler_logprobs: Tensor
+    samples: Tensor
+
+
+ANSWER_FIELDS = ("targets", "sample_ids", "ages", "advantages", "weights", "sampler_logprobs")
+"""Fields of `Microbatch` that hold one value per trained answer token."""
+
+
+def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """All tensors on `device` by one copy, as views of one block of bytes. The host's side is pinned for CUDA.
+
+    PyTorch's caching allocator reuses pinned memory only after the copies from it are done.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    # Each starts at a multiple of 16 bytes: torch.compile copies inputs that do not.
+    starts = [0, *accumulate(-(-size // 16) * 16 for size in sizes)]
+    spans = [slice(start, start + size) for start, size in zip(starts[:-1], sizes, strict=True)]
+    to_cuda = device.type == "cuda"
+    source = tensors[0].device
+    block = torch.empty(starts[-1], dtype=torch.uint8, device=source, pin_memory=to_cuda and source.type == "cpu")
+    for tensor, span in zip(tensors, spans, strict=True):
+        block[span].copy_(tensor.contiguous().view(torch.uint8))
+    moved = block.to(device, non_blocking=to_cuda)
+    return [moved[span].view(tensor.dtype) for tensor, span in zip(tensors, spans, strict=True)]
