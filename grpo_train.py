@@ -1,8 +1,8 @@
 """GRPO training: `torchrun grpo_train.py --job.config_file train_configs/quickstart.toml`.
 
-One class, one loop, read from top to bottom. Rank 0 asks the questions, scores the answers and packs them; every
-rank holds a shard of the model, trains on its rows and takes part in publishing the weights to the servers.
-The loss is in `torchtitan/grpo/policy/losses.py`, rewards in `torchtitan/grpo/rewards/functions.py`.
+One class, one loop, read from top to bottom. Rank 0 sends prompts, scores the answers and packs them. Every rank
+holds a shard of the model, trains on its rows and takes part in publishing the weights to the servers. The loss is in
+`torchtitan/grpo/policy/losses.py`, rewards are in `torchtitan/grpo/rewards/functions.py`.
 """
 
 import contextlib
@@ -71,10 +71,10 @@ class Batch:
     """What one step trains on.
 
     Attributes:
-        groups: On rank 0; other ranks have none.
+        groups: The answers; empty on ranks other than 0.
         rewards, advantages: By group and sample, on every rank.
-        minibatches: This rank's packed rows of each, on its device.
-        metrics: Of the rollouts and of the packing.
+        minibatches: This rank's packed rows of each minibatch, on its device.
+        metrics: Of rollouts and packing.
     """
 
     groups: list[Group]
@@ -85,7 +85,7 @@ class Batch:
 
 
 class Trainer:
-    """Everything a run holds; `train` is the loop, the end of the context releases it all."""
+    """Everything a run holds. `train` is the loop; leaving the context releases everything."""
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -94,7 +94,7 @@ class Trainer:
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
         self.resources = contextlib.ExitStack()
         try:
-            # Whatever can be wrong with the input is found before there is a process group or a server.
+            # Bad input is refused before a process group or a server exists.
             self._read_inputs()
             self._init_distributed()
             self._start_servers()
@@ -108,7 +108,7 @@ class Trainer:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Release servers, workers, files and process groups, last acquired first."""
+        """Release servers, workers, files and process groups in reverse order."""
         if error[0] is not None:
             end_within(FAILED_S)
         self.resources.__exit__(*error)
@@ -116,7 +116,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------- the loop
 
     def train(self) -> None:
-        """Warm start, then step by step: sample, pack, update, publish, validate, log, save."""
+        """Warm start, then for each step: collect, pack, update, publish, validate, log, save."""
         config = self.config
         self.step = self.checkpointer.load_latest()
         if self.step == 0:
@@ -142,7 +142,7 @@ class Trainer:
         self.broadcast.barrier()  # the other ranks' sync threads serve rank 0's pushes until it is done
 
     def warm_start(self) -> None:
-        """`[sft]`: supervised steps on prompt and reference answer pairs of the training data."""
+        """`[sft]`: supervised steps on pairs of prompt and reference answer."""
         sft = self.config.sft
         steps = supervised_steps(self.model, self._next_sft_rows, sft, self.config.training.max_norm, self.device)
         for i, loss in enumerate(steps, start=1):
@@ -150,7 +150,7 @@ class Trainer:
                 self.metrics.log(i, self._sum({"loss": loss}), prefix="sft")
 
     def collect(self, step: int) -> list[Group]:
-        """A step's groups, scored; with `[async_grpo]` they were asked before. On rank 0; other ranks get none."""
+        """A step's scored groups on rank 0, none elsewhere. With `[async_grpo]` their rollouts began earlier."""
         if not self.is_rank0:
             return []
         with self.ledger.stage("rollout"):
@@ -159,10 +159,10 @@ class Trainer:
         return groups
 
     def pack(self, groups: list[Group], step: int) -> Batch:
-        """Rewards become advantages, answers become packed rows: this rank's rows of each minibatch."""
+        """Turn rewards into advantages and answers into packed rows: this rank's rows of each minibatch."""
         grpo, budget = self.config.grpo, self.row_tokens
         ahead = step > self.step
-        if not ahead:  # else this step's activations may need the memory
+        if not ahead:  # this step's activations may still need the memory
             self.offload.prefetch()
         with self.ledger.stage("pack"):
             limit = self.config.rollout.max_answer_tokens
@@ -183,11 +183,11 @@ class Trainer:
             return Batch(groups, rewards, advantages, minibatches, metrics)
 
     def pack_ahead(self) -> Batch | None:
-        """With `[async_grpo]`: the next step's batch, made while the device trains this one, if its groups are there.
+        """With `[async_grpo]`: pack the next step's batch while the device trains this one, if its groups are ready.
 
-        Not before a checkpoint: that has to hold all groups that no step was trained on. Not before rank 0 validates:
-        the others, with a batch, would wait in a collective for longer than NCCL lets them, and with the weights that
-        rank 0 waits for still on their GPUs.
+        Not before a checkpoint, which must hold all groups that were not trained on. Not before a validation: while
+        rank 0 validates, the other ranks would wait in the next step's collectives, past NCCL's time limit and with
+        the weights that the validation needs.
         """
         last = self.step == self.config.training.steps
         if not self.config.async_grpo.enabled or last or self._saves() or self._validates():
@@ -197,11 +197,11 @@ class Trainer:
         return self.pack(self.collect(self.step + 1), self.step + 1)
 
     def update(self, batch: Batch) -> LearnedOnDevice:
-        """One optimizer step per minibatch. Token weights hold the global normaliser, so gradients only add up.
+        """Take one optimizer step per minibatch. Token weights hold the global normaliser: gradients are only summed.
 
         Returns:
-            Sums over this rank's tokens, and the gradient's norm. But for the first step's check of the sampler nobody
-            has waited for the device: `learned` does.
+            Sums over this rank's tokens, and the gradient norm. Both are still on the device: only the first step's
+            check of the sampler waits for it here, `learned` waits later.
         """
         fixed_logprobs = self._fixed_logprobs(batch)
         sums: dict[str, torch.Tensor] = {}
@@ -227,25 +227,25 @@ class Trainer:
         return sums, grad_norm
 
     def learned(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
-        """What `update` returned as metrics, when the device is done with it."""
+        """Turn what `update` returned into metrics. Waits for the device."""
         return policy_metrics(self._sum(sums)) | {
             "train/grad_norm": float(grad_norm),
             "train/lr": self.lr_schedulers.schedulers[0].get_last_lr()[0],
         }
 
     def publish(self, wait: bool = False) -> None:
-        """Give the servers this step's weights. With `[weight_sync] async_weight_update` it returns at once."""
+        """Publish this step's weights to the servers; with `[weight_sync] async_weight_update` in the background."""
         with self.ledger.stage("sync"):
             self.weight_sync.publish(self.step, wait)
 
     def validate(self) -> dict[str, float]:
-        """Ask held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
+        """Answer held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
         validation = self.config.validation
         if not (self.is_rank0 and self._validates()):
             return {}
         with self.ledger.stage("validate"), self.weight_sync.hurry():
             prompts = self.held_out.first(validation.prompts)
-            # These weights are measured, not older ones: servers that do not have them yet are waited for.
+            # `self.step` is the oldest version that may answer: wait for servers that do not have it yet.
             greedy = self.collector.collect(prompts, self._sampling(1, 0.0), "greedy", self.step)
             params = self._sampling(validation.samples_per_prompt, validation.temperature)
             sampled = self.collector.collect(prompts, params, "validation", self.step)
@@ -253,7 +253,7 @@ class Trainer:
             return validation_metrics(greedy, sampled, full_reward=sum(reward.weights or [1.0] * len(reward.functions)))
 
     def log(self, metrics: dict[str, float], batch: Batch | None = None) -> None:
-        """Console line, TensorBoard, metrics.jsonl, W&B; some of the step's answers in samples.jsonl."""
+        """Write the step to the console, TensorBoard, metrics.jsonl and W&B, and some answers to samples.jsonl."""
         if self.is_rank0:
             reports = self.weight_sync.finished()
             for report in reports:
@@ -279,7 +279,7 @@ class Trainer:
                 self.offload.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides weights, optimizer, scheduler and random states. JSON values."""
+        """What a resumed run needs besides weights, optimizer, scheduler and random states, as JSON values."""
         return {"step": self.step, "rollouts": self.rollouts.state_dict() if self.is_rank0 else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,7 +298,7 @@ class Trainer:
         return self.config.validation.enable and self._is_due(self.config.validation.freq)
 
     def _is_due(self, every: int) -> bool:
-        """What comes at each `every`-th and at the last step."""
+        """Whether this is an `every`-th step or the last one."""
         return self.step % every == 0 or self.step == self.config.training.steps
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
@@ -306,10 +306,10 @@ class Trainer:
         return SamplingParams(n, temperature, self.config.rollout.max_answer_tokens, stop, self.seed)
 
     def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
-        """Log-probabilities that stay fixed during the step's updates: (old policy's, reference's) for each row.
+        """For each row (old policy's, reference's) log-probabilities, which stay fixed during the step's updates.
 
-        The old policy's are computed only if the policy moves between minibatches, or before the advantages are known;
-        else they are None, and the first forward's own are the old ones.
+        The old policy's are None when the first forward pass gives them anyway: with one minibatch, and without KL in
+        the reward.
         """
         grpo, temperature = self.config.grpo, self.config.rollout.temperature
         kl_in_reward = self.reference is not None and grpo.kl_placement == "reward"
@@ -343,9 +343,9 @@ class Trainer:
                 row.advantages = advantages[row.samples[row.sample_ids]]
 
     def _check_sampler(self, sums: dict[str, float]) -> None:
-        """Before the first optimizer step: do sampler and trainer mean the same model and log-probabilities?"""
+        """Before the first optimizer step, check that servers and trainer hold the same model."""
         if sums["tokens"] == 0:
-            return  # no answer of this step is trained on: the next step's will tell
+            return  # nothing to compare in this step
         self.sampler_checked = True
         limit = self.config.rollout.max_logprob_mismatch
         mismatch = sums["mismatch_abs_sum"] / sums["tokens"]
@@ -401,7 +401,7 @@ class Trainer:
         self.data_rank = data_mesh.get_local_rank() if data_mesh else 0
         self.row_tokens = row_tokens(config)
         self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
-        # Rank 0 may be busy with rollouts, validation or a server's start for as long as these may take.
+        # Rank 0 may be busy this long with rollouts, validation or the start of a server.
         self.broadcast = Broadcaster(2 * config.rollout.group_timeout_seconds + config.rollout.start_timeout_seconds)
         self.max_age = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
 
@@ -425,7 +425,7 @@ class Trainer:
         config = self.config
         self.model = build_model(self.source, config, self.dims, self.device)
         self.reduce_once = reduces_once(config.training.reduce_gradients, self.model)
-        # One rank waits for no other.
+        # A single rank needs no balancing.
         self.attention_tokens = attention_tokens(self.model) if self.data_ranks > 1 else math.inf
         if config.model.weights == "hf":
             load_hf_weights(self.model, self.source, config.model.hf_assets_path)
@@ -458,7 +458,7 @@ class Trainer:
         self.resources.callback(self.samples.close)
 
     def _connect_servers(self) -> None:
-        """Wait for the servers, check that they mean what the trainer means, form the weight-sync groups."""
+        """Wait for the servers, check that they fit the trainer, form the weight-sync groups."""
         config, rollout = self.config, self.config.rollout
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         self.sampler_checked = False
@@ -506,7 +506,7 @@ class Trainer:
             self.fleet,
             self.device,
             self.source.tied,
-            max_lag=(self.max_age + 1) // 2,  # an answer needs the other half to end in time
+            max_lag=(self.max_age + 1) // 2,  # answers need the other half to finish in time
             in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
             recompute_kv=ahead.recompute_kv_cache_after_weight_updates,
             drain_timeout_s=rollout.request_timeout_seconds,
@@ -527,7 +527,7 @@ def main(argv: list[str]) -> int:
         stop_in_time()
         with Trainer(config) as trainer:
             trainer.train()
-        end_within(FAILED_S)  # an environment's thread may hang
+        end_within(FAILED_S)  # a thread of an environment may hang
     except UserError as error:
         if is_rank0:
             print(f"error: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""A trainer that is told to stop, or whose torchrun is gone, ends: in order if it can, and in bounded time if not.
+"""A trainer that gets a signal, or loses its torchrun, ends in bounded time, and in order if it can.
 
-Python hears of a signal between two instructions of its main thread. A rank that waits in NCCL or CUDA for another one,
-which has stopped in the midst of a step, executes none; it would stay for ever, and keep its GPU busy with waiting.
+Python handles a signal between two bytecode instructions of the main thread. A rank that waits in NCCL or CUDA for a
+rank that has stopped executes none. Without a limit it would wait forever and keep its GPU busy.
 """
 
 import faulthandler
@@ -12,9 +12,9 @@ import threading
 import time
 
 GRACE_S = 25.0
-"""To close servers, threads and files in order; torchrun kills its workers 30 s after it has told them to stop."""
+"""Time to close servers, threads and files in order. torchrun kills its workers 30 s after its SIGTERM."""
 FAILED_S = 60.0
-"""The same after an error, of which the other ranks do not know yet, and for what is left after the end."""
+"""The same after an error, which the other ranks have not seen yet, and after the last step."""
 _LAUNCHER_POLL_S = 1.0
 
 _lock = threading.Lock()
@@ -22,9 +22,9 @@ _end_at = float("inf")
 
 
 def end_within(seconds: float) -> None:
-    """If this process still lives then, write where each of its threads is to stderr, and end it with status 1.
+    """If the process still lives then, write the stack of every thread to stderr and exit with status 1.
 
-    It needs neither the interpreter nor the main thread. A later call can only shorten the time.
+    Neither the interpreter nor the main thread is needed for that. A later call can only shorten the time.
     """
     global _end_at
     with _lock:
@@ -34,15 +34,16 @@ def end_within(seconds: float) -> None:
 
 
 def stop_in_time(grace_s: float = GRACE_S) -> None:
-    """Have SIGTERM raise SystemExit in the main thread, which calls this, and bound what follows it or SIGINT.
+    """Make SIGTERM raise SystemExit in the main thread, and bound the time after SIGTERM or SIGINT.
 
-    Under torchrun also do so when torchrun itself is gone: killed, it would leave its trainers on the GPUs.
+    Call it from the main thread. Under torchrun the process also stops when torchrun is gone: a killed torchrun would
+    leave its trainers on the GPUs.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     heard, told = os.pipe()
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a child is told is not for this one
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not this process's
 
     def listen() -> None:
         while os.read(heard, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
@@ -55,12 +56,12 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
 
 
 def leave_process_groups(error: type[BaseException] | None = None, *_: object) -> None:
-    """Destroy all process groups; after an error abort them, since destroying NCCL's waits for all ranks.
+    """Destroy all process groups; after an error abort them, because destroying NCCL's waits for all ranks.
 
-    The arguments are those of `__exit__`. The others, in a collective that this rank will not join, hear of it from
-    gloo when this process is gone, or from torchrun.
+    The arguments are those of `__exit__`. Ranks that wait for this one in a collective learn of its end from gloo or
+    torchrun.
     """
-    import torch.distributed as dist  # not above: torch takes seconds, and to watch for signals nobody needs it
+    import torch.distributed as dist  # late: importing torch takes seconds, and signals come before
 
     if error is None:
         dist.destroy_process_group()

@@ -1,0 +1,11 @@
+"""From a step's scored groups to an optimizer step.
+
+groups of samples, scored                       data/, rollouts/, rewards/
+  batch.py       rewards shaped, samples chosen, minibatches split
+  advantages.py  rewards of a group -> advantages
+  losses.py      token weights; PPO, GSPO, CISPO, KL, importance correction (pure functions on [T])
+  rows.py        PackedSample -> PackedRow (host) -> Microbatch (device)
+  packing.py     samples -> rows of equal cost on every rank
+  gradients.py   forward and backward over a step's rows
+  sft.py         the supervised warm start, on the same rows
+"""

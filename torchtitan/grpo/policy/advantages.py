@@ -12,10 +12,10 @@ def group_advantages(
 ) -> list[list[float]]:
     """Advantage of each answer relative to the other answers to the same prompt.
 
-    `mean` subtracts the group's mean (GRPO, arXiv 2402.03300); `leave_one_out` subtracts the mean of the other answers,
-    which does not depend on the answer itself (RLOO, arXiv 2402.14740). `divide_by_std` divides by the group's standard
-    deviation + 1e-4, the unbiased one (n - 1) that TRL takes; without it this is Dr. GRPO's choice (arXiv 2503.20783).
-    A group of one answer, or of equal rewards, gets exact zeros. Groups may differ in size; an empty one stays empty.
+    `mean` subtracts the group's mean (GRPO, arXiv 2402.03300). `leave_one_out` subtracts the mean of the other answers,
+    which does not depend on the answer itself (RLOO, arXiv 2402.14740). `divide_by_std` divides by the group's unbiased
+    standard deviation (n - 1, as in TRL) + 1e-4; Dr. GRPO (arXiv 2503.20783) does not divide. A group of one answer, or
+    of equal rewards, gets exact zeros. Groups may differ in size; an empty one stays empty.
     """
     return [_one_group(group, baseline, divide_by_std) for group in rewards]
 

@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.grpo.policy.rows import Microbatch
 
 SMALL_MODEL = 1_000_000_000
-"""Parameters up to which `[training] reduce_gradients = "auto"` is `"step"`: that costs 6 bytes each in bfloat16. At
-0.6B what the host spends on FSDP2's hooks decides how long a row takes (docs/performance.md); where that ends is a
-guess."""
+"""Parameters up to which `[training] reduce_gradients = "auto"` means `"step"`, which costs 6 bytes each in bfloat16.
+At 0.6B the host's work in FSDP2's hooks is the bottleneck of a row (docs/performance.md). The limit between 0.6B and
+1.7B is a choice, not a measurement."""
 
 
 def reduces_once(choice: str, model: nn.Module) -> bool:
@@ -25,13 +25,12 @@ def accumulate_gradients(
     loss_of: Callable[[int, Microbatch], tuple[Tensor, dict[str, Tensor]]],
     reduce_once: bool,
 ) -> dict[str, Tensor]:
-    """Forward and backward of every row. The host runs ahead of the device: nothing here waits for it.
+    """Run forward and backward of every row. The host runs ahead of the device: nothing here waits for it.
 
     Args:
         loss_of: (index, row) -> the row's share of the step's loss, and detached sums for metrics.
-        reduce_once: Under FSDP2 keep whole parameters and whole gradients from the first row to the last, and gather
-            and reduce them once a step instead of once a row (ZeRO stage 1). It costs a whole model's parameters in
-            compute dtype and gradients in reduce dtype on every rank.
+        reduce_once: Under FSDP2, gather parameters and reduce gradients once a step, not once a row (ZeRO stage 1).
+            Every rank then holds the whole model's parameters in the compute dtype and gradients in the reduce dtype.
     Returns:
         The sums over the rows, on the device.
     """

@@ -1,8 +1,8 @@
 """Policy losses and off-policy corrections over packed answer tokens. Pure functions.
 
-Every tensor is [T] over the answer tokens of one microbatch. A loss is a weighted SUM over tokens; the weights hold the
-normaliser of the whole step (`token_weights`), so sums over microbatches and ranks are the step's loss, and nothing is
-divided anywhere else. Gradients need no averaging either: they are summed.
+Every tensor is [T] over the answer tokens of one microbatch. A loss is a weighted SUM over tokens. The weights hold the
+normaliser of the whole step (`token_weights`), so sums over microbatches and ranks are the step's loss. Nothing is
+divided anywhere else, and gradients are summed, not averaged.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,15 @@ def token_weights(
     max_answer_tokens: int,
     counted: list[bool],
 ) -> list[float]:
-    """Weight of each TOKEN of sample i, which has `trained_tokens[i]`, in the sum over all tokens of the step.
+    """Weight of each TOKEN of sample i, which has `trained_tokens[i]` tokens, in the sum over all tokens of the step.
 
-    Tokens that an environment gave are not trained, and count nowhere here. With N samples that count: `token`
-    1 / (their tokens) (DAPO, arXiv 2503.14476), `sequence` 1 / (N * own tokens) (GRPO, arXiv 2402.03300), `constant`
-    1 / (N * max_answer_tokens) (Dr. GRPO, arXiv 2503.20783). A sample that is not `counted`, or has no tokens, weighs 0
-    and is in no normaliser.
+    With N counted samples, the weight is, by `aggregation`:
+        token: 1 / (tokens of all counted samples), DAPO, arXiv 2503.14476
+        sequence: 1 / (N * own tokens), GRPO, arXiv 2402.03300
+        constant: 1 / (N * max_answer_tokens), Dr. GRPO, arXiv 2503.20783
+
+    Tokens that an environment gave are not trained and are not in `trained_tokens`. A sample that is not `counted`, or
+    has no tokens, gets weight 0 and enters no normaliser.
     """
     tokens = [n if c else 0 for n, c in zip(trained_tokens, counted, strict=True)]
     num_samples = sum(n > 0 for n in tokens)
@@ -52,15 +55,15 @@ def importance_weights(
     minimum: float,
     maximum: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weight [T], detached, that corrects for the sampler (engine, older weights) not being the trainer's old policy.
+    """Weight [T], detached, that corrects for a sampler (engine, older weights) that differs from the trainer's policy.
 
-    The ratio is exp(trainer - sampler) of each token, or its product over the sequence, the same for all its tokens.
+    The ratio is exp(trainer - sampler) of each token, or its product over the sequence for all tokens of a sequence.
     `truncate` clamps it to [minimum, maximum] (truncated importance sampling, TIS). `mask` keeps a ratio inside the
-    bounds as it is and puts 0 for one outside (IcePop, masked importance sampling); what is masked stays in the
-    normaliser, so a step with much of it masked is a smaller step. `none` gives ones.
+    bounds and puts 0 for one outside (IcePop, masked importance sampling). Masked tokens stay in the normaliser, so
+    heavy masking makes a smaller step. `none` gives ones.
 
     Returns:
-        The weight, and bool [T], where it is not the ratio because that was out of bounds.
+        The weight, and bool [T]: whether the ratio was out of bounds.
     """
     if correction not in ("none", "truncate", "mask"):
         raise ValueError(f"unknown correction {correction!r}: use 'none', 'truncate' or 'mask'")
@@ -94,12 +97,12 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal
 
 @dataclass
 class TokenLosses:
-    """What a policy loss gives back: its value per token, and for metrics the ratio and where it was clipped, [T].
+    """What a policy loss returns: its value per token and, for metrics, the ratio and where it was clipped, all [T].
 
     Attributes:
         losses: Differentiable in the log-probabilities.
         ratio: New over old probability, of the token or the sequence; detached.
-        clipped_low, clipped_high, dual_clipped: bool, where a bound changed the token's gradient.
+        clipped_low, clipped_high, dual_clipped: bool, whether a bound changed the token's gradient.
     """
 
     losses: Tensor
@@ -130,9 +133,9 @@ def gspo_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_ids: Tensor, grpo: Grpo
 ) -> TokenLosses:
-    """CISPO (arXiv 2506.13585): REINFORCE weighted by the clipped, detached ratio, so that no token loses its gradient.
+    """CISPO (arXiv 2506.13585): REINFORCE weighted by the clipped, detached ratio. No token loses its gradient.
 
-    The paper bounds only from above: `[grpo] ratio_clip_min = 1.0` does that, as a ratio is never below 0.
+    The paper clips only from above: `[grpo] ratio_clip_min = 1.0` does that, because a ratio is never negative.
     """
     ratio = _ratio(logprobs - old_logprobs).detach()
     low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max
@@ -163,22 +166,22 @@ def policy_loss(
     """sum_t weights_t * (importance_t * loss_t + kl_coef * kl_t - entropy_coef * entropy_t), and sums for metrics.
 
     Args (all float32 [T], answer tokens only):
-        logprobs: Of the policy that is trained, with gradient.
-        old_logprobs: Of the policy that the ratio is taken against and clipped to. With `[grpo] proximal_logprobs =
-            "recompute"` the trainer's before the step's first optimizer step, `logprobs.detach()` if this is that step,
-            and `importance` corrects from the sampler to it (decoupled PPO, arXiv 2110.00641). With "sampler" the
-            sampler's: the ratio itself corrects for the sampler, as in plain PPO, and no `importance` may do so again.
+        logprobs: Of the policy in training, with gradient.
+        old_logprobs: Denominator of the ratio. With `[grpo] proximal_logprobs = "recompute"` these are the trainer's
+            before the step's first optimizer step, and `importance` corrects from the sampler to them (decoupled PPO,
+            arXiv 2110.00641). In that first step they are `logprobs.detach()`. With "sampler" they are the sampler's:
+            the ratio itself corrects for the sampler, as in plain PPO, so `importance` must not correct again.
         weights: From `token_weights`.
         sample_ids: int64, nondecreasing 0..n-1. All answer tokens of a sequence must be in this call.
-        importance: From `importance_weights`; it scales the policy loss, not the KL or the entropy.
-        reference_logprobs: Needed with `kl_coef` and `kl_placement = "loss"`; elsewhere only measured.
-        entropy: Needed with gradient if `entropy_coef` is not 0; else only measured.
+        importance: From `importance_weights`. It scales the policy loss, not KL or entropy.
+        reference_logprobs: Required with `kl_coef` and `kl_placement = "loss"`; otherwise only measured.
+        entropy: Required, with gradient, if `entropy_coef` is not 0; otherwise only measured.
     Returns:
-        The scalar, and detached sums over the tokens with a weight, on the device. Divided by `tokens`, after summing
-        over microbatches and ranks, they are: `clipped_low_tokens`, `clipped_high_tokens`, `dual_clipped_tokens` shares
-        of tokens whose gradient a bound changed; `ratio_sum` mean new / old probability; `policy_kl_sum` k3 estimate of
-        KL(old || new); and where the input was given `kl_sum` (to the reference), `entropy_sum`, `importance_sum`,
-        `importance_masked_tokens` (importance 0).
+        The scalar, and detached sums on the device over the tokens that have a weight. Sum them over microbatches and
+        ranks and divide by `tokens` for means per token. `clipped_low_tokens`, `clipped_high_tokens` and
+        `dual_clipped_tokens` count tokens whose gradient a bound changed. `ratio_sum` sums new / old probability,
+        `policy_kl_sum` the k3 estimate of KL(old || new). Where the input was given there are also `kl_sum` (to the
+        reference), `entropy_sum`, `importance_sum` and `importance_masked_tokens` (importance 0).
     """
     if grpo.policy_loss not in POLICY_LOSSES:
         raise ValueError(f"unknown [grpo] policy_loss {grpo.policy_loss!r}: use one of {', '.join(POLICY_LOSSES)}")
@@ -231,9 +234,9 @@ def row_loss(
 
     Args:
         logprobs, entropy: Of the row's answer tokens [A], with gradient.
-        old_logprobs: The trainer's before the step's first optimizer step [A]; None if this is that step.
+        old_logprobs: The trainer's before the step's first optimizer step [A]; None in that step.
         reference_logprobs: Of the reference model [A]; None without one.
-        max_age: `[async_grpo] max_trajectory_age_steps`; 0, synchronous, measures nothing by age.
+        max_age: `[async_grpo] max_trajectory_age_steps`; 0 (synchronous) measures nothing by age.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = importance_weights(
@@ -264,9 +267,9 @@ def row_loss(
 
 
 def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """How far the sampler is from the trainer, as detached sums over the tokens with a weight (see `policy_loss`).
+    """Difference between sampler and trainer: detached sums over the tokens that have a weight (see `policy_loss`).
 
-    `mismatch_kl_sum` is the k3 estimate of KL(sampler || trainer), whose samples these are; `mismatch_abs_sum` the
+    `mismatch_kl_sum` is the k3 estimate of KL(sampler || trainer) from the sampler's tokens. `mismatch_abs_sum` is the
     absolute difference of log-probabilities.
     """
     log_ratio = (trainer_logprobs - sampler_logprobs).detach().where(weights != 0, 0)
@@ -284,14 +287,14 @@ def age_sums(
     max_age: int,
     clipped: Tensor,
 ) -> dict[str, Tensor]:
-    """What staleness costs, by age: detached sums, float64 [max_age + 1], over the tokens with a weight of each age.
+    """The effect of staleness by age: detached sums, float64 [max_age + 1], over the tokens of each age with a weight.
 
-    With w = exp(trainer - sampler) of a token, whatever the level of the correction: `age_tokens`, `age_ratio_sum` of
-    w, `age_ratio_squared_sum` of w^2 (of n tokens (sum w)^2 / (n sum w^2) is the effective sample size as a share),
-    `age_clipped_tokens`, and `age_mismatch_kl_sum`, the k3 estimate of KL(sampler || trainer).
+    With w = exp(trainer - sampler) of a token at every correction level: `age_tokens`, `age_ratio_sum` of w,
+    `age_ratio_squared_sum` of w^2, `age_clipped_tokens`, and `age_mismatch_kl_sum`, the k3 estimate of
+    KL(sampler || trainer). The effective sample size of n tokens, as a share, is (sum w)^2 / (n sum w^2).
 
     Args:
-        ages: int64, from `Microbatch.ages`; under 0 counts as 0, over `max_age` as `max_age`.
+        ages: int64, from `Microbatch.ages`, clamped to 0..max_age.
         clipped: bool, from `importance_weights`.
     """
     trained = weights != 0

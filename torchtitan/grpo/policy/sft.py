@@ -1,4 +1,4 @@
-"""Supervised warm start: a few steps on prompt and answer pairs, so that GRPO has some reward to climb from."""
+"""Supervised warm start: a few steps on pairs of prompt and answer, so that GRPO starts with some reward."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,7 +12,7 @@ from torchtitan.grpo.policy.rows import Microbatch, PackedRow, PackedSample
 
 
 def as_packed_samples(pairs: list[tuple[list[int], list[int]]]) -> list[PackedSample]:
-    """Prompt and target token ids as samples whose weighted sum is the mean loss per target token."""
+    """Pairs of prompt and target token ids as samples whose weighted sum is the mean loss per target token."""
     weight = 1 / max(1, sum(len(target) for _, target in pairs))
     return [PackedSample(prompt, target, 1.0, weight, [0.0] * len(target)) for prompt, target in pairs]
 
@@ -23,7 +23,7 @@ def supervised_steps(
     """Take `sft.steps` AdamW steps at a constant learning rate.
 
     Args:
-        model: Takes packed rows; see `packed_model.make_packed`.
+        model: Takes packed rows, see `model.packed.make_packed`.
         next_rows: This rank's rows of the next batch, with the global normaliser in their weights.
 
     Yields:
