@@ -140,6 +140,16 @@ def test_the_mean_must_be_under_18():
     assert not report([("a.md", f"{sentence_of(18)} {sentence_of(18)}")])[1]
 
 
+def test_short_table_cells_do_not_hide_long_sentences_in_the_text():
+    cells = "\n".join(["| one short cell here |"] * 50)
+    assert report([("a.md", f"{cells}\n\n{sentence_of(17)}")])[1]
+    assert not report([("a.md", f"{cells}\n\n{sentence_of(18)}")])[1]
+
+
+def test_tables_have_the_same_bound():
+    assert not report([("a.md", f"{sentence_of(4)}\n\n| {sentence_of(18)} |")])[1]
+
+
 def test_one_bad_file_is_enough():
     assert not report([("a.md", sentence_of(40)), ("b.md", sentence_of(3))])[1]
 
