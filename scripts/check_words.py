@@ -11,7 +11,7 @@ How sentences are counted:
 
 - Code blocks, headings, images and HTML comments are skipped.
 - A paragraph, a list item and a table cell each end their last sentence, with or without a full stop.
-- Tables have a mean of their own, so that their short cells do not hide long sentences in the text. A cell of fewer than
+- Tables have a mean of their own, so that short cells do not hide long sentences in the text. A cell of fewer than
   four words is a label or a number and is not counted.
 - A sentence ends at `.`, `!` or `?` before white space. A colon or a semicolon ends none. Abbreviations, decimals,
   versions and file names end none.
