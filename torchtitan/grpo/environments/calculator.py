@@ -1,12 +1,12 @@
-"""An environment of several turns: the model may call a calculator. `[rollout] environment` names its `rollout`.
+"""An environment of several turns: the model may call a calculator. `[rollout] environment` names `rollout`.
 
-The model writes a call, `<37*84>`; the calculator writes the result and a line break; the model goes on:
+The model writes a call, `<37*84>`. The calculator writes the result and a line break. The model goes on:
 
     37*84=<37*84>3108
     3108
 
-What the model wrote is trained on; what the calculator wrote is read by the model and masked out of the loss. The
-last line is the answer, which `[reward] answer_pattern` cuts out. docs/environments.md tells the whole story.
+The model's tokens are trained on. The calculator's tokens are read by the model and masked out of the loss. The last
+line is the answer; `[reward] answer_pattern` extracts it. See docs/environments.md.
 """
 
 import ast
@@ -22,7 +22,7 @@ from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
 
 MAX_CALLS = 3
-MAX_EXPRESSION_CHARS = 64  # what bounds the time and the size of a result
+MAX_EXPRESSION_CHARS = 64  # bounds the time to evaluate a call and the size of its result
 CALL = re.compile(r"<([^<>]*)>[^<>]*\Z")
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -30,20 +30,20 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 async def rollout(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     """One group: `client.params.n` conversations about one prompt."""
     stop = call_ends(client.tokenizer)
-    # All start from the same tokens, so one request serves them all; then each goes on at its own pace.
+    # All conversations start from the same tokens, so one request serves them all. Then each goes on by itself.
     first = await client.generate(prompt.token_ids, n=client.params.n, stop_token_ids=stop)
     return await asyncio.gather(*(_converse(client, prompt, completion, stop) for completion in first))
 
 
 async def _converse(client: RolloutClient, prompt: Prompt, completion: Completion, stop: tuple[int, ...]) -> Sample:
-    """Go on from the model's first words until it ends without a call, or has no calls or tokens left."""
+    """Continue until the model ends without a call, or has no calls or tokens left."""
     turns = Turns(prompt)
     turns.sampled(completion)
     for calls_left in reversed(range(MAX_CALLS)):
         if not set(completion.token_ids[-1:]) & set(stop):
             break
         call = CALL.search(client.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        if call:  # else it was some other `>`
+        if call:  # else the `>` ended no call
             turns.given(client.tokenizer(calculate(call[1]) + "\n", add_special_tokens=False)["input_ids"])
         [completion] = await client.generate(turns.token_ids, stop_token_ids=stop if calls_left else ())
         turns.sampled(completion)
@@ -52,13 +52,13 @@ async def _converse(client: RolloutClient, prompt: Prompt, completion: Completio
 
 @functools.cache
 def call_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token with which a call may end: a large vocabulary has some that hold more than the `>`."""
+    """Every token that may end a call. In a large vocabulary some hold more than the `>`."""
     special = tokenizer.get_added_vocab()
     return tuple(sorted(id for token, id in tokenizer.get_vocab().items() if ">" in token and token not in special))
 
 
 def calculate(expression: str) -> str:
-    """The value of a sum or product of integers such as `3*(14-2)`, exactly; "?" for anything else."""
+    """The exact value of a sum or product of integers such as `3*(14-2)`; "?" for anything else."""
     if len(expression) > MAX_EXPRESSION_CHARS or not re.fullmatch(r"[-+*() 0-9]+", expression):
         return "?"
     try:

@@ -1,0 +1,12 @@
+"""`[offload]`: optimizer state and reference weights in pinned host memory.
+
+    offloading.py          `Offloading`: the whole section as one object for the trainer; `HostedWeights`: the
+                           reference model's weights on the host between uses
+    optimizer_states.py    `OptimizerStateOffload`: the state leaves during log-probabilities and comes back
+                           `HostOptimizerStates`: the state lives on the host and streams through each step
+    pinned.py              `CopyStream`: copies beside the compute stream, and their seconds; `PinnedTwin`: device
+                           storages and their host memory
+
+grpo_train.py -> offloading -> optimizer_states -> pinned. Storages are emptied and filled again, so tensors stay the
+same objects and results stay bitwise the same. Device events order the copies.
+"""

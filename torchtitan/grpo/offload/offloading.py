@@ -1,4 +1,4 @@
-"""`[offload]`: the reference's weights on the host, and all of the section in one object for the trainer."""
+"""`[offload]`: the reference model's weights on the host, and the whole section as one object for the trainer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ from torchtitan.grpo.offload.pinned import CopyStream, PinnedTwin, local_tensor
 class HostedWeights:
     """`[offload] reference_weights = "host"`: a frozen model whose weights are on the device only while it is used.
 
-    `begin_in` early, `finish` before the first forward, `release` when the last one has been enqueued; or `on_device`
-    around them. `state_dict` and `load_state_dict` find them on the device, and leave them there until `release`. A
-    forward changes no weights: they are copied to the host once, and again after one of these two.
+    Call `begin_in` early, `finish` before the first forward, and `release` when the last forward has been enqueued; or
+    use `on_device` around them. `state_dict` and `load_state_dict` bring the weights to the device, where they stay
+    until `release`. A forward changes no weights, so they are copied to the host once, and again after these two calls.
 
     Args:
-        model: With or without FSDP2; after `to_empty`. Buffers stay on the device.
+        model: With or without FSDP2; after `to_empty`. Its buffers stay on the device.
         device: Where it computes.
 
     Raises:
@@ -35,7 +35,7 @@ class HostedWeights:
         self._copies = CopyStream(device)
         self._twin: PinnedTwin | None = None
         self._changed = True
-        # A checkpoint is loaded into the tensors that `state_dict` gave: both calls let weights be written.
+        # A checkpoint is loaded into the tensors that `state_dict` returned, so both calls may change weights.
         model.register_state_dict_pre_hook(self._hand_out)
         model.register_load_state_dict_pre_hook(self._hand_out)
 
@@ -49,21 +49,21 @@ class HostedWeights:
             self.release()
 
     def begin_in(self) -> None:
-        """Start to bring the weights to the device, behind what the compute stream holds now."""
+        """Start copying the weights to the device, after what the compute stream holds now."""
         if self._twin is not None and not self._twin.on_device:
             self._twin.load()
 
     def finish(self) -> None:
-        """The weights are on the device for all that the compute stream gets from now on."""
+        """From now on, work on the compute stream finds the weights on the device."""
         self.begin_in()
         if self._twin is not None:
             self._twin.use()
 
     @torch.no_grad()
     def release(self) -> None:
-        """Free the weights' device memory, behind what the compute stream holds now.
+        """Free the weights' device memory, after what the compute stream holds now.
 
-        The first time takes seconds: it allocates pinned host memory of their size.
+        The first call takes seconds: it allocates pinned host memory of their size.
         """
         if self._twin is not None and not self._twin.on_device:
             return
@@ -84,11 +84,12 @@ class HostedWeights:
         self._changed = True
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call; it waits for copies.
+        """Metrics since the last call. Waits for copies.
 
         Returns:
-            `offload/reference_freed_gib` (0 while the weights are on the device); `offload/reference_in_s`, seconds of
-            copying them in; `offload/reference_exposed_s`, seconds that the compute stream stood still for it.
+            `offload/reference_freed_gib`: memory freed, 0 while the weights are on the device.
+            `offload/reference_in_s`: seconds of copying them to the device.
+            `offload/reference_exposed_s`: seconds that the compute stream waited for it.
         """
         seconds = self._copies.take_seconds()
         on_host = self._twin is not None and not self._twin.on_device
@@ -100,10 +101,10 @@ class HostedWeights:
 
 
 class Offloading:
-    """All of `[offload]` for one trainer. What is off does nothing.
+    """All of `[offload]` for one trainer. Parts that are off do nothing.
 
     Args:
-        optimizers: torchtitan's container of those that train the model.
+        optimizers: torchtitan's container of the model's optimizers.
         reference: The reference model, if there is one.
         link_free: See `OptimizerStateOffload`.
     """
@@ -124,20 +125,20 @@ class Offloading:
         self._reference = HostedWeights(reference, device) if hosted else None
 
     def settle(self) -> None:
-        """After a checkpoint was loaded or saved, which has everything on the device."""
+        """Call after a checkpoint was loaded or saved, which leaves everything on the device."""
         if self._reference:
             self._reference.release()
         if self._states:
             self._states.to_host()
 
     def prefetch(self) -> None:
-        """Log-probabilities will be computed soon."""
+        """Call when log-probabilities will be computed soon."""
         if self._reference:
             self._reference.begin_in()
 
     @contextmanager
     def logprobs(self) -> Iterator[None]:
-        """Around the passes that compute fixed log-probabilities. It must end without a wait for the device."""
+        """Surrounds the passes that compute fixed log-probabilities. Its end must not wait for the device."""
         if self._window:
             self._window.begin_out()
         if self._reference:
@@ -149,15 +150,15 @@ class Offloading:
             self._window.begin_in()
 
     def poll(self) -> None:
-        """Between rows: start what waited for the link."""
+        """Call between rows: starts copies that waited for the link."""
         if self._window:
             self._window.poll()
 
     def step(self) -> None:
-        """The optimizer step, wherever its state is."""
+        """The optimizer step, wherever the state is."""
         (self._states or self._optimizers).step()
 
     def metrics(self) -> dict[str, float]:
-        """See the three classes. Call it once a step, on every rank."""
+        """The metrics of all three classes. Call it once per step, on every rank."""
         parts = [part.metrics() for part in (self._window, self._states, self._reference) if part]
         return {name: value for part in parts for name, value in part.items()}

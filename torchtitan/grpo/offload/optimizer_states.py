@@ -1,7 +1,7 @@
-"""Optimizer state on the host: for the log-probability window, or for good.
+"""Optimizer state on the host: during the log-probability passes, or permanently.
 
-Copies run on streams of their own, ordered by events on the device; the host waits for none of them, but where it says
-so. On CPU the same code copies at once.
+Copies run on streams of their own and are ordered by device events. The host waits for none of them, except where a
+docstring says so. On CPU the same code copies at once.
 """
 
 import enum
@@ -31,16 +31,16 @@ class Phase(enum.Enum):
 class OptimizerStateOffload:
     """`[offload] offload_optimizer_states_for_logprob`: optimizer state on the host during the log-probability passes.
 
-    `begin_out` before the passes, `begin_in` when the last one has been enqueued, `finish` before the step. Any of
-    them may be left out or repeated, and a step or a `state_dict` (a checkpoint) calls `finish` by itself: the state
-    is never missed. Before the first step there is no state, and nothing is done.
+    Call `begin_out` before the passes, `begin_in` when the last one has been enqueued, and `finish` before the step.
+    Calls may be left out or repeated. A step or a `state_dict` (a checkpoint) calls `finish` itself, so the state is
+    never missing. Before the first step there is no state, and nothing happens.
 
     Args:
-        optimizers: All of them, for instance torchtitan's container.
+        optimizers: All optimizers, for instance torchtitan's container.
         device: Where the state lives.
-        link_free: Says whether the way to the host is free; None: always. While it is not, no copy is started.
-        link_patience_s: Longest wait for that on the host, in `finish`, where the step needs the state. Then it is
-            copied beside whatever else is under way.
+        link_free: Whether the link to the host is free; None means always. While it is busy, no copy starts.
+        link_patience_s: Longest wait of the host for the link, in `finish`, where the step needs the state. After it,
+            the state is copied beside the other traffic.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class OptimizerStateOffload:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
     def begin_out(self) -> None:
-        """Copy the state to the host and free its device memory, or when the link is free, see `poll`.
+        """Copy the state to the host and free its device memory. If the link is busy, `poll` does it later.
 
-        The first time takes seconds: it allocates pinned host memory of the state's size.
+        The first call takes seconds: it allocates pinned host memory of the state's size.
         """
         if self.phase in (Phase.LEAVING, Phase.ON_HOST):
             return
@@ -84,7 +84,7 @@ class OptimizerStateOffload:
             if not tensors:
                 return
             if not same_objects(tensors, self._tensors):
-                self._twin, self._tensors = None, []  # what they hold is free to be taken again
+                self._twin, self._tensors = None, []  # their memory can be reused
                 self._twin = PinnedTwin(put_together(tensors), self._copies)
                 self._tensors = tensors
         self._windows += 1
@@ -92,7 +92,7 @@ class OptimizerStateOffload:
         self.poll()
 
     def begin_in(self) -> None:
-        """Start to bring the state back behind what the compute stream holds now, or when the link is free."""
+        """Start copying the state back, after what the compute stream holds now, or later if the link is busy."""
         if self.phase is Phase.LEAVING:
             self.phase = Phase.ON_DEVICE
             self._skipped += 1
@@ -101,12 +101,12 @@ class OptimizerStateOffload:
             self.poll()
 
     def poll(self) -> None:
-        """Start what waits for the link, if that is free now. Cheap: call it between rows."""
+        """Start a copy that waits for the link, if the link is free now. Cheap: call it between rows."""
         if self.phase in (Phase.LEAVING, Phase.RETURNING) and self._link_free():
             self._start()
 
     def finish(self) -> None:
-        """The state is on the device for all that the compute stream gets from now on."""
+        """From now on, work on the compute stream finds the state on the device."""
         self.begin_in()
         if self.phase is Phase.RETURNING:
             with self._host_time():
@@ -123,12 +123,15 @@ class OptimizerStateOffload:
         return self._copies.idle()
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call; nothing if there was no window. Call it after the step: it waits for copies.
+        """Metrics since the last call; empty if there was no window. Waits for copies: call it after the step.
 
         Returns:
-            `offload/freed_gib`; `offload/out_s` and `in_s`, seconds of copying; `offload/exposed_s`, seconds that the
-            compute stream stood still for them (on CPU all of them) and `offload/hidden_s` the others;
-            `offload/host_s`, seconds that the host spent here; `offload/skipped`, windows without a free link.
+            `offload/freed_gib`: device memory freed.
+            `offload/out_s`, `offload/in_s`: seconds of copying each way.
+            `offload/exposed_s`: seconds that the compute stream waited for them (on CPU all of them).
+            `offload/hidden_s`: the other copy seconds.
+            `offload/host_s`: host seconds spent here.
+            `offload/skipped`: windows without a free link.
         """
         if not self._windows:
             return {}
@@ -167,7 +170,7 @@ class OptimizerStateOffload:
 
 @dataclass
 class _Part:
-    """Parameters whose state moves together. `twin` is None until their first step."""
+    """Parameters whose state moves together. `twin` is None before their first step."""
 
     optimizer: torch.optim.Optimizer
     group: int
@@ -177,22 +180,22 @@ class _Part:
 
 
 class HostOptimizerStates:
-    """`[offload] optimizer_states = "host"`: the state lives on the host, a step moves it through the device in parts.
+    """`[offload] optimizer_states = "host"`: the state lives on the host, and a step streams it through the device.
 
-    While one part is stepped, the next is copied in and the one before is copied out: the device holds three parts at
-    most. Adam's arithmetic is each element's own, so the result is bitwise that of `optimizer.step()`.
+    While one part is stepped, the next is copied in and the previous one is copied out, so the device holds at most
+    three parts. Adam is elementwise, so the result is bitwise that of `optimizer.step()`.
 
     A `state_dict` (a checkpoint) brings the whole state to the device; `to_host` sends it back.
 
     Args:
-        optimizers: All of them, for instance torchtitan's container. From now on only `step` steps them.
+        optimizers: All optimizers, for instance torchtitan's container. From now on only `step` steps them.
         device: Where parameters and gradients are.
-        part_bytes: State that moves together; a larger parameter's moves alone.
+        part_bytes: State that moves together. The state of a larger parameter moves alone.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], device: torch.device, part_bytes: int = FLAT_BYTES):
         self._device = device
-        # A stream each way: a link carries both at once.
+        # One stream each way: the link carries both at once.
         self._out, self._in = CopyStream(device), CopyStream(device)
         self._parts: list[_Part] = []
         self._host_s = 0.0
@@ -211,7 +214,7 @@ class HostOptimizerStates:
                     filled += size
 
     def step(self) -> None:
-        """Step all parameters. The host waits for the part before the one before, so that three are on the device."""
+        """Step all parameters. The host waits for the part before the previous one: three parts fit on the device."""
         start = time.perf_counter()
         for index, part in enumerate(self._parts):
             if index >= 2:
@@ -225,7 +228,7 @@ class HostOptimizerStates:
         self._host_s += time.perf_counter() - start
 
     def to_device(self) -> None:
-        """The whole state is on the device for all that the compute stream gets from now on."""
+        """From now on, work on the compute stream finds the whole state on the device."""
         for part in self._parts:
             self._load(part)
         for part in self._parts:
@@ -233,12 +236,12 @@ class HostOptimizerStates:
                 part.twin.use()
 
     def to_host(self) -> None:
-        """The whole state is on the host only; its device memory is free."""
+        """Move the whole state to the host and free its device memory."""
         for part in self._parts:
             self._to_host(part)
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call, named and meant as in `OptimizerStateOffload.metrics`. It waits for copies."""
+        """Metrics since the last call, with the names of `OptimizerStateOffload.metrics`. Waits for copies."""
         seconds_out, seconds_in = self._out.take_seconds(), self._in.take_seconds()
         if not (seconds_out or seconds_in):
             return {}
@@ -259,7 +262,7 @@ class HostOptimizerStates:
         if part.twin is not None:
             part.twin.use()
         groups = part.optimizer.param_groups
-        # The group as it is now: the scheduler changes its learning rate, a loaded state dict replaces it.
+        # Read the group now: the scheduler changes its learning rate, and a loaded state dict replaces it.
         part.optimizer.param_groups = [{**groups[part.group], "params": part.parameters}]
         try:
             part.optimizer.step()
@@ -282,13 +285,13 @@ class HostOptimizerStates:
             part.twin.empty()
 
     def _wait_emptied(self, part: _Part) -> None:
-        """The host may run a whole step ahead. The allocator would then find nothing freed, and hold every part."""
+        """Keep the host from running a whole step ahead: the allocator would find nothing free and hold every part."""
         if part.twin is not None and part.twin.emptied is not None:
             part.twin.emptied.synchronize()
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """The parameters' optimizer state as far as it grows with them: moments, not step counters. Local tensors."""
+    """The parameters' optimizer state that grows with them (moments, not step counters), as local tensors."""
     found = []
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():
@@ -299,5 +302,5 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]
 
 
 def same_objects(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether both hold the same tensors, which a loaded state dict may have replaced."""
+    """Whether both hold the same tensors. A loaded state dict may have replaced them."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

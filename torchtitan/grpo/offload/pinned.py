@@ -1,8 +1,8 @@
 """Device memory and its twin in pinned host memory: streams, copies, and what they cost.
 
-What moves is the memory behind tensors, never the tensors: a storage is emptied (`resize_(0)`, as FSDP does with
-gathered parameters) and filled again, so parameters, DTensors, what FSDP2 keeps of them and `optimizer.state` stay
-the objects that they were. On CPU the same code copies at once, and there is nothing to overlap.
+Only the memory behind tensors moves. A storage is emptied (`resize_(0)`, as FSDP does with gathered parameters) and
+filled again. So parameters, DTensors, FSDP2's references to them and `optimizer.state` stay the same objects. On CPU
+the same code copies at once, and nothing overlaps.
 """
 
 import time
@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 FLAT_BYTES = 1 << 30
-"""Small tensors are put together into device buffers of about this size: few copies, and blocks that are easy to find
-room for when they come back."""
+"""Small tensors share device buffers of about this size. So copies are few, and their blocks are easy to allocate when
+they come back."""
 
 _CHUNK_BYTES = 1 << 29
-"""Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two, which would double a
-large one."""
+"""Pinned memory is allocated in pieces of this size. torch rounds each piece up to a power of two, which could double
+the size of a large one."""
 
-_ALIGN = 512  # the CUDA allocator's own rounding: put together, tensors take no more than they did alone
+_ALIGN = 512  # the CUDA allocator's own rounding: together, tensors take no more memory than alone
 
 
 class CopyStream:
-    """Copies beside the compute stream (the calling thread's current one), and the seconds that they took."""
+    """Copies beside the compute stream (the calling thread's current stream), and their seconds."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -36,11 +36,11 @@ class CopyStream:
 
     @contextmanager
     def after_compute(self, name: str, also: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Event | None]:
-        """Copies that are enqueued in here start when the device has done what the compute stream holds now.
+        """Copies enqueued in this context start when the device has done what the compute stream holds now.
 
         Args:
-            name: What their seconds are booked on.
-            also: They wait for this event, too.
+            name: Name for their seconds.
+            also: They wait for this event too.
 
         Yields:
             The event of their end; None on CPU.
@@ -60,14 +60,14 @@ class CopyStream:
         self._last = done
 
     def order_compute_after(self, done: torch.cuda.Event | None) -> None:
-        """What the compute stream gets from now on waits on the device for the event, and how long is timed."""
+        """Make later work on the compute stream wait on the device for the event, and time that wait."""
         if done is not None:
             compute = torch.cuda.current_stream(self.device)
             with self._timed("exposed", compute):
                 compute.wait_event(done)
 
     def idle(self) -> bool:
-        """Whether all copies have ended. For any thread."""
+        """Whether all copies have ended. Any thread may call it."""
         return self._last is None or self._last.query()
 
     def take_seconds(self) -> dict[str, float]:
@@ -95,9 +95,9 @@ class PinnedTwin:
     """Device storages, all full at first, and pinned host memory for their bytes.
 
     Args:
-        storages: Distinct ones; every tensor in them follows.
-        copies: The stream of the copies to the host.
-        copies_in: That of the copies to the device, by default the same.
+        storages: Distinct storages; every tensor in them moves with them.
+        copies: The stream of copies to the host.
+        copies_in: The stream of copies to the device, by default the same.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PinnedTwin:
         self.on_device = True
         self.saved: torch.cuda.Event | None = None
         self.emptied: torch.cuda.Event | None = None
-        """Passed when the allocator has the memory again."""
+        """The event after which the allocator has the memory again."""
         self._loaded: torch.cuda.Event | None = None
         self._out, self._in = copies, copies_in or copies
         device = copies.device
@@ -119,7 +119,7 @@ class PinnedTwin:
         self._pieces = list(self._pair())
 
     def save(self) -> None:
-        """Copy to the host what the storages hold."""
+        """Copy the storages to the host."""
         with self._out.after_compute("out") as self.saved:
             for device_piece, host_piece in self._pieces:
                 host_piece.copy_(device_piece, non_blocking=True)
@@ -127,11 +127,11 @@ class PinnedTwin:
     def empty(self) -> None:
         """Give the device memory back to the allocator, without waiting for `save`."""
         if self._out.stream is not None:
-            # The memory belongs to the compute stream, and the caching allocator would hand it to the next allocation
-            # on that stream at once, whose kernels might overwrite what the copy still reads. Told by record_stream
-            # that the copy stream uses it too, the allocator records an event there when the memory is freed and
-            # reuses it only when the event has passed. It asks at each allocation and waits for none, unless the
-            # device has no other memory left. In memory_allocated the bytes count as freed from here on.
+            # The memory belongs to the compute stream. The caching allocator would give it to the next allocation on
+            # that stream at once, whose kernels might overwrite what the copy still reads. record_stream tells it that
+            # the copy stream uses the memory too. Then it records an event there when the memory is freed, and reuses
+            # the memory only after that event. It checks at each allocation, and waits only if the device has no other
+            # memory left. memory_allocated counts the bytes as freed from here on.
             for view in self._views:
                 view.record_stream(self._out.stream)
         for storage, _ in self._storages:
@@ -141,10 +141,10 @@ class PinnedTwin:
         self.on_device = False
 
     def load(self) -> None:
-        """Allocate device memory and copy back; `use` comes before the first use.
+        """Allocate device memory and copy back. Call `use` before the first use.
 
-        The memory is the compute stream's, whose cached blocks it can then take. Kernels that are enqueued, but not
-        done, may still use them: the copy starts after those.
+        The memory is allocated on the compute stream, so it can reuse that stream's cached blocks. Kernels that are
+        enqueued but not done may still use those blocks, so the copy starts after them.
         """
         for storage, size in self._storages:
             storage.resize_(size)
@@ -153,16 +153,16 @@ class PinnedTwin:
             for device_piece, host_piece in self._pieces:
                 device_piece.copy_(host_piece, non_blocking=True)
         if self._in.stream is not None:
-            for view in self._views:  # whoever drops the tensors meanwhile frees the memory under the copy
+            for view in self._views:  # if the tensors are dropped now, their memory must not be reused
                 view.record_stream(self._in.stream)
 
     def use(self) -> None:
-        """The compute stream goes on when the bytes of the last `load` are there. The host does not wait."""
+        """Make the compute stream wait for the bytes of the last `load`. The host does not wait."""
         self._in.order_compute_after(self._loaded)
         self._loaded = None
 
     def _pair(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of device memory with their place in host memory, where one storage goes on behind the other."""
+        """Pieces of device memory with their places in host memory, where storages follow each other."""
         place = 0
         for view in self._views:
             start = 0
@@ -174,15 +174,15 @@ class PinnedTwin:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the object itself; any other tensor as it is."""
+    """This rank's part of a DTensor (the object itself); any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def put_together(tensors: Sequence[Tensor], flat_bytes: int = FLAT_BYTES) -> list[torch.UntypedStorage]:
-    """Move dense tensors into common storages of at most `flat_bytes`, or of one tensor; they stay the same objects.
+    """Move dense tensors into shared storages of at most `flat_bytes`, or of one tensor. They stay the same objects.
 
-    It takes the memory of one such storage more while it lasts.
+    Meanwhile it needs the memory of one more such storage.
     """
     groups: list[list[tuple[Tensor, int]]] = []
     filled = flat_bytes

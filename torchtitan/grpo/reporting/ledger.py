@@ -1,8 +1,8 @@
 """Where the seconds of a step went, and what bounds it.
 
-Stages are timed on the host, and on CUDA by events on the current stream too. A stage's seconds are then the device's:
-the host runs ahead of the stream, so its clock would book the work of one stage on the next that happens to wait.
-The stages of one stream follow each other, so they partition the step either way.
+Stages are timed on the host, and on CUDA also by events on the current stream. On CUDA a stage's seconds are the
+device's: the host runs ahead, so its clock would book one stage's work on the next stage that waits. Stages of one
+stream follow each other, so they partition the step either way.
 """
 
 import time
@@ -18,19 +18,19 @@ _KIND_OF_STAGE = {
     "rollout": "rollout",
     "sync": "sync",
     "reward": "reward",
-    # Neither bounds a step: both happen once in many steps, and their cadence is the user's choice.
+    # Neither bounds a step: both happen once in many steps, and the user chooses how often.
     "validate": None,
     "checkpoint": None,
 }
-"""Kind of a stage in the verdict; a stage that is not listed is the trainer's own work."""
+"""Kind of a stage in the verdict. A stage that is not listed is the trainer's own work."""
 
 _CLEAR_LEAD = 0.15
-"""A kind bounds the step when its share is ahead of the next one's by at least this; else the step is balanced."""
+"""A kind bounds the step if its share leads the next one's by at least this. Otherwise the step is balanced."""
 
 
 @dataclass
 class _Span:
-    """One passage through a stage."""
+    """One timed stage."""
 
     name: str
     host_s: float
@@ -38,9 +38,9 @@ class _Span:
 
 
 class Ledger:
-    """Seconds by stage for one step at a time. Not thread-safe: other threads' figures come in through `add`.
+    """Seconds by stage for one step at a time. Not thread-safe; `add` takes what other threads measured.
 
-    A step lasts from one `close_step` to the next; the first one from its first stage on.
+    A step lasts from one `close_step` to the next. The first one begins with its first stage.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -55,7 +55,7 @@ class Ledger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage. One ends before the next begins."""
+        """Time a stage. Stages do not nest."""
         if self._open is not None:
             raise RuntimeError(f"stage {name!r} begins inside the stage {self._open!r}")
         start = time.perf_counter()
@@ -80,9 +80,9 @@ class Ledger:
         Args:
             name: The stage.
             seconds: Its length.
-            hidden: It ran beside the step and cost it nothing: reported as `time/<name>_hidden_s`, summed nowhere.
-            out_of: The stage whose measured time holds these seconds; they move from it to `name`
-                (rewards that a rollout waited for), so that the step's sum stays right.
+            hidden: It ran beside the step and cost it nothing. It is reported as `time/<name>_hidden_s` and in no sum.
+            out_of: The stage whose measured time includes these seconds, such as the rollout that waited for rewards.
+                They move from it to `name`, so the step's sum stays right.
         """
         if hidden:
             self._hidden_s[name] += seconds
@@ -95,8 +95,9 @@ class Ledger:
         """End the step and return its seconds by metric name. On CUDA this waits for the last stage's event.
 
         Returns:
-            `time/<stage>_s` for each stage, `time/<stage>_hidden_s` for what ran beside it, `time/<stage>_host_s` on
-            CUDA (what the host spent in it), `time/step_s` (wall clock) and `time/other_s` (wall clock in no stage).
+            `time/<stage>_s` for each stage, and `time/<stage>_hidden_s` for what ran beside the step. On CUDA also
+            `time/<stage>_host_s`, the host's time in the stage. `time/step_s` is the wall clock, and `time/other_s` the
+            wall clock outside every stage.
         """
         if self._open is not None:
             raise RuntimeError(f"close_step inside the stage {self._open!r}")
@@ -106,7 +107,7 @@ class Ledger:
             if span.events is None:
                 seconds[span.name] += span.host_s
                 continue
-            span.events[1].synchronize()  # spans need not end in order: a stage may run on another stream
+            span.events[1].synchronize()  # spans may end out of order: a stage may run on another stream
             seconds[span.name] += span.events[0].elapsed_time(span.events[1]) / 1e3
             host[span.name] += span.host_s
         for name, moved in self._moved_s.items():
@@ -138,7 +139,7 @@ class Ledger:
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Each kind's share, 0 to 1, of the seconds that `close_step` returned for stages of the four kinds."""
+    """Each kind's share, 0 to 1, of the stages' seconds that `close_step` returned."""
     by_kind = dict.fromkeys(KINDS, 0.0)
     for name, value in seconds.items():
         stage = name.removeprefix("time/").removesuffix("_s")

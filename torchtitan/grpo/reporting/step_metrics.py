@@ -15,11 +15,11 @@ from torchtitan.grpo.weight_sync.report import SyncReport
 
 
 def rollout_metrics(groups: list[Group], version: int, max_age: int) -> dict[str, float]:
-    """Rewards, lengths, ages and how answers ended, over all samples of a step. Empty if there are none.
+    """Rewards, lengths, ages and how answers ended, over all samples of a step. Empty if there are no samples.
 
     Args:
-        version: That of the weights that are trained on the groups; a token's age is how much older its weights are.
-        max_age: The oldest that there may be; over 0, the share of tokens of each age is reported.
+        version: Version of the weights that train on the groups. A token's age is how many versions older it is.
+        max_age: The greatest age allowed. Over 0, the share of tokens of each age is reported.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
@@ -51,7 +51,7 @@ def rollout_metrics(groups: list[Group], version: int, max_age: int) -> dict[str
 
 
 def validation_metrics(greedy: list[Group], sampled: list[Group], full_reward: float) -> dict[str, float]:
-    """Mean greedy reward, mean sampled reward, and pass@k: prompts with any of k answers at full reward."""
+    """Mean greedy reward, mean sampled reward, and pass@k: prompts with a full reward among k answers."""
     k = len(sampled[0])
     best = [max(sample.reward for sample in group) for group in sampled]
     return {
@@ -82,9 +82,9 @@ def sum_over_ranks(
 
 
 def policy_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
-    """Means and shares per trained answer token, from `losses.policy_loss`'s sums over all rows and ranks.
+    """Means and shares per trained answer token, from the sums of `losses.policy_loss` over all rows and ranks.
 
-    With `losses.age_sums`'s too, lists by age, the same for the tokens of each age that has any.
+    If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens.
     """
     tokens = max(sums["tokens"], 1.0)
     metrics = {
@@ -129,10 +129,11 @@ def _age_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
 def server_metrics(
     fleet: Fleet, busy_s: dict[str, float], reports: list[SyncReport], step_s: float
 ) -> dict[str, float]:
-    """How much of the step each server computed answers: it had requests of ours, and did not stand still for weights.
+    """Share of the step in which each server computed answers: it had requests and was not stopped for weights.
 
     Args:
-        busy_s: Seconds with requests in flight, by server that had some (`Collector.take_busy_seconds`).
+        busy_s: Seconds with requests in flight, by server (`Collector.take_busy_seconds`).
+        reports: The pushes that ended in this step.
     """
     stopped_s: Counter[str] = Counter()
     for report in reports:
@@ -147,9 +148,9 @@ def server_metrics(
 
 
 def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
-    """The pushes that ended in this step: how many, the newest one's seconds by phase and server, and who is there.
+    """The pushes that ended in this step: how many, the newest one's seconds by phase and server, and server counts.
 
-    Of phases that every server has of its own, the slowest server's are `sync/<phase>_s`.
+    Of phases that each server has, `sync/<phase>_s` is the slowest server's.
     """
     servers = fleet.servers
     metrics = {

@@ -1,6 +1,6 @@
-"""What a run reports: TensorBoard, Weights & Biases, `metrics.jsonl`, `samples.jsonl` and a line on the console.
+"""Where metrics go: TensorBoard, Weights & Biases, `metrics.jsonl`, `samples.jsonl` and a console line.
 
-docs/metrics.md names every metric. A number that is not finite is left out and warned of once: it ends no run.
+docs/metrics.md names every metric. A number that is not finite is left out with one warning; it ends no run.
 """
 
 import json
@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 SFT_PREFIX = "sft"
-"""Metrics under this prefix count supervised steps, on an axis of their own (`sft/step`)."""
+"""Metrics with this prefix count supervised steps, on their own axis (`sft/step`)."""
 
 PROGRESS = (
     # metric, label, format
@@ -40,16 +40,16 @@ PROGRESS = (
     ("policy/mismatch_kl", "mismatch", "{:.1e}"),
     ("train/grad_norm", "grad norm", "{:.3f}"),
 )
-"""What the console's progress line shows of a step, in order, where it is known."""
+"""What the console's progress line shows, in order, as far as it is known."""
 
 _RECENT_STEPS = 10
-"""Steps whose median length the ETA is taken from."""
+"""The ETA is the median length of this many steps, times the steps left."""
 
 
 def finite_numbers(metrics: dict[str, Any], warned: set[str]) -> dict[str, float | int]:
-    """The metrics that are finite numbers, tensors as floats; the rest is warned of once per name, kept in `warned`.
+    """The metrics that are finite numbers, tensors as floats. Others cause one warning per name, kept in `warned`.
 
-    All tensors of one device come over in one copy: a copy each would stop the stream once per metric.
+    All tensors of one device are copied at once: one copy each would stop the stream once per metric.
     """
     values = dict(metrics)
     scalars: dict[torch.device, list[str]] = {}
@@ -73,8 +73,8 @@ def finite_numbers(metrics: dict[str, Any], warned: set[str]) -> dict[str, float
 class StepLines:
     """A JSONL file of step records that a resumed run continues.
 
-    The first record written to an axis drops what an earlier run of this folder wrote from that step on, so that the
-    file always tells one history. Every write is flushed.
+    The first record on an axis drops what an earlier run wrote from that step on, so the file always tells one history.
+    Every write is flushed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class StepLines:
         self._file.flush()
 
     def merge(self, record: dict[str, Any], axis: str = "step") -> None:
-        """Write one record, into the last line if that is of the same step: one line a step."""
+        """Write one record; if the last line is of the same step, merge into it. So each step has one line."""
         if axis in self._started and self._last.get(axis) == record[axis]:
             record = self._last | record
             self._file.seek(self._last_offset)
@@ -127,8 +127,8 @@ class StepLines:
 class MetricsLogger:
     """Writes a step's metrics everywhere. On ranks other than 0 every method does nothing.
 
-    `metrics.jsonl` and the console get every step; TensorBoard and Weights & Biases every `metrics.log_freq`-th, as in
-    torchtitan, and every step with validation.
+    `metrics.jsonl` and the console get every step. TensorBoard and Weights & Biases get every `metrics.log_freq`-th
+    step, as in torchtitan, and every step with validation.
 
     Args:
         config: The run's configuration ([metrics], [sft] steps).
@@ -158,10 +158,10 @@ class MetricsLogger:
         self._last_line_at: float | None = None
 
     def log(self, step: int, metrics: dict[str, float | torch.Tensor], *, prefix: str = "") -> None:
-        """Report the metrics of a step; several calls for one step end in one line of `metrics.jsonl`.
+        """Report the metrics of a step. Several calls for one step make one line of `metrics.jsonl`.
 
         Args:
-            step: GRPO step, counted from 1 (0: before the first). With the prefix `sft`: the supervised step.
+            step: GRPO step, counted from 1 (0: before the first). With the prefix `sft`, the supervised step.
             metrics: Numbers and scalar tensors by flat name ("reward/mean").
             prefix: Put before every name with a slash: "validation", "sft".
         """
@@ -184,19 +184,19 @@ class MetricsLogger:
     def _to_dashboards(self, step: int, axis: str, values: dict[str, float]) -> None:
         if self._config.enable_tensorboard:
             if self._tensorboard is None:
-                # One folder over resumes; what an earlier run wrote from this step on is hidden.
+                # Resumed runs share a folder; points of an earlier run from this step on are hidden.
                 folder = self._folder / self._config.save_tb_folder
                 self._tensorboard = SummaryWriter(str(folder), purge_step=step)
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if self._wandb is not None:
-            # Steps travel as a metric: W&B's own step may not go back, and there are two axes.
+            # The step is a metric: W&B's own step may not go back, and there are two axes.
             self._wandb.log({axis: step, **values})
 
     def _progress(self, step: int, values: dict[str, float]) -> str:
         now = time.perf_counter()
-        # From line to line, validation and checkpoints are in it. Step 0 holds the warm start: no measure of a step.
+        # The time between lines includes validation and checkpoints. Step 0 includes the warm start, so it is left out.
         seconds = values.get("time/step_s") if self._last_line_at is None else now - self._last_line_at
         self._last_line_at = now
         if seconds is not None and step > 0:
@@ -245,7 +245,7 @@ class MetricsLogger:
 
 
 def _start_wandb(config: JobConfig, folder: Path) -> Any:
-    """Start a Weights & Biases run; WANDB_PROJECT, WANDB_RUN_ID and the others of its variables are honoured."""
+    """Start a Weights & Biases run. Its own variables apply: WANDB_PROJECT, WANDB_RUN_ID and others."""
     try:
         import wandb
     except ImportError as error:
@@ -261,7 +261,7 @@ def _start_wandb(config: JobConfig, folder: Path) -> Any:
 
 
 class SampleLog:
-    """Some answers of each step, to `samples.jsonl`; scripts/show_samples.py reads it. A no-op but on rank 0.
+    """Writes some answers of each step to `samples.jsonl`, which scripts/show_samples.py reads. Rank 0 only.
 
     Args:
         config: The run's configuration ([metrics] samples_per_step; 0: none).
@@ -286,7 +286,7 @@ class SampleLog:
         ]
         count = min(self._count, len(answers))
         for k in range(count):
-            # Shifted by the step, so that it is not always the first of a group that is seen.
+            # Shifted by the step, so that it is not always the first answer of a group.
             sample, advantage = answers[(k * len(answers) // count + step) % len(answers)]
             self._lines.append(_sample_record(step, sample, advantage))
 
@@ -296,7 +296,7 @@ class SampleLog:
 
 
 def _sample_record(step: int, sample: Sample, advantage: float) -> dict[str, Any]:
-    """One line of `samples.jsonl`. `versions`: the oldest and newest weight version that sampled a token of it."""
+    """One line of `samples.jsonl`. `versions` are the oldest and newest weight versions that sampled its tokens."""
     versions = sample.sampled_versions
     return {
         "step": step,

@@ -1,0 +1,11 @@
+"""Groups of scored answers: requested ahead of the trainer, and taken step by step.
+
+    stream.py        `RolloutStream`: requests as many groups as staleness allows; `take` returns a step's groups
+    buffer.py        `StalenessBuffer`: which groups may begin, and which a step takes; pure bookkeeping
+    pace.py          `Pace`: how far ahead of the trainer to request, within the buffer's bound
+    collector.py     `Collector`: a prompt becomes one decoded, scored group; owns the event loop
+    environment.py   how a prompt becomes samples: one answer each, or several turns (`RolloutClient`, `Turns`)
+    router.py        `Router`: which server a request goes to, waiting, retries
+
+stream -> collector -> environment -> router -> engines/. The main thread calls `take`; the rest runs on one event loop.
+"""

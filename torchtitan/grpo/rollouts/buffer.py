@@ -1,15 +1,15 @@
 """Groups between their first request and the step that trains on them, and how old their weights may become.
 
-Pure bookkeeping, for one thread: no clock, no network. With A the largest age and B groups a step, versions count
-optimizer steps: the step that makes version v + 1 trains at version v, and has consumed v * B groups before it.
+Pure bookkeeping for one thread: no clock, no network. A is the largest age and B the groups per step. Versions count
+optimizer steps: the step that makes version v + 1 trains at version v and has consumed v * B groups before it.
 
 - A group may begin on a server at version s if, with it, consumed and begun groups are at most (s + A + 1) * B.
-- Its deadline is version s + A, s being the version at its beginning: no token of it is older.
-- A step takes complete groups in the order of their deadlines, and only so that all others can still meet theirs.
+- Its deadline is version s + A, where s is the version at its beginning. None of its tokens is older than s.
+- A step takes complete groups in the order of their deadlines, and only if all others can still meet theirs.
 
-So the groups whose deadline has come are never more than a step takes: nothing has to be dropped, and no step is
-trained on older tokens than the bound, however long an answer takes. (Admission by version is AReaL's, arXiv
-2505.24298; the deadlines, by which the bound holds for every token, are this project's.)
+So at most B groups ever have their deadline at one step. Nothing has to be dropped, and no step trains on tokens older
+than the bound, however long an answer takes. Admission by version is AReaL's (arXiv 2505.24298). The deadlines, by
+which the bound holds for every token, are this project's.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,14 +21,14 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 
 @dataclass(eq=False)
 class Entry:
-    """One group that was asked and not yet trained on.
+    """One group that was requested and not yet trained on.
 
     Attributes:
         number: Counts the groups of the run, in the order of their prompts.
-        occurrence: How many groups of the same `number // B`, asked and not yet trained on, have the same prompt.
-        begun: Weight version of the server at its first request, None before that; no token is older.
-        group: Its samples, once they are complete and scored.
-        answered: They are complete, and are being scored.
+        occurrence: How many earlier entries with the same `number // B` have the same prompt.
+        begun: Weight version of the server at the first request; None before that. No token is older.
+        group: The samples, once they are complete and scored.
+        answered: The samples are complete and are being scored.
     """
 
     number: int
@@ -40,15 +40,15 @@ class Entry:
 
 
 class StalenessBuffer:
-    """See the module.
+    """The bound on age, kept by construction; the module's docstring has the rules.
 
     Args:
         groups_per_step: B, `[grpo] prompts_per_step`.
-        max_age: A, `[async_grpo] max_trajectory_age_steps`, 0 without it.
-        window: A step takes groups out of this many oldest ones; at least B.
-        late: What `take` does with groups whose deadline has come and which are not complete: the step is not ready
-            before they are ("wait"), or goes without them ("drop").
-        surplus: Groups that may begin beyond the bound (`[grpo] oversampling`), of which as many may become too old.
+        max_age: A, `[async_grpo] max_trajectory_age_steps`; 0 in sync mode.
+        window: A step takes groups from this many oldest ones; at least B.
+        late: What happens to incomplete groups at their deadline. "wait": the step waits for them. "drop": the step
+            goes on without them.
+        surplus: Groups that may begin beyond the bound (`[grpo] oversampling`). As many may become too old.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class StalenessBuffer:
         self.late = late
         self.surplus = surplus
         self.version = 0
-        """Of the weights that the next step trains."""
+        """Version of the weights that the next step trains."""
         self.next_number = 0
         self.entries: dict[int, Entry] = {}
-        """By number, in that order."""
-        self._begun = 0  # how many of them have begun
+        """By number, in ascending order."""
+        self._begun = 0  # entries that have begun
 
     @property
     def consumed(self) -> int:
         return self.version * self.groups_per_step
 
     def room(self, server_version: int) -> int:
-        """How many more groups may be added now, to begin on a server at this version."""
+        """How many more groups may be added now that begin on a server at this version."""
         if server_version + self.max_age < self.version:
             return 0
         return self._allowed(server_version) - self.consumed - len(self.entries)
 
     def may_begin(self, server_version: int) -> int:
-        """How many more of the groups that are there, but have not begun, may begin on a server at this version."""
+        """How many entries that have not begun may begin now on a server at this version."""
         if server_version + self.max_age < self.version:
             return 0
         return max(0, self._allowed(server_version) - self.consumed - self._begun)
@@ -93,11 +93,11 @@ class StalenessBuffer:
         return entry
 
     def min_version(self, entry: Entry) -> int:
-        """The oldest weights that a request of this group may be answered by now."""
+        """The oldest weight version that may answer a request of this group now."""
         if entry.begun is not None:
             return entry.begun
         steps = -(-(self.consumed + self._begun + 1 - self.surplus) // self.groups_per_step)  # rounded up
-        # The surplus is no leave to begin with weights that are too old already.
+        # The surplus must not begin with weights that are already too old.
         return max(0, self.version - self.max_age, steps - self.max_age - 1)
 
     def begin(self, entry: Entry, server_version: int) -> None:
@@ -112,18 +112,18 @@ class StalenessBuffer:
         entry.group = group
 
     def drop(self, entry: Entry) -> None:
-        """The group will not be trained on; another may be asked for it."""
+        """Give the group up. Another may be requested in its place."""
         self._remove(entry)
 
     def deadline(self, entry: Entry) -> int:
-        """The last version that may be trained on it."""
+        """The last version that may train on it."""
         return (self.version if entry.begun is None else entry.begun) + self.max_age
 
     def ready(self, but_for_scores: bool = False) -> list[Entry] | None:
-        """The groups that the next step takes, by number, or None if it has to wait.
+        """The groups that the next step takes, by number; None if it must wait.
 
         Args:
-            but_for_scores: What it would be if all answers that are there were scored.
+            but_for_scores: Count groups whose answers are complete but not yet scored.
         """
         oldest = self._oldest_first(self.entries.values())
         complete = [
@@ -133,14 +133,17 @@ class StalenessBuffer:
             return None
         batch = complete[: self.groups_per_step]
         taken = set(batch)
-        # Groups that have not begun meet their deadlines by themselves: they begin only if there is room for them.
+        # Groups that have not begun need no check: they begin only if there is room for them.
         left = [entry for entry in oldest if entry.begun is not None and entry not in taken]
         if self.late == "wait" and not self._in_time(left):
             return None
         return sorted(batch, key=lambda entry: entry.number)
 
     def take(self) -> tuple[list[Entry], list[Entry]]:
-        """End the wait: (the step's groups, groups that are too old for the next one and were dropped).
+        """End the step's wait.
+
+        Returns:
+            The step's groups, and the groups dropped because they are too old for the next step.
 
         Raises:
             AssertionError: `ready` is None, or a token is older than the bound.
@@ -158,7 +161,7 @@ class StalenessBuffer:
         return batch, late
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: complete groups whole; of the others only which prompts they are, since they are asked anew."""
+        """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again."""
         return {
             "version": self.version,
             "next_number": self.next_number,
@@ -175,8 +178,13 @@ class StalenessBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any], prompts_at: Callable[[list[int]], list[Prompt]]) -> None:
-        """Restore; `prompts_at` gives the prompts of some indices. Groups that were not complete have not begun, nor
-        have those any more that are too old for this buffer, whose age and groups a step may be others than before.
+        """Restore from `state_dict`.
+
+        Incomplete groups count as not begun. So do groups that are too old for this buffer: its age and groups per step
+        may differ from before.
+
+        Args:
+            prompts_at: Returns the prompts with these indices.
         """
         self.version, self.next_number = state["version"], state["next_number"]
         prompts = prompts_at([entry["prompt"] for entry in state["entries"]])
@@ -205,8 +213,10 @@ class StalenessBuffer:
         return (server_version + self.max_age + 1) * self.groups_per_step + self.surplus
 
     def _in_time(self, left: list[Entry]) -> bool:
-        """Whether what this step leaves, oldest first, can be taken by later ones before it is too old, but for the
-        surplus."""
+        """Whether later steps can take what this step leaves (oldest first) before it is too old.
+
+        The surplus is exempt.
+        """
         return all(
             waiting <= (self.deadline(entry) - self.version) * self.groups_per_step + self.surplus
             for waiting, entry in enumerate(left, 1)

@@ -25,27 +25,28 @@ T = TypeVar("T")
 SCORING_THREADS = 16
 CLOSE_TIMEOUT_S = 10.0
 BLOCKED_S = 60.0
-"""So long nothing may keep the event loop from turning."""
+"""Longest time that anything may block the event loop."""
 
 
 class Scorer(Protocol):
-    """What the collector needs of `rewards.RewardRunner`."""
+    """The part of `rewards.RewardRunner` that the collector uses."""
 
     def score(self, samples: list[Sample]) -> None: ...
 
 
 class Collector:
-    """Has prompts answered, by a `Router`, and gathers the answers into groups, decoded and scored.
+    """Turns prompts into groups of decoded and scored answers, through a `Router`.
 
-    The event loop runs in a thread of its own, and everything happens there; nothing polls.
+    Everything happens on one event loop in a thread of its own; nothing polls.
 
-    When all prompts of a `collect` find a place they are assigned to the servers that are eligible then and announced
-    to each as one cohort, which the embedded server starts as one batch: then results do not depend on arrival times
-    even in the last bit, as long as no request has to go elsewhere.
+    If there is a place for every prompt of a `collect`, each eligible server is told of its prompts as one cohort. The
+    embedded server starts a cohort as one batch. Then results do not depend on arrival times, even in the last bit, as
+    long as no request must go elsewhere.
 
     Args:
         fleet, max_concurrent_requests, request_timeout_s: See `Router`.
-        environment: How a prompt becomes samples, and its name.
+        environment: How a prompt becomes samples.
+        environment_name: Its name in the configuration, for error messages.
         group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
     """
 
@@ -81,25 +82,25 @@ class Collector:
         """Answer every prompt `params.n` times. Blocks; the time limits of requests bound the wait.
 
         Args:
-            tag: Names this call in request ids and seeds. Every prompt gets its own seed, from `params.seed`, its
-                index, the tag and how often it has come before in the same call.
-            min_version: Only servers that have acknowledged this weight version or a newer one are asked.
+            tag: Names this call in request ids and seeds. A prompt's seed depends on `params.seed`, its index, the tag,
+                and how often it came before in the same call.
+            min_version: Only servers that have acknowledged this weight version or a newer one get requests.
 
         Returns:
             One scored group per prompt, in the order of the prompts.
 
         Raises:
-            EngineError, UserError: The first request that failed for good; the message names server and prompt, or
-                every server if none became eligible in time. The other requests are cancelled.
+            EngineError, UserError: A request failed for good. The message names server and prompt, or every server if
+                none became eligible in time. The other requests are cancelled.
             FleetError: Too few servers are left.
         """
         return self.call(self._collect(prompts, params, tag, min_version))
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the collector's event loop and wait for it; an interrupt cancels it.
+        """Run a coroutine on the collector's event loop and wait for it. An interrupt cancels it.
 
         Raises:
-            UserError: The event loop has stood still for BLOCKED_S: no time limit of a coroutine holds then.
+            UserError: The event loop was blocked for BLOCKED_S. No coroutine's time limit holds then.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -119,11 +120,11 @@ class Collector:
             )
 
     def add_listener(self, call: Callable[[], None]) -> None:
-        """Have `call` called on the event loop after every change of the fleet."""
+        """Call `call` on the event loop after every change of the fleet."""
         self._listeners.append(call)
 
     def take_busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each server had a request of ours, since the last call."""
+        """Seconds in which each server had a request of this run, since the last call."""
 
         async def take() -> dict[str, float]:
             return self.router.take_busy_seconds()
@@ -131,14 +132,14 @@ class Collector:
         return self.call(take())
 
     def close(self) -> None:
-        """Cancel what is under way and close the connections. Bounded."""
+        """Cancel requests in flight and close the connections. Bounded."""
         if self._loop.is_closed() or self._abandoned:
             return
         try:
             asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(CLOSE_TIMEOUT_S)
         except TimeoutError:
             self._abandoned = True
-            return  # an environment keeps the loop from turning: its thread ends with the process
+            return  # an environment blocks the loop: its thread ends with the process
         finally:
             self._scoring.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -148,8 +149,10 @@ class Collector:
     # ------------------------------------------------------------------------------------------ on the event loop
 
     def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
-        """For groups that start together, as `Router.cohorts`. None with an environment: when it asks, and how often,
-        is its own business, and a cohort waits for all."""
+        """Cohorts for groups that start together; see `Router.cohorts`.
+
+        None with an environment: nobody knows when and how often it sends requests, and a cohort waits for all.
+        """
         if self.environment is not single_turn:
             return [None] * count
         return self.router.cohorts(count, name, min_version)
@@ -163,8 +166,7 @@ class Collector:
         cohort: tuple[Server, tuple[str, int]] | None = None,
         answered: Callable[[], None] = lambda: None,
     ) -> Group:
-        """One scored group: the environment's rollout of the prompt, with as many requests as it makes. `answered` is
-        called before it is scored."""
+        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored."""
 
         async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
             first = None if suffix else cohort
@@ -177,7 +179,7 @@ class Collector:
             raise
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # not the environment's own: this group is given up
+                raise  # not the environment's own error: this group was given up
             name = f"[rollout] environment = {self.environment_name!r}"
             raise UserError(f"{name}: prompt {prompt.index}: {type(error).__name__}: {error}") from error
         group = checked(samples, self.environment_name, params.max_tokens)
@@ -188,7 +190,7 @@ class Collector:
         if not prompts:
             return []
         await self.router.until_served(AnyFrom(min_version))
-        # The tag may come again (another run on the same server, a repeated step); request ids must not.
+        # A tag may come again (another run on the same server, a repeated step); a request id must not.
         nonce = secrets.token_hex(4)
         cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version)
         seen: Counter[int] = Counter()
@@ -228,7 +230,7 @@ class Collector:
 
     def _on_fleet_change(self) -> None:
         """The fleet's listener, on any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._look_at_fleet)
 
     def _look_at_fleet(self) -> None:
@@ -251,7 +253,7 @@ class Collector:
 
 
 def prompt_seed(seed: int | None, tag: str, index: int, occurrence: int) -> int | None:
-    """The seed of one request, 0 to 2**56 - 1 so that servers may add the sample's number; None stays None."""
+    """The seed of one request, 0 to 2**56 - 1, so that servers may add the sample's number. None stays None."""
     if seed is None:
         return None
     digest = hashlib.blake2b(f"{seed}/{tag}/{index}/{occurrence}".encode(), digest_size=7).digest()

@@ -1,7 +1,7 @@
-"""How a prompt becomes a group of samples: one answer each, or the turns of an environment of one's own.
+"""How a prompt becomes a group of samples: one answer each, or several turns of a user's environment.
 
-`[rollout] environment = "module:function"` names an `async def rollout(client, prompt)` that returns the samples of
-one group. It asks the servers through its `RolloutClient`, as often as it likes, and builds its samples with `Turns`.
+`[rollout] environment = "module:function"` names an `async def rollout(client, prompt)` that returns the samples of one
+group. It may call the servers through its `RolloutClient` as often as it likes. `Turns` builds a sample.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,15 +15,15 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
 
 Ask = Callable[[list[int], SamplingParams, str], Awaitable[list[Completion]]]
-"""(token ids, parameters, suffix of the request's name) -> completions."""
+"""(token ids, parameters, suffix of the request id) -> completions."""
 
 
 class RolloutClient:
-    """The servers, as the rollout of one group sees them: which one answers, and when again, is not its concern.
+    """The servers, as the rollout of one group sees them. Routing and retries happen behind it.
 
     Attributes:
-        tokenizer: The model's.
-        params: Of the group: `n` samples are wanted, `max_tokens` is the longest answer over all turns together.
+        tokenizer: The model's tokenizer.
+        params: The group's parameters: `n` samples wanted, `max_tokens` the longest answer over all turns together.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, prompt: Prompt, ask: Ask) -> None:
@@ -45,10 +45,10 @@ class RolloutClient:
         """Continue `token_ids` `n` times. Several calls may run at once (`asyncio.gather`).
 
         Args:
-            max_tokens: At most this many tokens; never more than the group's `max_tokens` leaves after what `token_ids`
-                holds beyond the prompt. If that is nothing, the completions are empty, with finish_reason "length".
-            stop_token_ids: End this turn, besides those that end an answer.
-            seed: None derives one from the group's and the number of this call.
+            max_tokens: Longest completion. The group's `max_tokens`, less the tokens beyond the prompt, bounds it too.
+                If nothing is left, the completions are empty and their finish_reason is "length".
+            stop_token_ids: Tokens that end this turn, besides those that end an answer.
+            seed: None derives one from the group's seed and the number of this call.
         """
         call, self._calls = self._calls, self._calls + 1
         left = self.params.max_tokens - (len(token_ids) - self._prompt_tokens)
@@ -66,23 +66,23 @@ Environment = Callable[[RolloutClient, Prompt], Awaitable[list[Sample]]]
 
 
 class Turns:
-    """One sample over several turns: what the model said is trained on, what the environment said is not."""
+    """One sample over several turns. The model's tokens are trained on, the environment's are masked."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._sample = Sample(prompt, [], [], [], "length", loss_mask=[])
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt and everything since: what the next turn continues."""
+        """The prompt and everything since. The next turn continues it."""
         return self._sample.prompt.token_ids + self._sample.token_ids
 
     def sampled(self, completion: Completion) -> None:
-        """Append what the model said."""
+        """Append the model's tokens."""
         self._append(completion.token_ids, completion.logprobs, completion.versions, True)
         self._sample.finish_reason = completion.finish_reason
 
     def given(self, token_ids: list[int]) -> None:
-        """Append what the environment said."""
+        """Append the environment's tokens."""
         version = self._sample.versions[-1:] or [0]
         self._append(token_ids, [0.0] * len(token_ids), version * len(token_ids), False)
 
@@ -97,21 +97,21 @@ class Turns:
 
 
 async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
-    """The environment without one: each sample is one answer."""
+    """The default: each sample is one answer."""
     completions = await client.generate(prompt.token_ids, n=client.params.n, seed=client.params.seed)
     return [Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
 
 
 def load_environment(name: str) -> Environment:
-    """The rollout that `[rollout] environment` names; `single_turn` if it is empty."""
+    """The function that `[rollout] environment` names; `single_turn` if it is empty."""
     return load_function("[rollout] environment", name, "client", "prompt") if name else single_turn
 
 
 def checked(samples: list[Sample], name: str, max_tokens: int) -> Group:
-    """What an environment returned, cut to `max_tokens`: tokens that it gave itself may have gone beyond.
+    """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
     Raises:
-        UserError: It is no list of samples, or the entries of one do not match its tokens.
+        UserError: It is not a list of samples, or a sample's columns differ in length from its tokens.
     """
     where = f"[rollout] environment = {name!r}"
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):

@@ -1,22 +1,23 @@
-"""How far ahead of the trainer groups are asked: far enough that it does not wait, and no further."""
+"""How far ahead of the trainer to request groups: far enough that it does not wait, and no further."""
 
 import math
 
 WAITED_SHARE = 0.1
-"""Steps of which a greater share was spent on waiting for groups were held up by the rollouts."""
+"""If steps wait for groups for more than this share of their time, rollouts hold them up."""
 WINDOW = 4
-"""So many steps at least are judged together: one slow answer, or one step that trained on little, says nothing."""
+"""Steps that are judged together, at least. One slow answer, or one short step, is no evidence."""
 
 
 class Pace:
-    """Bounds the groups that are asked and not yet trained on, `groups`, by what the trainer notices.
+    """Bounds `groups`, the groups requested and not yet trained on, by how long the trainer waits.
 
-    It starts with one step's: while the trainer trains on some, the next step's are answered. When some steps in a row
-    were held up, it grows by twice the share of their time that was spent waiting, at most to double. When none were
-    for as long as an answer may be under way, it gives up what lay ready all that time, less a quarter of a step. So
-    rollouts that are the bottleneck run ahead as far as staleness allows, and the answers of those that are not are
-    hardly older than one step. Growing is not free where servers compute at their limit: with more under way, what the
-    next step needs comes later.
+    - Start: the groups of one step. While the trainer trains, the next step's groups are answered.
+    - Grow: if several steps in a row were held up, by twice the share of their time spent waiting, at most doubling.
+    - Shrink: if no step was held up for as long as an answer may take, by the complete groups that lay unused all that
+      time, less a quarter of a step.
+
+    So rollouts that are the bottleneck run ahead as far as staleness allows. If they are not, answers are hardly older
+    than one step. Growing costs something where servers are full: the groups of the next step then come later.
     """
 
     def __init__(self, groups_per_step: int, max_age: int, surplus: int) -> None:
@@ -28,7 +29,13 @@ class Pace:
         self._judge_anew()
 
     def step(self, waited_s: float, step_s: float, spare: int) -> None:
-        """A step has taken its groups: it waited for them so long, out of all its time; `spare` complete ones stay."""
+        """Record a step that has taken its groups.
+
+        Args:
+            waited_s: How long it waited for them.
+            step_s: Its whole time.
+            spare: Complete groups that it left.
+        """
         self._steps += 1
         self._waited_s += waited_s
         self._all_s += step_s

@@ -1,4 +1,4 @@
-"""Which server a request goes to, and when again: places, waiting, retries."""
+"""Which server a request goes to: places, waiting, retries."""
 
 import asyncio
 import itertools
@@ -12,9 +12,9 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.errors import UserError
 
 ATTEMPTS = 3
-"""How often a request is sent before its failure is the collection's."""
+"""How often a request is sent before its group fails."""
 HOLD_S = 0.5
-"""How long a request waits for its fair share of servers, when some have just got new weights and others not yet."""
+"""How long a request waits for a less busy server, while new weights have reached only some servers."""
 
 
 @dataclass(eq=False)
@@ -22,8 +22,8 @@ class Ticket:
     """A request that waits for a server.
 
     Attributes:
-        eligible_at: When a server that it may go to was last seen.
-        held_at: Since when one is left to others, since servers that are about to be eligible are less busy.
+        eligible_at: When there was last a server that it may go to.
+        held_at: Since when it waits for a less busy server that is about to be eligible.
     """
 
     start: "Start"
@@ -33,8 +33,11 @@ class Ticket:
 
 
 class Start(Protocol):
-    """Which weights the requests of a group need, whether one of them has been given a server yet, and what to call
-    when one has to wait for a server, and when it is given one of a version."""
+    """What the router needs to know of a group, and tells it.
+
+    `min_version` is the oldest weights that its requests accept. `is_under_way` says whether one has had a server.
+    `waits` is called when a request must wait for a server, `begun` when it gets one of a version.
+    """
 
     is_under_way: bool
 
@@ -50,8 +53,8 @@ class AnyFrom:
     """Weights of this version or newer.
 
     Attributes:
-        limit: Of the group's time; from its first request on `timeout_s`. The wait for that one's server is no fault of
-            the group, and does not count.
+        limit: The group's time limit: `timeout_s` from its first request on. Waiting for the first server does not
+            count.
     """
 
     version: int = -1
@@ -77,23 +80,24 @@ class AnyFrom:
 class Router:
     """Sends requests to the servers of a fleet. Everything happens on one event loop; nothing polls.
 
-    Routing: a request goes to the server in traffic with the fewest of our requests in flight, of those that have a
-    place free and have acknowledged the weights that it needs. New weights reach servers one after the other: the first
-    that has them gets its share of what waits for them, and more only if the others take longer than `HOLD_S`. While
-    there is no server for it a request waits, first come, first served, but later turns and retries of groups under way
-    before others, without taking the place of one that need not; at most `request_timeout_s` with no server that it
-    might ever go to, and not at all once fewer servers than `[rollout] min_servers` are left.
+    Routing: a request goes to the least busy server in traffic that has a free place and has acknowledged the weights
+    that the request needs. New weights reach servers one after the other. The first server to have them gets its share
+    of the waiting requests, and more only if the others take longer than `HOLD_S`.
 
-    Retries: a request that its server fails (`EngineError`) makes that server suspected, which takes it out of traffic,
-    and is sent again, `ATTEMPTS` times in all, with the same seed to whatever server is eligible then. Requests under
-    way at a server that weight sync finds lost are sent again at once; at one that is merely out of traffic they go on.
-    What a server refuses for a reason that the user can mend (`UserError`) is not sent again.
+    Waiting: without such a server a request waits, first come, first served. Later turns and retries of groups under
+    way go before new groups. A request waits at most `request_timeout_s` while no server is eligible for it. It fails
+    at once if fewer servers than `[rollout] min_servers` are left.
+
+    Retries: if a server fails a request (`EngineError`), that server becomes suspected and leaves traffic. The request
+    is sent again with the same seed to an eligible server, `ATTEMPTS` times in all. Requests in flight at a server that
+    weight sync finds lost are sent again at once. At a server that is only out of traffic they go on. A request that a
+    server refuses for a reason that the user can fix (`UserError`) is not sent again.
 
     Args:
-        fleet: The servers, with their clients; the router closes the clients, and alone uses them.
-        max_concurrent_requests: Requests in flight at one server. The others wait here.
-        request_timeout_s: Longest wait of a request for a server to send it to; the clients bound the request itself.
-        loop: Runs all of this.
+        fleet: The servers with their clients. Only the router uses the clients, and it closes them.
+        max_concurrent_requests: Requests in flight at one server. Further requests wait here.
+        request_timeout_s: Longest wait of a request for an eligible server; the clients bound the request itself.
+        loop: The event loop that runs all of this.
 
     Attributes:
         retried: Requests that were sent again.
@@ -112,7 +116,7 @@ class Router:
         self._busy_s: dict[str, float] = defaultdict(float)
         self._busy_since: dict[Server, float] = {}
         self._under_way: dict[Ticket, None] = {}
-        """Those who wait, and whose group was under way when they came."""
+        """Waiting requests whose group was under way when they came."""
         self._others: dict[Ticket, None] = {}
         self._hold_ends: asyncio.TimerHandle | None = None
         self._newest = self._newest_in_traffic()
@@ -123,7 +127,7 @@ class Router:
         return len(self._under_way) + len(self._others)
 
     def take_busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each server had a request of ours, since the last call."""
+        """Seconds in which each server had a request of this run, since the last call."""
         now = self._loop.time()
         for server, since in self._busy_since.items():
             self._busy_s[server.url] += now - since
@@ -132,8 +136,12 @@ class Router:
         return taken
 
     def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
-        """For `count` requests that start together: the server of each and its cohort there, None without places for
-        all, and while not all servers have the weights."""
+        """Servers for `count` requests that start together.
+
+        Returns:
+            For each request its server and (name, size) of its cohort there. All None if there are too few places, or
+            if not every server has the weights.
+        """
         load = {server: server.in_flight for server in self.fleet.eligible(min_version)}
         free = sum(max(0, self.max_concurrent_requests - in_flight) for in_flight in load.values())
         if self.waiting or free < count or len(load) < len(self.fleet.eligible(-1)):
@@ -146,12 +154,12 @@ class Router:
         return [(server, (name, sizes[server])) for server in servers]
 
     async def until_served(self, start: "Start") -> None:
-        """Wait until there is a server for such a request."""
+        """Wait until a server is free for such a request."""
         self._release(await self._acquire(start))
 
     async def close(self) -> None:
         """Close the connections."""
-        for server in self._used | set(self.fleet.servers):  # those that left the list have been used, or never opened
+        for server in self._used | set(self.fleet.servers):  # a server that left the list was used, or never opened
             if server.client is not None:
                 await server.client.close()
 
@@ -164,11 +172,11 @@ class Router:
         start: Start,
         cohort: tuple[Server, tuple[str, int]] | None,
     ) -> list[Completion]:
-        """Ask the assigned server as part of its cohort, or else the best there is; again if that fails."""
+        """Send a request to the server of its cohort, or else to the best server, and again if that fails."""
         failures = 0
         while True:
             named = None
-            if cohort is not None and cohort[0].serves(start.min_version()):  # the others wait for it: no place is due
+            if cohort is not None and cohort[0].serves(start.min_version()):  # its cohort waits for it
                 server, named = cohort
                 self._occupy(server, start)
             else:
@@ -189,7 +197,7 @@ class Router:
             self.retried += 1
 
     def look_at_fleet(self) -> None:
-        """The fleet has changed: give up what is under way at lost servers, and see who can be served now."""
+        """The fleet has changed: give up requests at lost servers, and serve waiting ones."""
         for server, requests in self._running.items():
             if server.lost:
                 for request in requests:
@@ -215,7 +223,7 @@ class Router:
         request_id: str,
         cohort: tuple[str, int] | None,
     ) -> list[Completion]:
-        """One request, given up when its server is lost."""
+        """One request. It is given up if its server is lost."""
         self._used.add(server)
         request = asyncio.create_task(server.client.generate(token_ids, params, request_id, cohort))
         self._running[server].add(request)
@@ -229,7 +237,7 @@ class Router:
             self._running[server].discard(request)
 
     async def _acquire(self, start: Start) -> Server:
-        """A place at a server, taken; `_release` gives it back."""
+        """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
         ticket = Ticket(start, self._loop.create_future(), self._loop.time())
         waiting = self._under_way if start.is_under_way else self._others
@@ -263,9 +271,9 @@ class Router:
         )
 
     def _dispatch(self) -> None:
-        """Give free places to those who wait: to groups under way first, in the order in which they came.
+        """Give free places to waiting requests, in order of arrival, groups under way first.
 
-        What a group asks at once came at once: it gets its places before the next group gets its first.
+        Requests that a group sends together get their places before the next group gets its first.
         """
         if not self.waiting:
             return
@@ -275,15 +283,15 @@ class Router:
         oldest = min((server.version for server in in_traffic), default=-1)
         share = (sum(server.in_flight for server in in_traffic) + self.waiting) / max(1, len(in_traffic))
         now, held = self._loop.time(), False
-        served = []  # they leave the queues afterwards: thousands may wait, too many to copy for the one that is served
+        served = []  # removed from the queues afterwards: thousands may wait, and copying them costs more
         for ticket in itertools.chain(self._under_way, self._others):
             if not places:
                 break
             min_version = ticket.start.min_version()
             if min_version > newest:
-                continue  # most of those who wait, if many do: this is all that they cost
+                continue  # true of most, if many wait: this check is all that they cost
             server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
-            if server is None:  # it has left traffic this moment; its change calls here again
+            if server is None:  # it has just left traffic; that change dispatches again
                 continue
             if oldest < min_version and server.in_flight >= share:
                 ticket.held_at = now if ticket.held_at is None else ticket.held_at

@@ -1,4 +1,4 @@
-"""The flow of rollouts: prompts are asked as far ahead as staleness allows, and each step takes its groups."""
+"""The flow of rollouts: groups are requested as far ahead as staleness allows, and each step takes its own."""
 
 import asyncio
 import secrets
@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 
 
 class Start(AnyFrom):
-    """The weights of one group are its buffer's business."""
+    """A group whose buffer entry says which weights it needs."""
 
     def __init__(self, buffer: StalenessBuffer, entry: Entry, limit: asyncio.Timeout, timeout_s: float) -> None:
         super().__init__(limit=limit, timeout_s=timeout_s)
@@ -35,20 +35,22 @@ class Start(AnyFrom):
 
 
 class RolloutStream:
-    """Groups for one step after the other. Its state lives on the collector's event loop; nothing polls.
+    """The groups of one step after another. Its state lives on the collector's event loop; nothing polls.
 
-    With `[async_grpo]` groups are asked while the trainer trains, as far ahead as keeps it from waiting (`run_ahead`),
-    and never further than the buffer's bound allows. Without, a step's groups are asked when the step wants them, all
-    at once and by the newest weights.
+    With `[async_grpo]`, groups are requested while the trainer trains. They run ahead as far as keeps it from waiting
+    (`run_ahead`), and never beyond the buffer's bound. Without it, a step's groups are requested when the step starts,
+    all at once, from the newest weights.
 
-    Groups that are given up are replaced by other prompts: those without a signal (`[grpo] zero_variance_groups =
-    "replace"`, DAPO's dynamic sampling, arXiv 2503.14476), those that took longer than `[rollout]
-    group_timeout_seconds`, and those that became too old. `counts` has how many there were of each.
+    Groups that are given up are replaced by other prompts. `counts` has the number of each kind:
+
+    - groups without a signal (`[grpo] zero_variance_groups = "replace"`, DAPO's dynamic sampling, arXiv 2503.14476)
+    - groups that took longer than `[rollout] group_timeout_seconds`
+    - groups that became too old
 
     Args:
-        steps: `[training] steps`: no group is asked for a step beyond.
+        steps: `[training] steps`. No group is requested for a later step.
         params: How each prompt is answered; its seed is the run's.
-        has_signal: Whether a group teaches anything; what does not is replaced if `grpo` says so.
+        has_signal: Whether a group teaches anything. If not, it is replaced if `grpo` says so.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class RolloutStream:
         has_signal: Callable[[Group], bool],
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Groups since the start: asked, finished, replaced, late, timed_out."""
+        """Groups since the start of the run: asked, finished, replaced, late, timed_out."""
         repeatable = rollout.engine == "embedded" or not ahead.enabled
         seeded = rollout.seeded_requests == "always" or (rollout.seeded_requests == "auto" and repeatable)
         self._collector, self._prompts = collector, prompts
@@ -88,7 +90,7 @@ class RolloutStream:
             self._pace = Pace(per_step, max_age, surplus)
         self._taken_at: float | None = None
         self._scores_s = 0.0
-        self._nonce = secrets.token_hex(4)  # request ids must differ from those of another run on the same servers
+        self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers
         self._wanted = 0
         self._replaced_this_step = self._timed_out_this_step = 0
         self._tasks: dict[Entry, asyncio.Task] = {}
@@ -101,16 +103,16 @@ class RolloutStream:
     def take(self, version: int) -> list[Group]:
         """The groups of the step that trains weights of `version`, in the order of their prompts. Blocks.
 
-        The wait is bounded by the time limits of groups, and of requests that find no server.
+        The time limits of groups, and of requests that find no server, bound the wait.
 
         Raises:
-            EngineError, UserError: A request failed for good, no server was left to ask, or every group took too long.
+            EngineError, UserError: A request failed for good, no server was eligible, or every group took too long.
             FleetError: Too few servers are left.
         """
         return self._collector.call(self._take(version))
 
     def take_scoring_seconds(self) -> float:
-        """Seconds that `take` has waited for nothing but scores, since the last call."""
+        """Seconds in which `take` waited for scores only, since the last call."""
 
         async def read() -> float:
             seconds, self._scores_s = self._scores_s, 0.0
@@ -119,7 +121,7 @@ class RolloutStream:
         return self._collector.call(read())
 
     def is_ready(self) -> bool:
-        """Whether `take` would return the next step's groups without a wait."""
+        """Whether `take` would return the next step's groups at once."""
 
         async def read() -> bool:
             return self._failure is None and self._buffer.ready() is not None
@@ -127,7 +129,7 @@ class RolloutStream:
         return self._collector.call(read())
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and where the groups are now. Names are explained in `docs/metrics.md`."""
+        """Counts since the start, and where the groups are now. `docs/metrics.md` explains the names."""
 
         async def read() -> dict[str, float]:
             entries = self._buffer.entries.values()
@@ -144,7 +146,7 @@ class RolloutStream:
         return self._collector.call(read())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues from, as JSON values: the place in the data, and groups not yet trained on."""
+        """What a resumed run continues from, as JSON values: the place in the data, and the groups not trained on."""
 
         async def read() -> dict[str, Any]:
             return {
@@ -156,7 +158,7 @@ class RolloutStream:
         return self._collector.call(read())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. Groups that were under way are asked anew."""
+        """Continue from `state_dict`. Groups that were under way are requested again."""
 
         async def load() -> None:
             self._prompts.load_state_dict(state["prompts"])
@@ -185,7 +187,7 @@ class RolloutStream:
         if self._failure is not None:
             raise self._failure
         taken, late = self._buffer.take()
-        if not self._ahead:  # what still waits for a place is asked again when a step wants it
+        if not self._ahead:  # groups that still wait for a place are requested again when a step wants them
             for entry in [entry for entry in self._tasks if entry.begun is None]:
                 self._tasks.pop(entry).cancel()
         for entry in late:
@@ -202,7 +204,10 @@ class RolloutStream:
         return [entry.group for entry in taken]
 
     async def _wait_for_server(self) -> None:
-        """Nothing is under way, and nothing can be asked: until it can. Other changes of the fleet prolong nothing."""
+        """Wait, bounded, while nothing is under way and no group can be requested.
+
+        Other changes of the fleet do not extend the time limit.
+        """
         fleet = self._collector.fleet
         try:
             async with asyncio.timeout(self._request_timeout_s):
@@ -217,7 +222,7 @@ class RolloutStream:
             ) from error
 
     def _fill(self) -> None:
-        """Ask as many prompts as may be asked now."""
+        """Request as many groups as allowed now."""
         self._changed.set()
         if self._wanted == 0 or self._failure is not None:
             return
@@ -245,7 +250,7 @@ class RolloutStream:
             return
         self.counts["asked"] += len(entries)
         cohorts = [None] * len(entries)
-        if not self._ahead:  # what starts together is repeatable to the last bit
+        if not self._ahead:  # groups that start together repeat to the last bit
             cohorts = self._collector.cohorts(len(entries), f"groups{entries[0].number}-{self._nonce}", version)
         for entry, cohort in zip(entries, cohorts, strict=True):
             task = asyncio.create_task(self._group(entry, cohort))
@@ -253,7 +258,7 @@ class RolloutStream:
             task.add_done_callback(lambda task, entry=entry: self._ended(entry, task))
 
     async def _group(self, entry: Entry, cohort: Any) -> Group:
-        step = entry.number // self._per_step + 1  # that it would be for, if none were dropped
+        step = entry.number // self._per_step + 1  # the step that would train on it if none were dropped
         seed = prompt_seed(self._params.seed, f"step{step}", entry.prompt.index, entry.occurrence)
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
         async with asyncio.timeout(self._timeout_s) as limit:
@@ -268,7 +273,7 @@ class RolloutStream:
 
     def _ended(self, entry: Entry, task: asyncio.Task) -> None:
         if self._tasks.get(entry) is not task:
-            return  # too old, and cancelled
+            return  # it was too old, and cancelled
         del self._tasks[entry]
         if task.cancelled():
             return  # the run ends
