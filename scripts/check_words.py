@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check that the documentation is in short sentences: a mean under 18 words per file, and none over 35.
 
-    python scripts/check_words.py                 # README, CONTRIBUTING, CHANGELOG, docs/*.md
+    python scripts/check_words.py                 # all documentation
     python scripts/check_words.py docs/async.md   # these files
     python scripts/check_words.py --rev HEAD~1    # the same files as they were at a commit
 
@@ -33,7 +33,7 @@ LONGEST_WORDS = 35
 LABEL_WORDS = 3
 """A table cell of at most this many words is no sentence."""
 
-FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "scripts/*/README.md")
 
 ABBREVIATIONS = ("e.g.", "i.e.", "cf.", "vs.", "dr.", "al.", "approx.", "no.", "fig.", "eq.", "sec.")
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
