@@ -9,11 +9,11 @@ from torchtitan.grpo.errors import UserError, did_you_mean
 
 
 def load_function(key: str, name: str, *parameters: str) -> Callable[..., Any]:
-    """The function that `name`, "module:function", stands for.
+    """Import the function that `name`, "module:function", names.
 
     Args:
-        key: The configuration key that names it, as messages show it: "[rollout] environment".
-        parameters: What it will be called with, by position; one word for each.
+        key: The configuration key, as messages show it: "[rollout] environment".
+        parameters: Names of the positional arguments that it will be called with.
 
     Raises:
         UserError: There is no such function, or it does not take these arguments.
@@ -23,7 +23,7 @@ def load_function(key: str, name: str, *parameters: str) -> Callable[..., Any]:
         raise UserError(f'{key}: "{name}" must be "module:function"')
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError, ValueError) as error:  # ValueError: no module's name, such as "."
+    except (ImportError, SyntaxError, ValueError) as error:  # ValueError: not a module name, such as "."
         raise UserError(f'{key}: "{name}": cannot import {module_name!r}: {error}') from error
     function = getattr(module, function_name, None)
     if not callable(function):

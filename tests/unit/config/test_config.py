@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
+from torchtitan.config import ConfigManager
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.config.keys import keys
+from torchtitan.grpo.config.keys import check_ranges, keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
 from torchtitan.grpo.config.machine import check_machine
-from torchtitan.grpo.config.ranges import RANGES, check_ranges
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.errors import UserError
@@ -106,6 +106,15 @@ BAD_TOML = {
     "interval": ("[checkpoint]\ninterval = 0", "[checkpoint] interval = 0", "at least 1"),
     "lr": ("[optimizer]\nlr = 0", "[optimizer] lr", "over 0"),
     "seed": ("[debug]\nseed = -1", "[debug] seed = -1", "at least 0"),
+    "seed too large": ("[debug]\nseed = 4294967296", "[debug] seed = 4294967296", "under 4294967296 (NumPy"),
+    "torchtitan's range": ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 = 1.0", "at least 0 and under 1"),
+    "optional number": ("[lr_scheduler]\ntotal_steps = 0", "[lr_scheduler] total_steps = 0", "at least 1"),
+    "workers": ("[reward]\nworkers = 0", "[reward] workers = 0", "at least 1"),
+    "score timeout": ("[reward]\ntimeout_seconds = 0", "[reward] timeout_seconds = 0", "over 0"),
+    "prompt length": ("[data]\nmax_prompt_tokens = 0", "[data] max_prompt_tokens = 0", "at least 1"),
+    "operand": ("[data]\narithmetic_max = 0", "[data] arithmetic_max = 0", "at least 1"),
+    "held-out prompts": ("[validation]\nprompts = 0", "[validation] prompts = 0", "at least 1"),
+    "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
     "minibatches": ("[grpo]\nminibatches = 5", "[grpo] minibatches = 5", "does not divide", "prompts_per_step = 32"),
     "row under seq_len": (
@@ -136,12 +145,32 @@ BAD_TOML = {
     ),
     "sglang without urls": ("[rollout]\nengine = 'sglang'", "[rollout] urls is empty", 'engine = "sglang"'),
     "vllm without urls": ("[rollout]\nengine = 'vllm'", "[rollout] urls is empty", "http://"),
-    "url scheme": ("[rollout]\nurls = ['a:8000']", "[rollout] urls", "write http://host:port"),
-    "url port": ("[rollout]\nurls = ['http://a:99999']", "[rollout] urls", "range"),
-    "url query": ("[rollout]\nurls = ['http://a:1/?k=v']", "[rollout] urls", "write http://host:port"),
+    "url scheme": ("[rollout]\nurls = ['a:8000']", "[rollout] urls, entry 0", "write http://host:port"),
+    "url port": ("[rollout]\nurls = ['http://b', 'http://a:99999']", "[rollout] urls, entry 1", "range"),
+    "url query": ("[rollout]\nurls = ['http://a:1/?k=v']", "[rollout] urls, entry 0", "write http://host:port"),
+    "url fragment": ("[rollout]\nurls = ['http://a:1/#v']", "[rollout] urls, entry 0", "write http://host:port"),
+    "servers": ("[rollout]\nurls = ['http://a:1']\nmin_servers = 2", "[rollout] min_servers = 2", "servers, 1"),
+    "list of servers": ("[rollout]\nurls_file = '/no/such'", '[rollout] urls_file = "/no/such"', "does not exist"),
     "url twice": ("[rollout]\nurls = ['http://a:1', 'http://a:1/']", "[rollout] urls", "2 times"),
     "stop token": ("[rollout]\nstop_token_ids = [-1]", "[rollout] stop_token_ids has -1", "0 or more"),
     "jsonl without path": ("[data]\nsource = 'jsonl'", "[data] path is missing", "needs a file"),
+    "hf without path": ("[data]\nsource = 'hf'", "[data] path is missing", "needs a folder"),
+    "generated and held out": ("[data]\nvalidation_path = 'x'", "[data] validation_path", "is not read with source"),
+    "split of a file": (
+        "[data]\nsource = 'jsonl'\npath = 'x'\nvalidation_split = 'test'",
+        "[data] validation_split",
+        'source = "hf"',
+    ),
+    "held-out file is the training file": (
+        "[data]\nsource = 'jsonl'\npath = 'x'\nvalidation_path = 'x'",
+        "[data] validation_path and validation_split name the same rows",
+        'path = "x"',
+    ),
+    "held-out split is the training split": (
+        "[data]\nsource = 'hf'\npath = 'x'\nvalidation_split = 'train'",
+        "[data] validation_path and validation_split name the same rows",
+        'split = "train"',
+    ),
     "path not read": ("[data]\npath = 'x.jsonl'", "[data] path", 'source = "jsonl" or "hf"'),
     "split not read": ("[data]\nvalidation_split = 'test'", "[data] validation_split", 'source = "hf"'),
     "no tasks": ("[data]\nsource = 'reasoning_gym'", "[data] tasks is empty", "basic_arithmetic"),
@@ -160,6 +189,13 @@ BAD_TOML = {
         "put ( ) around the answer",
     ),
     "pattern with two": ("[reward]\nanswer_pattern = '(a)(b)'", "[reward] answer_pattern", "has 2 groups"),
+    "data pattern with two": ("[data]\nanswer_pattern = '(a)(b)'", "[data] answer_pattern", "has 2 groups"),
+    "pattern for own functions": (
+        "[reward]\nfunctions = ['a:b']\nanswer_pattern = '(.)'",
+        "[reward] answer_pattern",
+        "built-in functions only",
+    ),
+    "weight not finite": ("[reward]\nweights = [nan]", "[reward] weights", "entry 0: nan is not a finite number"),
     "weights": ("[reward]\nweights = [1.0, 2.0]", "[reward] weights has 2 entries for 1", "one for each"),
     "zero weights": ("[reward]\nweights = [0.0]", "[reward] weights", "every reward would be 0"),
     "no function": ("[reward]\nfunctions = []", "[reward] functions is empty", "exact_match"),
@@ -394,9 +430,16 @@ def test_api_key_variable(monkeypatch):
     assert load_config(flags).rollout.api_key_env == "TEST_CONFIG_KEY"
 
 
-@pytest.mark.parametrize("flags", [["--rollout.api_key_env", "sk-1f2e"], ["--rollout.urls", "http://u:sk-1f2e@host:1"]])
-def test_a_key_in_the_wrong_place_is_not_shown(flags):
-    with pytest.raises(UserError, match="api_key_env") as caught:
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--rollout.api_key_env", "sk-1f2e"], "api_key_env"),
+        (["--rollout.urls", "http://u:sk-1f2e@host:1"], "api_key_env"),
+        (["--rollout.urls", "http://u:sk-1f2e@host:99999"], "Port out of range"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_not_shown(flags, says):
+    with pytest.raises(UserError, match=says) as caught:
         load_config([*MODEL, *flags])
     assert "1f2e" not in str(caught.value)
 
@@ -405,17 +448,26 @@ def test_a_key_in_the_wrong_place_is_not_shown(flags):
 
 
 def test_tables_name_real_keys():
-    assert set(RANGES) <= {key.path for key in honoured_keys()}
     assert set(ELSEWHERE.values()) <= {key.path for key in honoured_keys()}
     covered = {unsupported_by(path) for path in keys()} - {None}
     assert covered == set(UNSUPPORTED)
 
 
-def test_every_number_of_ours_has_bounds_and_every_key_a_text():
-    ours = [key for key in honoured_keys() if key.section in {f.name for f in fields(job_config.JobConfig)} and key.doc]
-    assert {"grpo.group_size", "sft.lr", "optimizer.lr", "comm.init_timeout_seconds"} <= {key.path for key in ours}
-    assert [key.path for key in honoured_keys() if not key.torchtitan and not key.doc] == []
-    assert [key.path for key in ours if key.type in (int, float) and key.path not in RANGES] == []
+def test_every_number_has_a_range_and_every_key_of_job_config_a_text():
+    numbers = [key for key in honoured_keys() if key.type in (int, float)]
+    assert len(numbers) > 50
+    without = [key.path for key in numbers if key.range is None]
+    assert without == ["parallelism.data_parallel_shard_degree"]  # -1, or 1 and more: not an interval
+    for section in fields(job_config.JobConfig):
+        for key in fields(section.type):
+            assert keys()[f"{section.name}.{key.name}"].doc, key.name
+            assert unsupported_by(f"{section.name}.{key.name}") is None, key.name
+
+
+def test_torchtitans_own_parser_reads_annotated_keys():
+    flags = ["--job.custom_config_module", job_config.__name__, "--grpo.group_size", "4", "--optimizer.beta1", "0.8"]
+    config = ConfigManager().parse_args([*MODEL, *flags])
+    assert (config.grpo.group_size, config.optimizer.beta1, config.lr_scheduler.total_steps) == (4, 0.8, None)
 
 
 def test_defaults_pass_their_own_checks():

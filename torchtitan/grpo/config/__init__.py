@@ -1,1 +1,13 @@
-"""From TOML and command line to one checked configuration. The keys themselves are in `config/job_config.py`."""
+"""From a TOML file and the command line to one checked JobConfig, or to one error that names every problem.
+
+    job_config.py       the keys of this project: type, range, default, meaning
+      keys.py           all keys as a table, torchtitan's too; checks one value: type, range
+        unsupported.py  torchtitan's keys that have no effect here
+      ranges.py         Range, which a key's annotation holds
+    load.py             reads file and flags, merges, and runs every check
+      contradictions.py what keys must satisfy together (urls.py: one address)
+      machine.py        what they need from this machine: ranks, GPUs, variables
+    batch.py            batch sizes that follow from the keys
+
+A value that passed these checks is not checked again elsewhere.
+"""

@@ -1,21 +1,22 @@
 """What keys must satisfy together.
 
-Each check returns all its messages: a user mends a file once. A message names the key, its value, what is allowed
-and what to change.
+Each check yields all its messages, so that a user corrects a file once. A message names the key, its value, what is
+allowed and what to change.
 """
 
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.keys import label, show
+from torchtitan.grpo.config.batch import row_tokens
+from torchtitan.grpo.config.keys import keys, label, show
+from torchtitan.grpo.config.urls import url_problem
 
 
 def check_contradictions(config: JobConfig) -> list[str]:
-    """Check the keys against one another, single values being in their ranges."""
+    """Check the keys against one another. Each value is of its type and in its range already."""
     checks = (
         _check_batch,
         _check_lengths,
@@ -23,8 +24,10 @@ def check_contradictions(config: JobConfig) -> list[str]:
         _check_offload,
         _check_torchtitan,
         _check_servers,
+        _check_weight_sync,
         _check_async,
         _check_data,
+        _check_held_out,
         _check_reward,
     )
     return [message for check in checks for message in check(config)]
@@ -40,14 +43,14 @@ def _check_batch(config: JobConfig) -> Iterator[str]:
     if 0 < training.tokens_per_microbatch < training.seq_len:
         yield (
             f"[training] tokens_per_microbatch = {training.tokens_per_microbatch} is under [training] seq_len = "
-            f"{training.seq_len}: the longest sample must fit one microbatch, so raise it, or 0 for seq_len"
+            f"{training.seq_len}: the longest sample must fit one microbatch, so raise it, or set 0 for seq_len"
         )
-    row, tensor = training.tokens_per_microbatch or training.seq_len, config.parallelism.tensor_parallel_degree
+    row, tensor = row_tokens(config), config.parallelism.tensor_parallel_degree
     if row % tensor:
         key = "tokens_per_microbatch" if training.tokens_per_microbatch else "seq_len"
         yield (
-            f"[training] {key} = {row} is not a multiple of [parallelism] tensor_parallel_degree = {tensor}: a packed "
-            "row is cut evenly over those ranks"
+            f"[training] {key} = {row} is not a multiple of [parallelism] tensor_parallel_degree = {tensor}: those "
+            "ranks split each packed row evenly"
         )
 
 
@@ -61,7 +64,7 @@ def _check_lengths(config: JobConfig) -> Iterator[str]:
     if config.grpo.overlong_buffer_tokens >= answer:
         yield (
             f"[grpo] overlong_buffer_tokens = {config.grpo.overlong_buffer_tokens} must be under [rollout] "
-            f"max_answer_tokens = {answer}: it is the stretch before that limit in which the reward falls"
+            f"max_answer_tokens = {answer}: the reward falls over that many tokens before the limit"
         )
 
 
@@ -76,13 +79,13 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
         )
     if grpo.ratio_clip_c and grpo.policy_loss != "ppo":
         yield (
-            f'[grpo] ratio_clip_c = {grpo.ratio_clip_c} has a meaning for policy_loss = "ppo" only, not '
+            f'[grpo] ratio_clip_c = {grpo.ratio_clip_c} applies to policy_loss = "ppo" only, not '
             f"{show(grpo.policy_loss)}: set it to 0"
         )
     if grpo.kl_coef and grpo.kl_estimator == "k1" and grpo.kl_placement == "loss":
         yield (
-            '[grpo] kl_estimator = "k1" with kl_placement = "loss" has a gradient of zero on average and holds nothing '
-            'back: use kl_placement = "reward", or k2 or k3'
+            '[grpo] kl_estimator = "k1" with kl_placement = "loss" has an expected gradient of zero, so it has no '
+            'effect: use kl_placement = "reward", or k2 or k3'
         )
     if grpo.importance_correction != "none" and not grpo.importance_min <= 1 <= grpo.importance_max:
         yield (
@@ -95,7 +98,7 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
             f"{show(grpo.importance_correction)} would correct twice: the ratio holds the sampler already, so set "
             'importance_correction = "none"'
         )
-    if grpo.replace_limit != 4.0 and grpo.zero_variance_groups != "replace":
+    if grpo.replace_limit != keys()["grpo.replace_limit"].default and grpo.zero_variance_groups != "replace":
         yield f'[grpo] replace_limit = {grpo.replace_limit:g} is read with zero_variance_groups = "replace" only'
     if grpo.importance_min > grpo.importance_max:
         yield f"[grpo] importance_min = {grpo.importance_min} is over [grpo] importance_max = {grpo.importance_max}"
@@ -122,7 +125,7 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
     if not config.model.hf_assets_path:
         yield "[model] hf_assets_path is missing: give the Hugging Face folder with config.json, tokenizer and weights"
     if config.model.hf_assets_path.endswith("tokenizer.model"):
-        yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that it is in"
+        yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that holds it"
     if config.model.flavor and not config.model.name:
         yield f"[model] flavor = {show(config.model.flavor)} needs [model] name: qwen3 or llama3"
     if config.optimizer.name not in ("Adam", "AdamW"):
@@ -138,7 +141,7 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
         yield f"[checkpoint] load_step = {config.checkpoint.load_step} is read with [checkpoint] resume = true only"
     shard = config.parallelism.data_parallel_shard_degree
     if shard != -1 and shard < 1:
-        yield f"[parallelism] data_parallel_shard_degree = {shard} must be at least 1, or -1 for all that are left"
+        yield f"[parallelism] data_parallel_shard_degree = {shard} must be at least 1, or -1 for all remaining ranks"
     option = config.activation_checkpoint.selective_ac_option
     if option not in ("op", "matmul") and not (option.isdigit() and int(option) > 0):
         yield (
@@ -159,73 +162,63 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
     if rollout.urls and rollout.urls_file:
         yield "[rollout] urls and [rollout] urls_file are both set: keep the addresses in one of them"
     if rollout.urls_file and not os.path.isfile(rollout.urls_file):
-        yield f"[rollout] urls_file = {show(rollout.urls_file)} is no file: write one base address a line into it"
+        yield f"[rollout] urls_file = {show(rollout.urls_file)} does not exist: write one base address a line into it"
     if rollout.min_servers > max(1, len(rollout.urls)) and not rollout.urls_file:
         yield (
             f"[rollout] min_servers = {rollout.min_servers} is over the number of servers, "
             f"{max(1, len(rollout.urls))}: lower it, or add servers to [rollout] urls"
         )
-    if config.weight_sync.disk_folder and config.weight_sync.transport != "disk":
-        yield (
-            f"[weight_sync] disk_folder = {show(config.weight_sync.disk_folder)} is read with "
-            'transport = "disk" only: set that, or leave it out'
-        )
     if rollout.group_timeout_seconds < rollout.request_timeout_seconds:
         yield (
             f"[rollout] group_timeout_seconds = {rollout.group_timeout_seconds:g} is under [rollout] "
-            f"request_timeout_seconds = {rollout.request_timeout_seconds:g}: a group holds one request or more, so "
-            "raise it, or lower that"
+            f"request_timeout_seconds = {rollout.request_timeout_seconds:g}: a group takes one request or more, so "
+            "raise the first or lower the second"
         )
-    if config.weight_sync.cadence == "auto" and not config.weight_sync.async_weight_update:
-        yield '[weight_sync] cadence = "auto" needs async_weight_update = true: sync mode sends every version'
-    for url, times in Counter(url.rstrip("/") for url in rollout.urls).items():
+    for url, times in Counter(rollout.urls).items():
         if times > 1:
             yield f"[rollout] urls has {show(url)} {times} times: one address per server"
-        yield from _check_url(url)
+    for entry, url in enumerate(rollout.urls):
+        if problem := url_problem(url):
+            yield f"[rollout] urls, entry {entry}: {problem}"
     for token, times in Counter(rollout.stop_token_ids).items():
         if token < 0 or times > 1:
             yield f"[rollout] stop_token_ids has {token}{f' {times} times' if times > 1 else ': ids are 0 or more'}"
 
 
+def _check_weight_sync(config: JobConfig) -> Iterator[str]:
+    sync = config.weight_sync
+    if sync.disk_folder and sync.transport != "disk":
+        yield (
+            f'[weight_sync] disk_folder = {show(sync.disk_folder)} is read with transport = "disk" only: set that, or '
+            "leave it out"
+        )
+    if sync.cadence == "auto" and not sync.async_weight_update:
+        yield '[weight_sync] cadence = "auto" needs async_weight_update = true: sync mode sends every version'
+
+
 def _check_async(config: JobConfig) -> Iterator[str]:
     ahead, prompts = config.async_grpo, config.grpo.prompts_per_step
     if not ahead.enabled:
-        defaults = {"max_trajectory_age_steps": 1, "run_ahead": "auto", "late_groups": "wait", "order_window": 0}
-        for name, default in defaults.items():
+        for name in ("max_trajectory_age_steps", "run_ahead", "late_groups", "order_window"):
             value = getattr(ahead, name)
-            if value != default:
+            if value != keys()[f"async_grpo.{name}"].default:
                 yield f"[async_grpo] {name} = {show(value)} is read with [async_grpo] enabled = true only"
     if ahead.max_trajectory_age_steps > 1 and not ahead.in_flight_weight_updates:
         yield (
             f"[async_grpo] max_trajectory_age_steps = {ahead.max_trajectory_age_steps} needs in_flight_weight_updates "
-            "= true: without it every update waits until the servers have finished their answers, so older ones only "
-            "pile up; set in_flight_weight_updates = true, or max_trajectory_age_steps = 1"
+            "= true: without it every update waits for running answers, so a higher age only ages them; set "
+            "in_flight_weight_updates = true, or max_trajectory_age_steps = 1"
         )
     if not (ahead.recompute_kv_cache_after_weight_updates or ahead.in_flight_weight_updates):
         yield (
             "[async_grpo] recompute_kv_cache_after_weight_updates = false needs in_flight_weight_updates = true: "
-            "without it no answer is under way when weights change"
+            "without it no answer is running when weights change"
         )
     if 0 < ahead.order_window < prompts:
         yield (
             f"[async_grpo] order_window = {ahead.order_window} is under [grpo] prompts_per_step = {prompts}: a step "
-            "takes that many groups out of it, so raise it, or 0 for as many as the age allows"
+            "takes that many groups from it, so raise it, or set 0 for as many as the age allows"
         )
-
-
-def _check_url(url: str) -> Iterator[str]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        yield f"[rollout] urls has {show(url)}: {error}; write http://host:port"
-        return
-    if parts.username or parts.password:
-        yield f"[rollout] urls has a user or password for {parts.hostname}: use [rollout] api_key_env instead"
-    elif parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or " " in url:
-        yield f"[rollout] urls has {show(url)}: write http://host:port or https://host:port"
-    elif port == 0:
-        yield f"[rollout] urls has {show(url)}: 0 is no port"
 
 
 def _check_data(config: JobConfig) -> Iterator[str]:
@@ -268,6 +261,19 @@ def _check_data(config: JobConfig) -> Iterator[str]:
     yield from _check_pattern("data.answer_pattern", data.answer_pattern)
 
 
+def _check_held_out(config: JobConfig) -> Iterator[str]:
+    data = config.data
+    training = (data.path, data.split)
+    held_out = (data.validation_path or data.path, data.validation_split or data.split)
+    named = data.source in ("jsonl", "hf") and (data.validation_path or data.validation_split)
+    if named and held_out == training:
+        yield (
+            "[data] validation_path and validation_split name the same rows as [data] "
+            f"path = {show(data.path)}, split = {show(data.split)}: change them, or leave them out to hold out the "
+            "last rows"
+        )
+
+
 def _check_reward(config: JobConfig) -> Iterator[str]:
     reward, data = config.reward, config.data
     if not reward.functions:
@@ -278,7 +284,7 @@ def _check_reward(config: JobConfig) -> Iterator[str]:
     if reward.weights and len(reward.weights) != len(reward.functions):
         yield (
             f"[reward] weights has {len(reward.weights)} entries for {len(reward.functions)} [reward] functions: "
-            "one for each, or leave it out for 1 each"
+            "give one for each, or leave it out for 1 each"
         )
     if reward.weights and not any(reward.weights):
         yield "[reward] weights are all 0: every reward would be 0"
@@ -293,6 +299,11 @@ def _check_reward(config: JobConfig) -> Iterator[str]:
         yield f"[data] answer_column is empty, but [reward] functions {names} compare with it: name it"
     if config.sft.steps and data.source in ("jsonl", "hf") and not (config.sft.target_column or data.answer_column):
         yield "[sft] target_column is missing: name the column to learn, or set [data] answer_column"
+    if reward.answer_pattern and reward.functions and all(":" in function for function in reward.functions):
+        yield (
+            f"[reward] answer_pattern = {show(reward.answer_pattern)} is read by built-in functions only, and "
+            "[reward] functions has none: leave it out (a function of your own gets the whole answer)"
+        )
     yield from _check_pattern("reward.answer_pattern", reward.answer_pattern)
 
 

@@ -1,7 +1,7 @@
-"""Every TOML key as a flat table: its section, type, default and doc, and the check of one value against its type.
+"""Every TOML key as a flat table, and the checks of one value: its type and its range.
 
 torchtitan's ConfigManager builds dataclasses from TOML without looking at types, so `group_size = "8"` would
-fail somewhere in the first step. Here each value is checked against its annotation before that.
+fail somewhere in the first step. Here each value is checked against its annotation first.
 """
 
 import ast
@@ -12,15 +12,16 @@ import math
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from operator import attrgetter
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchtitan.config import ConfigManager
-from torchtitan.config import JobConfig as TorchtitanConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config import job_config
+from torchtitan.grpo.config.ranges import Range
 from torchtitan.grpo.errors import nearest
 
 MODULE = job_config.__name__
-"""What `job.custom_config_module` is set to."""
+"""Value of `job.custom_config_module`."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class Key:
     """One TOML key.
 
     Attributes:
-        section: Table it stands in, dotted if nested (`training.dataloader`).
-        type: Its annotation.
-        default: What it is when left out.
-        doc: Why it is there; "" for a key whose meaning is torchtitan's and whose default is too.
+        section: Its table, dotted if nested (`training.dataloader`).
+        type: Its annotation, without the range.
+        range: The interval of a number, None if it has none.
+        default: Its value when left out.
+        doc: Its meaning and the reason for its default; "" for a key that is torchtitan's alone.
         torchtitan: True if torchtitan has this key.
         torchtitan_default: torchtitan's own default, None for a key of this project.
     """
@@ -39,6 +41,7 @@ class Key:
     section: str
     name: str
     type: Any
+    range: Range | None
     default: Any
     doc: str
     torchtitan: bool
@@ -48,11 +51,6 @@ class Key:
     def path(self) -> str:
         return f"{self.section}.{self.name}"
 
-    @property
-    def label(self) -> str:
-        """How messages name it."""
-        return label(self.path)
-
 
 def label(path: str) -> str:
     """`grpo.group_size` as messages and TOML files show it: `[grpo] group_size`."""
@@ -60,28 +58,19 @@ def label(path: str) -> str:
     return f"[{section}] {name}"
 
 
-def merged_config() -> type:
-    """torchtitan's JobConfig with this project's keys, as its ConfigManager merges them."""
-    return ConfigManager._merge_configs(TorchtitanConfig, job_config.JobConfig)
-
-
 @functools.cache
 def keys() -> dict[str, Key]:
-    """All keys by path (`grpo.group_size`), sections in torchtitan's order and then in ours."""
-    upstream = {path: value for path, _, value in _leaves(TorchtitanConfig())}
+    """All keys by path (`grpo.group_size`): torchtitan's sections in its order, then ours."""
+    upstream = {path: value for path, _, value in _leaves(JobConfig())}
+    merged = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
     docs = _docs()
-    return {
-        path: Key(
-            section=path.rpartition(".")[0],
-            name=path.rpartition(".")[2],
-            type=annotation,
-            default=value,
-            doc=docs.get(path, ""),
-            torchtitan=path in upstream,
-            torchtitan_default=upstream.get(path),
-        )
-        for path, annotation, value in _leaves(merged_config()())
-    }
+    table = {}
+    for path, annotation, value in _leaves(merged()):
+        section, _, name = path.rpartition(".")
+        bare, allowed = _split(annotation)
+        doc = docs.get(path, "")
+        table[path] = Key(section, name, bare, allowed, value, doc, path in upstream, upstream.get(path))
+    return table
 
 
 @functools.cache
@@ -92,7 +81,7 @@ def sections() -> tuple[str, ...]:
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
-    """Yield (path, annotation, value) of each field that is no section."""
+    """Yield (path, annotation, value) of each field that is not a section."""
     for f in fields(config):
         value = getattr(config, f.name)
         if is_dataclass(value):
@@ -101,8 +90,16 @@ def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
             yield f"{prefix}{f.name}", f.type, value
 
 
+def _split(annotation: Any) -> tuple[Any, Range | None]:
+    """`Annotated[int, Range(at_least=2)]` as its type and its range."""
+    if get_origin(annotation) is Annotated:
+        bare, allowed = get_args(annotation)
+        return bare, allowed
+    return annotation, None
+
+
 def _docs() -> dict[str, str]:
-    """The string under each field of config/job_config.py, by path."""
+    """The string below each field of config/job_config.py, by path."""
     classes = {
         node.name: node for node in ast.parse(inspect.getsource(job_config)).body if isinstance(node, ast.ClassDef)
     }
@@ -118,7 +115,7 @@ def _docs() -> dict[str, str]:
 
 
 class Mismatch(ValueError):
-    """A value of the wrong type: the message says what it is, what it must be and what to write."""
+    """A value of the wrong type. The message says what it is, what it must be and what to write."""
 
 
 def type_name(annotation: Any) -> str:
@@ -134,7 +131,11 @@ def type_name(annotation: Any) -> str:
 
 
 def check_value(value: Any, annotation: Any) -> Any:
-    """Return `value` as the annotation has it (an int becomes a float where one is due); raise Mismatch otherwise."""
+    """Return `value` if it is of the annotated type; an int becomes a float where one is due.
+
+    Raises:
+        Mismatch: It is of another type, or not finite.
+    """
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return _check_union(value, annotation)
@@ -192,8 +193,19 @@ def _check_list(value: Any, annotation: Any) -> list[Any]:
     return checked
 
 
+def check_ranges(config: JobConfig) -> list[str]:
+    """Name each number that is outside its range, and say what the range is."""
+    messages = []
+    for key in keys().values():
+        value = attrgetter(key.path)(config)
+        if key.range is not None and value is not None and value not in key.range:
+            why = f" ({key.range.why})" if key.range.why else ""
+            messages.append(f"{label(key.path)} = {show(value)} must be {key.range}{why}")
+    return messages
+
+
 def show(value: Any) -> str:
-    """A value as a TOML file has it."""
+    """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -218,7 +230,7 @@ def _kind(value: Any) -> str:
 
 
 def _advice(value: Any, annotation: Any) -> str:
-    """What to write instead, where that is plain."""
+    """What to write instead, if that is clear."""
     if annotation is bool:
         return ": write true or false" + (", without quotes" if type(value) is str else "")
     if annotation is str and type(value) in (int, float, bool):

@@ -2,8 +2,8 @@
 
     defaults  <  TOML file (`--job.config_file run.toml`)  <  command line (`--grpo.group_size 16`)
 
-Merging is torchtitan's ConfigManager's; reading is stricter than there: each key and value is checked before a
-dataclass is built, and everything that is wrong is reported at once, with the nearest right name.
+torchtitan's ConfigManager merges them. Reading is stricter than there: each key and value is checked before a
+dataclass is built. One error reports all problems, with the nearest known name for each unknown one.
 """
 
 import os
@@ -18,6 +18,7 @@ from torchtitan.grpo.config.keys import (
     MODULE,
     Key,
     Mismatch,
+    check_ranges,
     check_value,
     keys,
     label,
@@ -26,14 +27,13 @@ from torchtitan.grpo.config.keys import (
     type_name,
 )
 from torchtitan.grpo.config.machine import check_machine
-from torchtitan.grpo.config.ranges import check_ranges
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
 from torchtitan.grpo.errors import UserError, nearest
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
 PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path")
-"""Keys in which `~` stands for the home folder."""
+"""Keys whose values may start with `~`, the home folder."""
 
 ELSEWHERE = {
     "batch_size": "grpo.prompts_per_step",
@@ -55,12 +55,13 @@ ELSEWHERE = {
     "output_dir": "job.dump_folder",
     "scale_rewards": "grpo.advantage_std",
 }
-"""Keys by the names that other trainers give them."""
+"""Keys by their names in other trainers."""
 
 HELP = """usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run] [--SECTION.KEY VALUE ...]
 
-Every key can be given in the TOML file as [SECTION] KEY or here; here wins. Lists are comma-separated, booleans are
---SECTION.KEY and --SECTION.no-KEY (or true and false). --dry_run prints the run's arithmetic and stops.
+Each key can stand in the TOML file as [SECTION] KEY, or here, which wins. Lists are comma-separated; booleans are
+--SECTION.KEY and --SECTION.no-KEY, or true and false. --dry_run prints the configuration and the batch and memory
+arithmetic, and stops.
 """
 
 
@@ -71,11 +72,11 @@ def load_config(argv: list[str]) -> JobConfig:
         argv: The command line without the program's name.
 
     Returns:
-        torchtitan's JobConfig with this project's sections, every value of its annotated type and in its range.
+        torchtitan's JobConfig with this project's sections. Every value is of its type and in its range.
 
     Raises:
-        UserError: An unreadable file, unknown keys or flags, wrong types, values out of range, contradictions, keys
-            that this trainer does not honour. One message names them all.
+        UserError: The file is unreadable; a key or flag is unknown, of the wrong type, out of range or without effect;
+            or keys contradict one another. One message names all problems.
         SystemExit: `--help`, with status 0.
     """
     if "--help" in argv or "-h" in argv:
@@ -100,7 +101,7 @@ def load_config(argv: list[str]) -> JobConfig:
 
 
 def help_text() -> str:
-    """What `--help` prints: each key with its default, and its doc where it is not torchtitan's alone."""
+    """Text of `--help`: each key with its type, its default and its doc if it has one."""
     lines = [HELP]
     for key in honoured_keys():
         lines.append(f"  --{key.path} ({type_name(key.type)}, default {show(key.default)})")
@@ -119,7 +120,7 @@ def _raise(problems: list[str], path: str | None) -> None:
 
 
 def _merge(given: dict[str, Any]) -> JobConfig:
-    """Build the dataclasses through torchtitan's ConfigManager from values that have been checked."""
+    """Build the dataclasses from checked values, through torchtitan's ConfigManager."""
     tables: dict[str, Any] = {}
     for path, value in {**given, CUSTOM_MODULE: MODULE}.items():
         *parents, name = path.split(".")
@@ -128,12 +129,12 @@ def _merge(given: dict[str, Any]) -> JobConfig:
             table = table.setdefault(parent, {})
         table[name] = value
     manager = ConfigManager()
-    # Not `parse_args`: it would read the command line once more, and end the process on what it does not like.
+    # Not `parse_args`: it would parse the command line again, and exit the process on an error.
     return manager._dict_to_dataclass(manager._maybe_add_custom_config([], tables), tables)
 
 
 def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, checked value) of each good key of a TOML file; append what is wrong to `problems`."""
+    """Yield (path, checked value) of each valid key of a TOML file; append the others to `problems`."""
     try:
         with open(path, "rb") as file:
             tables = tomllib.load(file)
@@ -166,7 +167,7 @@ def _read_table(table: dict[str, Any], section: str, problems: list[str]) -> Ite
 
 
 def _unknown(section: str, name: str, is_table: bool) -> str:
-    """Say that there is no such key or section, and which one may be meant."""
+    """Message for an unknown key or section, with the one that may be meant."""
     if not section:
         near = nearest(name, [s for s in sections() if "." not in s])
         hint = f": did you mean [{near}]?" if near else ""
@@ -180,7 +181,7 @@ def _unknown(section: str, name: str, is_table: bool) -> str:
 
 
 def _nearest_key(section: str, name: str) -> str | None:
-    """The key that `name` may stand for: in its own section, by its name in other trainers, or in any section."""
+    """The key that `name` may mean: in its own section, by its name in another trainer, or in any section."""
     own = {key.name: key.path for key in honoured_keys() if key.section == section}
     anywhere = {key.name: key.path for key in honoured_keys()}
     near = nearest(name, own)
@@ -193,7 +194,7 @@ def _nearest_key(section: str, name: str) -> str | None:
 
 
 def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
-    """Parse `--section.key value` flags as torchtitan's command line writes them; hyphens count as underscores."""
+    """Parse torchtitan's `--section.key value` flags. Hyphens count as underscores."""
     given: dict[str, Any] = {}
     words = list(argv)
     while words:
@@ -232,7 +233,7 @@ def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
 
 
 def _values_of(key: Key, words: list[str]) -> list[str]:
-    """Take the words that belong to a flag from the front of `words`."""
+    """Remove a flag's values from the front of `words` and return them."""
     if key.type is bool:
         return [words.pop(0)] if words and words[0].lower() in ("true", "false") else []
     many = get_origin(key.type) is list
@@ -243,7 +244,7 @@ def _values_of(key: Key, words: list[str]) -> list[str]:
 
 
 def _from_text(key: Key, texts: list[str], negated: bool) -> Any:
-    """A flag's words as the TOML value that they stand for; what cannot be read stays text for `check_value`."""
+    """A flag's values as a TOML value. What cannot be parsed stays text, for `check_value` to report."""
     if key.type is bool:
         return _scalar(texts[0], bool) if texts else not negated
     if get_origin(key.type) is list:
@@ -268,7 +269,7 @@ def _scalar(text: str, annotation: Any) -> Any:
 
 
 def _unknown_flag(flag: str, path: str) -> str:
-    """Say that there is no such flag, and which one may be meant."""
+    """Message for an unknown flag, with the one that may be meant."""
     section, _, name = path.rpartition(".")
     if section and section in sections():
         near = _nearest_key(section, name)

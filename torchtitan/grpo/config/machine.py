@@ -1,6 +1,6 @@
-"""What a configuration needs of this machine: processes, devices, environment variables.
+"""What a configuration needs from this machine: processes, devices, environment variables.
 
-As in `contradictions`, all messages at once, each with the key, its value and what to change.
+As in `contradictions`, all messages come at once, each with the key, its value and what to change.
 """
 
 import os
@@ -10,27 +10,26 @@ from collections.abc import Iterator
 import torch
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.batch import data_ranks
 from torchtitan.grpo.config.keys import show
 
 
 def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | None = None) -> list[str]:
-    """Check what depends on where the run is: processes, devices, environment variables.
+    """Check processes, devices and environment variables.
 
     Args:
-        world_size: Number of trainer processes; None reads torchrun's WORLD_SIZE, 1 without it.
-        gpus: CUDA devices that this machine shows to the run; None asks torch.
+        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
+        gpus: Number of CUDA devices that the run sees. None asks torch.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     gpus = torch.cuda.device_count() if gpus is None else gpus
     messages = [*_check_ranks(config, world_size), *_check_devices(config, world_size, gpus)]
     name = config.rollout.api_key_env
     if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
-        messages.append(
-            "[rollout] api_key_env is not like a variable's name: give the name, as in VLLM_API_KEY, not the key"
-        )
+        messages.append("[rollout] api_key_env is not a variable's name: give one like VLLM_API_KEY, not the key")
     elif name and not os.environ.get(name):
         messages.append(
-            f"[rollout] api_key_env = {show(name)}: is not set in the environment: export it, or leave the key out"
+            f"[rollout] api_key_env = {show(name)}: the variable is not set: export it, or leave the key out"
         )
     return messages
 
@@ -50,7 +49,7 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     if transport == "nccl" and gpus and (device == "cpu" or gpus <= trainers):
         takes = "processes take" if trainers > 1 else "process takes"
         yield (
-            '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL joins no two processes on one '
+            '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL cannot join two processes on one '
             f'GPU, and {trainers} trainer {takes} all {gpus}; use "auto"'
         )
 
@@ -76,7 +75,7 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
             "torchrun's --nproc-per-node"
         )
         return
-    ranks = world_size // tensor
+    ranks = data_ranks(config, world_size)
     samples = config.grpo.prompts_per_step * config.grpo.group_size // config.grpo.minibatches
     if samples < ranks:
         yield (

@@ -1,4 +1,4 @@
-"""torchtitan's keys that have no effect here: setting one is an error, never a silent nothing."""
+"""torchtitan's keys that have no effect here. Setting one is an error, so no key is silently ignored."""
 
 import functools
 from typing import Any
@@ -8,42 +8,42 @@ from torchtitan.grpo.config.keys import MODULE, Key, keys, label, show
 UNSUPPORTED: dict[str, str] = {
     "job.custom_config_module": f"the trainer sets it and torchtitan merges one module: add keys to {MODULE} instead",
     "job.print_config": "--dry_run prints the configuration",
-    "job.save_config_file": "--dry_run prints the configuration as TOML, which can be kept",
+    "job.save_config_file": "--dry_run prints the configuration as TOML, which you can save",
     "profiling": "the ledger times each stage; for kernels, run under nsys",
-    "metrics.save_for_all_ranks": "rank 0 has every number already: the sums of all ranks",
-    "model.converters": "float8 and MX would change the weights that servers are sent",
-    "model.print_after_conversion": "there are no converters",
+    "metrics.save_for_all_ranks": "rank 0 logs the sums over all ranks",
+    "model.converters": "float8 and MX would change the published weights",
+    "model.print_after_conversion": "model converters are not supported",
     "model.tokenizer_path": "the tokenizer is read from model.hf_assets_path",
     "optimizer.early_step_in_backward": "a step sums the gradients of several microbatches and clips them",
     "training.dataset": "prompts come from [data]",
     "training.dataset_path": "prompts come from [data]: use data.path",
-    "training.local_batch_size": "a batch is cut by training.tokens_per_microbatch",
-    "training.global_batch_size": "a batch is grpo.prompts_per_step x grpo.group_size answers",
+    "training.local_batch_size": "training.tokens_per_microbatch splits a batch",
+    "training.global_batch_size": "a batch has grpo.prompts_per_step x grpo.group_size answers",
     "training.enable_cpu_offload": "weights are published from device memory",
     "training.gc_debug": "the trainer collects garbage every training.gc_freq steps",
     "training.dataloader": "prompts come from [data]",
     "parallelism.disable_loss_parallel": "log-probabilities are always computed on vocabulary shards",
-    "parallelism.enable_async_tensor_parallel": "the packed attention does not compile with it",
-    "parallelism.pipeline_parallel_": "pipeline stages do not share one loss; use FSDP and tensor parallelism",
-    "parallelism.module_fqns_per_model_part": "there is no pipeline parallelism",
-    "parallelism.context_parallel_": "a packed row holds many short sequences",
+    "parallelism.enable_async_tensor_parallel": "packed attention does not compile with it",
+    "parallelism.pipeline_parallel_": "only the last stage would have the logits; use FSDP and tensor parallelism",
+    "parallelism.module_fqns_per_model_part": "pipeline parallelism is not supported",
+    "parallelism.context_parallel_": "packed rows hold many short sequences and are not split",
     "parallelism.expert_": "mixture-of-experts models are not supported",
     "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not supported",
-    "checkpoint.initial_load_": "a run starts from model.hf_assets_path, or goes on with checkpoint.resume",
-    "checkpoint.last_save_": "every checkpoint is whole, and checkpoint.export_hf writes its Hugging Face folder",
+    "checkpoint.initial_load_": "a run starts from model.hf_assets_path, or continues with checkpoint.resume",
+    "checkpoint.last_save_": "every checkpoint is complete, and checkpoint.export_hf writes its Hugging Face folder",
     "checkpoint.async_mode": "checkpoints are written before the next step",
-    "checkpoint.exclude_from_loading": "a resume is exact",
+    "checkpoint.exclude_from_loading": "a resume restores everything",
     "checkpoint.enable_first_step_checkpoint": "use checkpoint.interval = 1",
     "checkpoint.create_seed_checkpoint": 'use model.weights = "random" and debug.seed',
     "checkpoint.load_only": "use checkpoint.enable = false",
-    "compile.components": "the model's blocks are what is compiled",
-    "quantize": "float8 and MX would change the weights that servers are sent",
+    "compile.components": "only the model's blocks are compiled",
+    "quantize": "float8 and MX would change the published weights",
     "comm.train_timeout_seconds": "comm.init_timeout_seconds holds for the whole run",
-    "comm.mode": "servers need a real process group",
+    "comm.mode": "weight sync needs a real process group",
     "memory_estimation": "use --dry_run",
-    "fault_tolerance": "torchft is not supported; resume from a checkpoint",
+    "fault_tolerance": "torchft is not supported: resume from a checkpoint",
     "experimental": "nothing reads it here; add keys to torchtitan/grpo/config/job_config.py instead",
-    "validation.dataset": "held-out prompts come from [data]: validation_path, validation_split or the data's end",
+    "validation.dataset": "held-out prompts come from [data]: validation_path, validation_split or the last rows",
     "validation.dataset_path": "use data.validation_path",
     "validation.local_batch_size": "use validation.prompts and validation.samples_per_prompt",
     "validation.seq_len": "use rollout.max_answer_tokens",
@@ -51,11 +51,11 @@ UNSUPPORTED: dict[str, str] = {
     "validation.dataloader": "held-out prompts come from [data]",
     "debug.moe_force_load_balance": "mixture-of-experts models are not supported",
 }
-"""torchtitan's keys without effect, and why. A section covers its keys, a final `_` what begins so."""
+"""torchtitan's keys without effect, and the reason. A section covers its keys; a final `_` covers a prefix."""
 
 
 def unsupported_by(path: str) -> str | None:
-    """The entry of UNSUPPORTED that covers a key, None for a key that is honoured."""
+    """The entry of UNSUPPORTED that covers a key; None for a key that has an effect."""
     for entry in UNSUPPORTED:
         if path == entry or path.startswith(entry if entry.endswith("_") else f"{entry}."):
             return entry
@@ -69,7 +69,7 @@ def honoured_keys() -> tuple[Key, ...]:
 
 
 def check_unsupported(given: dict[str, Any]) -> list[str]:
-    """Refuse keys that would be ignored, unless they are given the value that they have anyway."""
+    """Refuse keys that would be ignored, unless the value given is the default."""
     messages = []
     for path, value in given.items():
         entry = unsupported_by(path)

@@ -1,0 +1,10 @@
+"""What a run would take, computed without starting it: `grpo_train.py --dry_run`.
+
+    describe.py   the printed text: a TOML file that makes the same run, with the
+                  arithmetic below as comments
+      batch       answers, tokens, optimizer steps and packed rows of a step
+      memory      the table of memory.py
+    memory.py     bytes of one rank at each moment of a step; the peak is the need
+
+Nothing here touches a GPU or a server. The model folder is read for its shape.
+"""

@@ -1,4 +1,4 @@
-"""What a run would do, without starting it: `grpo_train.py --dry_run`."""
+"""The text of `grpo_train.py --dry_run`: what a run would do, without starting it."""
 
 import os
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ NOT_IN_A_FILE = ("job.config_file",)
 
 
 def describe(config: JobConfig, world_size: int | None = None) -> str:
-    """The resolved configuration as TOML, then batch and memory arithmetic as TOML comments.
+    """The configuration as TOML, then batch and memory arithmetic as TOML comments.
 
-    The whole text is a TOML file: kept and given as `--job.config_file`, it makes the same run.
+    The whole text is a TOML file. Saved and given as `--job.config_file`, it makes the same run.
 
     Args:
-        world_size: Number of trainer processes; None reads torchrun's WORLD_SIZE, 1 without it.
+        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
 
     Raises:
         UserError: The model folder cannot be read.
@@ -31,7 +31,7 @@ def describe(config: JobConfig, world_size: int | None = None) -> str:
 
 
 def toml_lines(config: JobConfig) -> Iterator[str]:
-    """Every honoured key with its value; `# default` marks one that differs."""
+    """Every key with an effect and its value; `# default` marks values that differ."""
     section = None
     for key in honoured_keys():
         if key.path in NOT_IN_A_FILE:
@@ -45,7 +45,7 @@ def toml_lines(config: JobConfig) -> Iterator[str]:
 
 
 def batch_lines(config: JobConfig, world_size: int) -> list[str]:
-    """Samples, tokens, optimizer steps and packed rows of a step, and what the whole run asks."""
+    """Answers, tokens, optimizer steps and packed rows of a step, and the totals of the run."""
     grpo, training, rollout = config.grpo, config.training, config.rollout
     ranks = data_ranks(config, world_size)
     samples = grpo.prompts_per_step * grpo.group_size
@@ -80,7 +80,7 @@ def batch_lines(config: JobConfig, world_size: int) -> list[str]:
 
 
 def memory_lines(config: JobConfig, world_size: int) -> list[str]:
-    """`memory_bytes` at its peak as a table with its sum, and the sums of the other moments."""
+    """`memory_bytes` at its peak as a table with a sum, and the sums at other moments."""
     memory = memory_bytes(config, world_size)
     peak, parameters = memory.peak, memory.parameters
     lines = [f"memory of one rank, for {parameters:,} parameters on {world_size} process{'es' * (world_size > 1)}"]
