@@ -1,16 +1,16 @@
-"""Checkpoints that a killed run can be continued from, exactly.
+"""Checkpoints from which a killed run continues exactly.
 
-One folder per checkpoint under `[job] dump_folder`/`[checkpoint] folder`:
+There is one folder per checkpoint under `[job] dump_folder`/`[checkpoint] folder`:
 
     step-20/
       dcp/              weights, optimizer and learning-rate schedule, sharded (torch.distributed.checkpoint)
       rng-rank-0.pt     random states of each rank
-      trainer.json      what else the trainer continues from: data position, weight version, counters
+      trainer.json      the trainer's other state: data position, weight version, counters
       hf/               Hugging Face folder for inference (`[checkpoint] export_hf`)
       complete.json     step, world size, time and the size of every file; written last
 
-Everything is written into `step-20.tmp`, which becomes `step-20` by one rename. A folder that still has the
-suffix, or lacks `complete.json`, is not a checkpoint.
+All files are written into `step-20.tmp`, and one rename makes it `step-20`. A folder with the suffix, or without
+`complete.json`, is not a checkpoint.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ _STEP_NAME = re.compile(r"step-(\d+)")
 
 
 class TrainerState(Protocol):
-    """Whatever else a resumed run needs, as data that survives JSON: string keys, lists, no tuples."""
+    """The other state of a run, as data that JSON preserves: string keys, lists, no tuples."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -55,7 +55,7 @@ class TrainerState(Protocol):
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in `folder`, in the order in which they were written."""
+    """Steps of the complete checkpoints in `folder`, in the order they were written."""
     found = []
     for path in folder.glob("step-*"):
         name = _STEP_NAME.fullmatch(path.name)
@@ -68,9 +68,9 @@ def _read_marker(path: Path) -> dict[str, Any]:
     try:
         marker = json.loads((path / _MARKER).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"checkpoint {path} is torn: its {_MARKER} is not JSON. Delete {path} to go on") from error
+        raise UserError(f"checkpoint {path} is torn: its {_MARKER} is not JSON. Delete {path} to continue") from error
     if not isinstance(marker, dict) or not {"step", "world_size", "saved_at", "states", "files"} <= marker.keys():
-        raise UserError(f"checkpoint {path} is torn: its {_MARKER} lacks entries. Delete {path} to go on")
+        raise UserError(f"checkpoint {path} is torn: its {_MARKER} lacks entries. Delete {path} to continue")
     return marker
 
 
@@ -86,15 +86,15 @@ class _ModelState(Stateful):
 
 
 class Checkpointer:
-    """Saves and restores a run. Its methods are collective over the default process group, `check_folder` is not.
+    """Saves and restores a run. All methods except `check_folder` are collective over the default process group.
 
     Args:
-        checkpoint_cfg: The `[checkpoint]` section (torchtitan's keys and ours).
+        checkpoint_cfg: The `[checkpoint]` section: torchtitan's keys and ours.
         dump_folder: `[job] dump_folder`.
-        trainer_state: Its `state_dict` is called on rank 0 only; its `load_state_dict` gets that on every rank.
-        source, tokenizer: What the Hugging Face export is written with; the tokenizer is used on rank 0 only.
-        reference: The frozen model of `[grpo] kl_coef`: after a warm start no file but the checkpoint has it.
-        seed: `[debug] seed`, from which random states are derived anew if the number of ranks has changed.
+        trainer_state: Rank 0 saves its `state_dict`; every rank restores it by `load_state_dict`.
+        source, tokenizer: Used for the Hugging Face export. Only rank 0 uses the tokenizer.
+        reference: The frozen model of `[grpo] kl_coef`. After a warm start, only the checkpoint has its weights.
+        seed: `[debug] seed`. Random states are derived from it if the number of ranks has changed.
     """
 
     def __init__(
@@ -124,26 +124,18 @@ class Checkpointer:
 
     @staticmethod
     def check_folder(checkpoint_cfg, dump_folder: str) -> None:
-        """Refuse what would fail or overwrite later. Call at the start, before any process group; on any or all ranks.
+        """Check at the start that saving and resuming will work. Any rank may call it, before any process group.
 
         Args:
-            checkpoint_cfg: The `[checkpoint]` section.
+            checkpoint_cfg: The `[checkpoint]` section, which `load_config` has checked.
             dump_folder: `[job] dump_folder`.
 
         Raises:
-            UserError: contradictory keys; a folder that cannot be written; complete checkpoints that a new run would
-                overwrite; `load_step` without that checkpoint.
+            UserError: The folder cannot be written. It holds checkpoints that a new run would overwrite. The checkpoint
+                of `load_step` does not exist.
         """
         if not checkpoint_cfg.enable:
-            if checkpoint_cfg.resume:
-                raise UserError("[checkpoint] resume = true needs [checkpoint] enable = true")
             return
-        if checkpoint_cfg.interval < 1:
-            raise UserError(f"[checkpoint] interval = {checkpoint_cfg.interval} must be 1 or more steps")
-        if checkpoint_cfg.keep_latest_k < 0:
-            raise UserError(f"[checkpoint] keep_latest_k = {checkpoint_cfg.keep_latest_k} must be 0 (keep all) or more")
-        if checkpoint_cfg.load_step < -1:
-            raise UserError(f"[checkpoint] load_step = {checkpoint_cfg.load_step} must be a step, or -1 for the newest")
         folder = Path(dump_folder) / checkpoint_cfg.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -155,12 +147,10 @@ class Checkpointer:
         steps = complete_steps(folder)
         if steps and not checkpoint_cfg.resume:
             raise UserError(
-                f"{folder} already holds checkpoints of steps {steps}: set [checkpoint] resume = true to go on from "
+                f"{folder} already holds checkpoints of steps {steps}: set [checkpoint] resume = true to continue "
                 "them, or another [job] dump_folder for a new run"
             )
-        load_step = checkpoint_cfg.load_step
-        if checkpoint_cfg.resume and load_step >= 0 and load_step not in steps:
-            raise UserError(f"[checkpoint] load_step = {load_step}: {folder} holds complete checkpoints of {steps}")
+        _step_to_load(checkpoint_cfg.load_step, steps, folder)
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step`, then drop those beyond `[checkpoint] keep_latest_k`.
@@ -169,7 +159,7 @@ class Checkpointer:
         `load_step`) is replaced.
 
         Raises:
-            RuntimeError: on every rank if any rank failed; what was there before is still whole.
+            RuntimeError: On every rank, if any rank failed. The checkpoints before it stay complete.
         """
         if step == self._saved_step:
             return
@@ -193,17 +183,17 @@ class Checkpointer:
             logger.info(f"Saved checkpoint {path} in {time.monotonic() - started:.1f} s")
 
     def load_latest(self) -> int:
-        """Restore `[checkpoint] load_step`, by default what was written last; nothing unless `resume` is set.
+        """Restore `[checkpoint] load_step`, by default the last checkpoint written. Does nothing without `resume`.
 
-        Weights and optimizer state are resharded if the number of ranks has changed; random states are then
-        derived from seed and step, because there is none for each rank.
+        Weights and optimizer state are resharded if the number of ranks has changed. Random states are then derived
+        from seed and step, because not every rank has one.
 
         Returns:
-            The step that the run goes on after; 0 if there is no complete checkpoint.
+            The step of the checkpoint; 0 if there is no complete one.
 
         Raises:
-            UserError: the checkpoint is torn or not of this model and optimizer. Where only rank 0 can see it, the
-                other ranks raise RuntimeError.
+            UserError: The checkpoint is torn, or of another model or optimizer. If only rank 0 can see it, the other
+                ranks raise RuntimeError.
         """
         if not (self.cfg.enable and self.cfg.resume):
             return 0
@@ -220,16 +210,16 @@ class Checkpointer:
         except CheckpointException as error:
             raise UserError(
                 f"checkpoint {path} cannot be loaded: it is of another model or optimizer (then restore [model] and "
-                f"[optimizer], or take a new [job] dump_folder), or it is torn (then delete {path}). {error}"
+                f"[optimizer], or set a new [job] dump_folder), or it is torn (then delete {path}). {error}"
             ) from error
         self.trainer_state.load_state_dict(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
-        if saved_world_size == self.world_size:  # last, so that nothing draws in between
+        if saved_world_size == self.world_size:  # last, so that nothing draws random numbers in between
             _set_rng_state(torch.load(path / f"rng-rank-{self.rank}.pt", weights_only=True), self.device)
         else:
             _seed_all(self.seed, step)
             logger.warning(
                 f"{path} was written by {saved_world_size} ranks and is loaded by {self.world_size}: weights and "
-                "optimizer state are exact, random states are derived anew"
+                "optimizer state are exact, random states are derived from the seed"
             )
         self._saved_step = step
         logger.info(f"Loaded checkpoint {path}")
@@ -250,7 +240,7 @@ class Checkpointer:
         (unfinished / _MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
         for file in unfinished.rglob("*"):
             _flush(file)
-        if path.exists():  # an older branch of the run, or incomplete: a rename cannot replace a folder
+        if path.exists():  # an older branch of the run, or incomplete; a rename cannot replace a folder
             replaced = path.with_name(path.name + ".replaced.tmp")
             shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
@@ -260,24 +250,23 @@ class Checkpointer:
     def _drop_old(self) -> None:
         keep = self.cfg.keep_latest_k
         for step in complete_steps(self.folder)[:-keep] if keep else []:
-            # Without its marker it is no checkpoint, however far the deletion gets.
+            # Delete the marker first: a folder that is partly deleted is then not a checkpoint.
             (self.folder / f"step-{step}" / _MARKER).unlink()
             shutil.rmtree(self.folder / f"step-{step}", ignore_errors=True)
         for path in self.folder.glob("step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _choose(self) -> torch.Tensor:
-        """Rank 0: step to load and the world size that wrote it, its files checked; zeros if there is none."""
-        steps = complete_steps(self.folder) if self.rank == 0 else []
-        for path in self.folder.glob("step-*") if self.rank == 0 else []:
+        """On rank 0, the step to load and the world size that wrote it, after a check of its files. Else zeros."""
+        if self.rank != 0:
+            return torch.zeros(2, dtype=torch.int64)
+        for path in self.folder.glob("step-*"):
             if not (path / _MARKER).is_file():
                 logger.warning(f"{path} is incomplete and is not loaded")
-        if not steps:
+        step = _step_to_load(self.cfg.load_step, complete_steps(self.folder), self.folder)
+        if step == 0:
             return torch.zeros(2, dtype=torch.int64)
-        step = steps[-1] if self.cfg.load_step < 0 else self.cfg.load_step
         path = self.folder / f"step-{step}"
-        if step not in steps:
-            raise UserError(f"[checkpoint] load_step = {step}: {self.folder} holds complete checkpoints of {steps}")
         marker = _read_marker(path)
         if "reference" in self.states and "reference" not in marker["states"]:
             raise UserError(f"checkpoint {path} has no reference model: set [grpo] kl_coef = 0, as when it was written")
@@ -286,17 +275,17 @@ class Checkpointer:
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes, not {size}"
                 raise UserError(
-                    f"checkpoint {path} is torn: {name} {state}. Delete {path} to go on from the one before, "
+                    f"checkpoint {path} is torn: {name} {state}. Delete {path} to continue from the one before, "
                     "or choose one by [checkpoint] load_step"
                 )
         return torch.tensor([step, marker["world_size"]])
 
     def _together(self, what: str, action: Callable[[], object]) -> None:
-        """Run `action` on every rank and wait for all, so that one rank's failure is an error on each, not a hang."""
+        """Run `action` on every rank and wait for all. One rank's failure is then an error on each, not a hang."""
         failure: BaseException | None = None
         try:
             action()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             failure = error
         failed = torch.tensor([failure is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(failed)
@@ -307,8 +296,17 @@ class Checkpointer:
             raise RuntimeError(f"checkpoint: {what} failed on rank {self.rank}: {cause}") from failure
 
 
+def _step_to_load(load_step: int, steps: list[int], folder: Path) -> int:
+    """`load_step`, or if it is -1 the last of the complete `steps` of `folder`; 0 if there is none."""
+    if load_step < 0:
+        return steps[-1] if steps else 0
+    if load_step not in steps:
+        raise UserError(f"[checkpoint] load_step = {load_step}: {folder} holds complete checkpoints of {steps}")
+    return load_step
+
+
 def _flush(path: Path) -> None:
-    """Bring a file or a folder's entries to disk, so that the rename survives a power failure too."""
+    """Flush a file or a folder's entries to disk, so that the rename survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -334,7 +332,7 @@ def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _seed_all(seed: int, step: int) -> None:
-    """The same on every rank, as torchtitan seeds: what DTensor draws must agree over the mesh."""
+    """Seed every rank the same, as torchtitan does, because DTensor draws must agree over the mesh."""
     derived = int.from_bytes(hashlib.sha256(f"{seed}/{step}".encode()).digest()[:4], "big")
     random.seed(derived)
     np.random.seed(derived)

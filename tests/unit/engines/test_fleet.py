@@ -146,11 +146,7 @@ def test_too_few_servers_names_the_lost_and_the_key() -> None:
     fleet.check()
 
 
-def test_a_fleet_must_have_enough_servers_at_the_start(urls_file) -> None:
-    with pytest.raises(UserError, match=r"\[rollout\] urls: no server"):
-        fleet_of()
-    with pytest.raises(UserError, match=r"\[rollout\] min_servers = 3 is over .* in \[rollout\] urls, 2"):
-        fleet_of(A, B, min_servers=3)
+def test_a_list_must_have_enough_servers_at_the_start(urls_file) -> None:
     with pytest.raises(UserError, match=r"min_servers = 2 is over .* urls_file \(.*servers.txt\), 1"):
         listed_fleet(urls_file, A, min_servers=2)
 

@@ -1,11 +1,11 @@
-"""Ready-made hooks for `[data] curriculum`; see `prompts.PromptSource` for what a hook is."""
+"""Ready-made hooks for `[data] curriculum`. `prompts.PromptSource` says what a hook is."""
 
 from torchtitan.grpo.data.samples import Prompt
 
 
 def unsolved(prompt: Prompt, pass_rate: float | None) -> bool:
-    """Skip a prompt for good once all of its answers were right (a mean reward of 1 or more).
+    """Skip a prompt for good once all its answers were right (a mean reward of 1 or more).
 
-    Such groups carry no signal, and their share grows as a run goes on. A run whose every prompt is solved stops.
+    Such groups have no gradient, and they become more frequent during a run. A run stops when all prompts are solved.
     """
     return pass_rate is None or pass_rate < 1.0

@@ -1,9 +1,10 @@
-"""What is asked: rows of a dataset, rendered into prompts, in an order that a resumed run continues exactly."""
+"""Prompts: rows of a dataset, rendered, in an order that a resumed run continues exactly."""
 
 import hashlib
 import json
 import os
 import random
+import re
 from typing import Any
 
 import jinja2
@@ -11,17 +12,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.data.sources import Row, load_rows
+from torchtitan.grpo.data.sources import DatasetRow, load_rows
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
-from torchtitan.grpo.rewards.functions import answer_regex
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024
+"""Rows that are rendered and tokenized at once."""
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. UserError if the folder or its tokenizer.json is missing."""
+    """Load the tokenizer of a Hugging Face folder. UserError if the folder or its tokenizer.json is missing."""
     if not os.path.isdir(folder):
         raise UserError(
             f"[model] hf_assets_path = {folder!r} is not a folder: give one with config.json and tokenizer.json"
@@ -34,7 +35,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
-    """Tokens that end an answer: the tokenizer's end token first, then those of generation_config.json."""
+    """Ids of the tokens that end an answer: the tokenizer's end token, then those of generation_config.json."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = os.path.join(folder, "generation_config.json")
     if os.path.isfile(path):
@@ -51,23 +52,23 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
 
 
 class PromptSource:
-    """Endless prompts from `[data]`, or its held-out ones.
+    """Endless training prompts from `[data]`, or its held-out ones.
 
-    Every row is read and rendered once at construction, so that bad data stops a run at its start; what is kept is
-    the rows' positions, and prompts are rendered again when they are taken.
+    All rows are read and rendered at construction, so that bad data stops a run at its start. Only the rows' positions
+    are kept; prompts are rendered again when they are taken.
 
-    `[data] curriculum` is a hook `function(prompt, pass_rate) -> bool` that says whether to ask a training prompt now;
-    `pass_rate` is the last mean reward that `record` noted for the prompt, or None. What it refuses is skipped, and is
-    offered again in the next epoch. `torchtitan.grpo.data.curricula` has a ready-made one.
+    `[data] curriculum` is a hook `function(prompt, pass_rate) -> bool` that says whether to ask a training prompt now.
+    `pass_rate` is the prompt's last mean reward from `record`, or None. A refused prompt is skipped, and offered
+    again in the next epoch. `torchtitan.grpo.data.curricula` has a ready-made hook.
 
     Args:
-        seed: Orders the rows (`debug.seed`), anew each epoch; it does not choose which rows there are.
-        held_out: Serve the held-out rows instead of those to train on.
-        validation_prompts: `[validation] prompts`. Give the training and the held-out source the same number: where
-            the held-out rows come from the training data, both sources cut it at the same place.
+        seed: `debug.seed`. It orders the rows, differently in each epoch. It does not decide which rows there are.
+        held_out: Serve the held-out rows instead of the training rows.
+        validation_prompts: `[validation] prompts`. Give both sources the same number: if the held-out rows come from
+            the training data, both then split it at the same row.
 
     Raises:
-        UserError: The data is missing, malformed or too long; the message names the file and row, or the key.
+        UserError: The data is missing, malformed or too long. The message names the file and row, or the key.
     """
 
     def __init__(
@@ -82,16 +83,18 @@ class PromptSource:
         self._data = data
         self._tokenizer = tokenizer
         self._seed = seed
-        self._answer_regex = answer_regex(data.answer_pattern, "[data] answer_pattern")
+        self._answer_regex = re.compile(data.answer_pattern) if data.answer_pattern else None
         self._curriculum = None
         if data.curriculum and not held_out:
             self._curriculum = load_function("[data] curriculum", data.curriculum, "prompt", "pass_rate")
         self._pass_rates: dict[int, float] = {}
-        _check_rendering(data, tokenizer)
+        if data.chat_template and not tokenizer.chat_template:
+            raise UserError(
+                f"[data] chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template: set "
+                "[data] chat_template = false to send plain text, or add a chat_template to its tokenizer_config.json"
+            )
         self._rows = load_rows(data, held_out, validation_prompts)
         self._positions, self._fingerprint = self._check_rows()
-        self.dropped = len(self._rows.positions) - len(self._positions)
-        """Prompts left out because they are over `[data] max_prompt_tokens`."""
         self._epoch = 0
         self._taken = 0
         self._order = self._epoch_order()
@@ -100,13 +103,13 @@ class PromptSource:
         return len(self._positions)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts that the curriculum lets through; past the end of the data a new epoch begins.
+        """The next `n` prompts that the curriculum accepts. A new epoch begins at the end of the data.
 
         Raises:
             UserError: The curriculum refuses every prompt of the data, or fails.
         """
         prompts: list[Prompt] = []
-        refused: set[int] = set()  # since the last prompt that was let through
+        refused: set[int] = set()  # since the last accepted prompt
         while len(prompts) < n:
             for prompt in self._prompts(self._take(n - len(prompts))):
                 if self._asks(prompt):
@@ -117,35 +120,35 @@ class PromptSource:
             if len(refused) == len(self):
                 raise UserError(
                     f'[data] curriculum = "{self._data.curriculum}" refuses every one of the {len(self)} prompts of '
-                    f"{self._rows.name}: there is nothing left to ask. Let it accept some, or bring other data"
+                    f"{self._rows.name}: nothing is left to ask. Let it accept some, or use other data"
                 )
         return prompts
 
     def at(self, indices: list[int]) -> list[Prompt]:
-        """The prompts with these `Prompt.index`, in this order; the position in the data stays where it is."""
+        """The prompts with these `Prompt.index`, in this order. The position in the data does not change."""
         return self._prompts(indices)
 
     def record(self, index: int, mean_reward: float) -> None:
-        """Note the mean reward of a prompt's group, which the curriculum sees when it next decides on the prompt."""
+        """Record the mean reward of a prompt's group; the curriculum gets it with the prompt next time."""
         if self._curriculum is not None:
             self._pass_rates[index] = mean_reward
 
     def first(self, n: int) -> list[Prompt]:
-        """The first `n` prompts in the data's order, or all if there are fewer: the same ones every time."""
+        """The first `n` prompts in the data's order, or all if there are fewer. They are the same every time."""
         return self._prompts(self._positions[:n])
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able position in the data, and what the curriculum goes by."""
+        """Position in the data and the curriculum's mean rewards, as JSON values."""
         state = {"seed": self._seed, "epoch": self._epoch, "taken": self._taken, "fingerprint": self._fingerprint}
         if self._curriculum is not None:
             state["pass_rates"] = {str(index): rate for index, rate in self._pass_rates.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken, in the order of the seed it was taken with.
+        """Continue exactly where `state_dict` was taken, in the order of its seed.
 
         Raises:
-            UserError: The prompts are not the ones of the checkpoint.
+            UserError: The prompts differ from those of the checkpoint.
         """
         if state["fingerprint"] != self._fingerprint:
             raise UserError(
@@ -154,7 +157,7 @@ class PromptSource:
             )
         self._seed, self._epoch, self._taken = state["seed"], state["epoch"], state["taken"]
         self._order = self._epoch_order()
-        if self._curriculum is not None:  # which may be new to this run, and then has nothing to go by
+        if self._curriculum is not None:  # the checkpoint may be of a run without one
             self._pass_rates = {int(index): rate for index, rate in state.get("pass_rates", {}).items()}
 
     def _take(self, n: int) -> list[int]:
@@ -167,13 +170,13 @@ class PromptSource:
         return block
 
     def _asks(self, prompt: Prompt) -> bool:
-        """What the curriculum says of a prompt."""
+        """Whether the curriculum accepts a prompt."""
         if self._curriculum is None:
             return True
         key = f'[data] curriculum = "{self._data.curriculum}"'
         try:
             answer = self._curriculum(prompt, self._pass_rates.get(prompt.index))
-        except Exception as error:  # the user's code: whatever it raises, say where
+        except Exception as error:  # the user's code may raise anything
             raise UserError(f"{key} failed on prompt {prompt.index}: {type(error).__name__}: {error}") from error
         if answer not in (True, False):
             raise UserError(f"{key} returned {answer!r} for prompt {prompt.index}: return True or False")
@@ -186,7 +189,7 @@ class PromptSource:
         return order
 
     def _check_rows(self) -> tuple[list[int], str]:
-        """Positions of the rows that are short enough, and a fingerprint of their rendered text."""
+        """Positions of the rows within `max_prompt_tokens`, and a fingerprint of their rendered text."""
         limit = self._data.max_prompt_tokens
         kept, digest, unknown = [], hashlib.sha256(), 0
         positions = self._rows.positions
@@ -227,7 +230,7 @@ class PromptSource:
             prompts.append(Prompt(position, ids, text, self._answer(row, place), columns))
         return prompts
 
-    def _render(self, row: Row, place: str) -> str:
+    def _render(self, row: DatasetRow, place: str) -> str:
         column = self._data.prompt_column
         if column not in row:
             raise UserError(f"{place} has no column {column!r}: set [data] prompt_column to one of {list(row)}")
@@ -239,7 +242,7 @@ class PromptSource:
         except jinja2.TemplateError as error:
             raise UserError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from error
 
-    def _answer(self, row: Row, place: str) -> str:
+    def _answer(self, row: DatasetRow, place: str) -> str:
         column = self._data.answer_column
         if not column:
             return ""
@@ -256,10 +259,10 @@ class PromptSource:
 def sft_pairs(
     prompts: list[Prompt], data: Data, target_column: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompt tokens and target tokens of each prompt; a target ends with the tokenizer's end token.
+    """Prompt tokens and target tokens of each prompt. A target ends with the tokenizer's end token.
 
     Args:
-        target_column: `[sft] target_column`; "" is `[data] answer_column`, whole (without `answer_pattern`).
+        target_column: `[sft] target_column`. "" is all of `[data] answer_column`, without `answer_pattern`.
 
     Raises:
         UserError: A row lacks the column, or the tokenizer has no end token.
@@ -275,24 +278,8 @@ def sft_pairs(
     return [(p.token_ids, [*target, tokenizer.eos_token_id]) for p, target in zip(prompts, targets, strict=True)]
 
 
-def _check_rendering(data: Data, tokenizer: PreTrainedTokenizerBase) -> None:
-    if data.chat_template and not tokenizer.chat_template:
-        raise UserError(
-            f"[data] chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template: set "
-            "[data] chat_template = false to send plain text, or add a chat_template to its tokenizer_config.json"
-        )
-    if data.system_prompt and not data.chat_template:
-        raise UserError(
-            "[data] system_prompt needs [data] chat_template = true: put its text into [data] prompt_template"
-        )
-    if "{prompt}" not in data.prompt_template:
-        raise UserError(f"[data] prompt_template = {data.prompt_template!r} must hold {{prompt}}, the question's place")
-    if data.max_prompt_tokens < 1:
-        raise UserError(f"[data] max_prompt_tokens = {data.max_prompt_tokens} must be 1 or more")
-
-
 def _messages(question: Any, data: Data, place: str) -> list[dict[str, str]]:
-    """Chat messages of one question. The template surrounds the last of them, a user's."""
+    """Chat messages of one question. `prompt_template` goes around the last one, which is the user's."""
     column = f"column {data.prompt_column!r}"
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
@@ -316,7 +303,7 @@ def _messages(question: Any, data: Data, place: str) -> list[dict[str, str]]:
     return messages
 
 
-def _text(row: Row, column: str, place: str, key: str, otherwise: str) -> str:
+def _text(row: DatasetRow, column: str, place: str, key: str, otherwise: str) -> str:
     if column not in row:
         raise UserError(f"{place} has no column {column!r}: set {key} to one of {list(row)}, {otherwise}")
     value = row[column]

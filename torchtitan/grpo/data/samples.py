@@ -1,4 +1,4 @@
-"""What moves between prompts, engines, rewards and packing."""
+"""Prompts and samples, which prompts, engines, rewards and packing exchange."""
 
 from dataclasses import dataclass, field
 from itertools import compress
@@ -12,11 +12,11 @@ class Prompt:
     """One question.
 
     Attributes:
-        index: Position in its dataset; stable over runs, so seeds and resumes can be derived from it.
+        index: Position in its dataset. It is stable over runs, so seeds and resumes can use it.
         token_ids: The rendered prompt as the model sees it.
-        text: The rendered prompt as a person reads it.
+        text: The rendered prompt as text.
         answer: The reference answer, "" if the dataset has none.
-        columns: The dataset's whole row, for reward functions. JSON values only.
+        columns: All columns of the dataset's row, as JSON values, for reward functions.
     """
 
     index: int
@@ -31,14 +31,14 @@ class Sample:
     """One answer to a prompt. `token_ids`, `logprobs` and `versions` have one entry per answer token.
 
     Attributes:
-        token_ids: Answer tokens; the stop token is included when the engine stopped on one.
-        logprobs: The sampler's log-probability of each token, at the sampling temperature; 0 where not `loss_mask`.
-        versions: The weight version that sampled each token; where not `loss_mask`, that of the token before.
-        finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (cut off by the engine).
-        text: The decoded answer, special tokens left out.
-        rewards: Each reward function's score; `reward` is their weighted sum.
-        loss_mask: Which tokens the model sampled, and are trained on; the others came from an environment (a tool's
-            result). None: all.
+        token_ids: Answer tokens, with the stop token if the engine stopped on one.
+        logprobs: The sampler's log-probability of each token at the sampling temperature. 0 outside `loss_mask`.
+        versions: The weight version that sampled each token. Outside `loss_mask`, the version of the token before.
+        finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (by the engine).
+        text: The decoded answer, without special tokens.
+        rewards: Each reward function's score. `reward` is their weighted sum.
+        loss_mask: True for tokens that the model sampled and that are trained on. The others came from an environment,
+            for example a tool's result. None: all are True.
         reward_failures: Reward functions that raised or ran out of time on this sample (scored 0).
     """
 
@@ -55,12 +55,12 @@ class Sample:
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens the model sampled."""
+        """Number of tokens that the model sampled."""
         return len(self.sampled_versions)
 
     @property
     def sampled_versions(self) -> list[int]:
-        """The weight version of each token that the model sampled: what an environment said has none."""
+        """The weight version of each token that the model sampled."""
         return self.versions if self.loss_mask is None else list(compress(self.versions, self.loss_mask))
 
 

@@ -1,7 +1,7 @@
-"""Where questions come from: the rows of every `[data] source`, split into training and held-out rows.
+"""The rows of every `[data] source`, split into training and held-out rows.
 
-A row is a dict of columns. Which rows exist and which are held out does not depend on the seed, so runs with
-different seeds train and validate on the same questions; the seed orders them (see `prompts.PromptSource`).
+A row is a dict of columns. The seed decides neither which rows exist nor which are held out, so runs with different
+seeds train and validate on the same questions. It only orders them, see `prompts.PromptSource`.
 """
 
 import ast
@@ -18,70 +18,54 @@ from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.tools.logging import logger
 
-Row = dict[str, Any]
+DatasetRow = dict[str, Any]
+"""Column name -> value."""
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-GENERATED = ("arithmetic", "reasoning_gym")
 
 
 @dataclass
-class Rows:
-    """Rows of one source.
+class DatasetRows:
+    """The training or the held-out rows of one dataset.
 
     Attributes:
-        rows: The whole dataset: anything with a length whose items are dicts, read lazily where the source can.
-        positions: Which of `rows` these are.
-        name: What a person calls the dataset: its file, folder or source.
+        rows: The whole dataset. Lazy, if its source can read lazily.
+        positions: Which of `rows` are selected.
+        name: The dataset's file, folder or source, for messages.
         lines: Line number of each of `rows` in a JSONL file, else None.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[DatasetRow]
     positions: Sequence[int]
     name: str
     lines: Sequence[int] | None = None
 
     def place(self, position: int) -> str:
-        """How an error names a row."""
+        """A row's name in messages."""
         return f"{self.name}:{self.lines[position]}" if self.lines else f"{self.name}, row {position}"
 
 
-def load_rows(data: Data, held_out: bool, validation_prompts: int) -> Rows:
-    """Rows to train on, or the held-out ones.
+def load_rows(data: Data, held_out: bool, validation_prompts: int) -> DatasetRows:
+    """Load the rows to train on, or the held-out ones.
 
-    Held-out rows are those of `validation_path` or `validation_split`. Where neither is set, they are the last
-    `validation_prompts` rows of the training data; rows before them that ask the same question are left out.
+    Held-out rows are those of `validation_path` or `validation_split`. If neither is set, they are the last
+    `validation_prompts` rows of the training data. Training rows that ask the same question are then left out.
+
+    Args:
+        validation_prompts: `[validation] prompts`; 0 holds nothing out of the training data.
 
     Raises:
-        UserError: The data is missing, empty, unreadable or contradicts itself; the message names file and key.
+        UserError: The data is missing, empty or unreadable. The message names file and key.
     """
     separate = bool(data.validation_path or data.validation_split)
-    if separate and data.source in GENERATED:
-        raise UserError(
-            f'[data] source = "{data.source}" makes its own held-out prompts: '
-            "leave [data] validation_path and validation_split empty"
-        )
-    if data.validation_split and data.source == "jsonl":
-        raise UserError("A JSONL file has no splits: name the held-out file in [data] validation_path")
-    same = (data.validation_path or data.path, data.validation_split or data.split) == (data.path, data.split)
-    if separate and same:
-        raise UserError(
-            "Held-out and training prompts would be the same rows: [data] validation_path / validation_split name "
-            f"what [data] path = {data.path!r}, split = {data.split!r} already do. Change or empty them"
-        )
-
     if held_out and separate:
         return _load(data, data.validation_path or data.path, data.validation_split or data.split, "validation_path", 0)
     kept_back = 0 if separate else validation_prompts
-    if held_out and kept_back < 1:
-        raise UserError(
-            "There are no held-out prompts: set [validation] prompts to 1 or more, or name them in "
-            "[data] validation_path or validation_split"
-        )
     rows = _load(data, data.path, data.split, "path", kept_back)
     count = len(rows.rows)
     if kept_back >= count:
         raise UserError(
-            f"{rows.name} has {count} rows and [validation] prompts = {kept_back} of them are held out, which leaves "
-            "none to train on: lower [validation] prompts or bring more data"
+            f"{rows.name} has {count} rows and [validation] prompts = {kept_back}, which leaves no row to train on: "
+            "lower [validation] prompts or add data"
         )
     kept = range(count - kept_back, count)
     if held_out:
@@ -90,47 +74,40 @@ def load_rows(data: Data, held_out: bool, validation_prompts: int) -> Rows:
     return _without_questions(rows, kept, data.prompt_column) if kept_back else rows
 
 
-def _load(data: Data, path: str, split: str, key: str, extra: int) -> Rows:
-    """All rows of a source; `extra` held-out rows are made on top of `[data] size` where rows are generated."""
+def _load(data: Data, path: str, split: str, key: str, extra: int) -> DatasetRows:
+    """All rows of a source. A generator makes `extra` held-out rows in addition to `[data] size`."""
     if data.source == "arithmetic":
         return _arithmetic(data, extra)
     if data.source == "reasoning_gym":
         return _reasoning_gym(data, extra)
-    if not path:
-        raise UserError(f'[data] source = "{data.source}" needs [data] {key}')
     rows = _jsonl(path, key) if data.source == "jsonl" else _hugging_face(path, data.subset, split, key)
     if not rows.positions:
         raise UserError(f"{rows.name} has no rows: give a dataset with at least one question")
     return rows
 
 
-def _without_questions(rows: Rows, held_out: Sequence[int], column: str) -> Rows:
-    """Rows whose question is none of the held-out ones (generators and datasets repeat themselves)."""
+def _without_questions(rows: DatasetRows, held_out: Sequence[int], column: str) -> DatasetRows:
+    """Leave out rows that ask a held-out question, because generators and datasets repeat themselves."""
     asked = {_question(rows.rows[i], column) for i in held_out}
     positions = [i for i in rows.positions if _question(rows.rows[i], column) not in asked]
     repeats = len(rows.positions) - len(positions)
     if not positions:
-        raise UserError(f"Every training row of {rows.name} repeats a held-out question: bring more varied data")
+        raise UserError(f"Every training row of {rows.name} repeats a held-out question: add more varied data")
     if repeats:
         logger.info("%s: %d training rows repeat a held-out question and are left out", rows.name, repeats)
     return replace(rows, positions=positions)
 
 
-def _question(row: Row, column: str) -> str:
+def _question(row: DatasetRow, column: str) -> str:
     return json.dumps(row.get(column), default=str)
 
 
-def _arithmetic(data: Data, extra: int) -> Rows:
+def _arithmetic(data: Data, extra: int) -> DatasetRows:
     """Distinct problems `a+b=`, 0 <= a, b <= arithmetic_max: `size` of them in a fixed random order, or all.
 
-    Column `calculation`, for `[sft] target_column`, is the answer as `environments.calculator` leads to it in every
-    third row, and the answer alone in the others: it shows how to call the calculator, not that it is worth it.
+    Column `calculation` is a target for `[sft] target_column`. In every third row it calls `environments.calculator`;
+    in the others it is the answer alone. So a warm start learns the call without a preference for it.
     """
-    unknown = [sign for sign in data.arithmetic_operators if sign not in OPERATORS]
-    if unknown or not data.arithmetic_operators:
-        raise UserError(f"[data] arithmetic_operators = {data.arithmetic_operators}: choose from {list(OPERATORS)}")
-    if data.arithmetic_max < 1 or data.size < 1:
-        raise UserError("[data] arithmetic_max and size must be 1 or more")
     operands = data.arithmetic_max + 1
     problems = len(data.arithmetic_operators) * operands**2
     rows = []
@@ -142,28 +119,24 @@ def _arithmetic(data: Data, extra: int) -> Rows:
         question = {data.prompt_column: f"{left}{sign}{right}=", data.answer_column or "answer": answer}
         calculation = answer if len(rows) % 3 else f"<{left}{sign}{right}>{answer}\n{answer}"
         rows.append({"calculation": calculation} | question)
-    return Rows(rows, range(len(rows)), f'[data] source = "arithmetic" (arithmetic_max = {data.arithmetic_max})')
+    return DatasetRows(rows, range(len(rows)), f'[data] source = "arithmetic" (arithmetic_max = {data.arithmetic_max})')
 
 
-def _reasoning_gym(data: Data, extra: int) -> Rows:
-    """`[data] size` questions of each task, tasks taking turns (https://github.com/open-thought/reasoning-gym).
+def _reasoning_gym(data: Data, extra: int) -> DatasetRows:
+    """`[data] size` questions of each task, interleaved (https://github.com/open-thought/reasoning-gym).
 
-    A task's scorer wants back the entry that it made, with its tuples and integer keys, which JSON would lose:
-    the row holds it as a Python literal.
+    A task's scorer needs the entry that the task made, with its tuples and integer keys. JSON would lose those, so
+    the row holds the entry as a Python literal.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError('[data] source = "reasoning_gym" needs the package: pip install reasoning-gym')
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    known = sorted(set(DATASETS) - {"composite"})  # a mixture of others, useless without its own configuration
-    if not data.tasks:
-        raise UserError('[data] source = "reasoning_gym" needs [data] tasks, for example ["chain_sum"]')
+    known = sorted(set(DATASETS) - {"composite"})  # a mixture of others, which needs its own configuration
     for task in data.tasks:
         if task not in known:
             raise UserError(f'[data] tasks: reasoning-gym has no task "{task}"{did_you_mean(task, known)}')
-    if data.size < 1:
-        raise UserError("[data] size must be 1 or more")
     per_task = data.size + -(-extra // len(data.tasks))
     generators = [reasoning_gym.create_dataset(task, size=per_task, seed=0) for task in data.tasks]
     rows = []
@@ -173,19 +146,19 @@ def _reasoning_gym(data: Data, extra: int) -> Rows:
             answer = "" if entry["answer"] is None else entry["answer"]
             row = {data.prompt_column: entry["question"], data.answer_column or "answer": answer}
             rows.append(row | {"task": task, "entry": _literal(entry)})
-    return Rows(rows, range(len(rows)), f'[data] source = "reasoning_gym" ({", ".join(data.tasks)})')
+    return DatasetRows(rows, range(len(rows)), f'[data] source = "reasoning_gym" ({", ".join(data.tasks)})')
 
 
-def _literal(entry: Row) -> str:
+def _literal(entry: DatasetRow) -> str:
     text = repr(entry)
     try:
         ast.literal_eval(text)
-    except ValueError:  # an object of the task's own: what JSON keeps of it is all that the scorer gets
+    except ValueError:  # an object of the task's own: the scorer gets what JSON keeps
         text = repr(json.loads(json.dumps(entry, default=str)))
     return text
 
 
-def _jsonl(path: str, key: str) -> Rows:
+def _jsonl(path: str, key: str) -> DatasetRows:
     if not os.path.isfile(path):
         raise UserError(f"[data] {key} = {path!r} is not a file: give a JSONL file, or set [data] source")
     rows, lines = [], []
@@ -201,11 +174,11 @@ def _jsonl(path: str, key: str) -> Rows:
                 raise UserError(f"{path}:{number} is a {type(row).__name__}: write one JSON object per line")
             rows.append(row)
             lines.append(number)
-    return Rows(rows, range(len(rows)), path, lines)
+    return DatasetRows(rows, range(len(rows)), path, lines)
 
 
-def _hugging_face(path: str, subset: str, split: str, key: str) -> Rows:
-    """A folder of data files as downloaded from the Hub, or one that `Dataset.save_to_disk` wrote."""
+def _hugging_face(path: str, subset: str, split: str, key: str) -> DatasetRows:
+    """Rows of a folder from the Hub, or of one that `Dataset.save_to_disk` wrote."""
     import datasets
 
     if not os.path.isdir(path):
@@ -232,11 +205,11 @@ def _hugging_face(path: str, subset: str, split: str, key: str) -> Rows:
         raise
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"[data] {key} = {path!r} cannot be read as a dataset: {error}") from error
-    return Rows(rows, range(len(rows)), f"{path} (split {split})")
+    return DatasetRows(rows, range(len(rows)), f"{path} (split {split})")
 
 
 def _configuration(path: str, subset: str, key: str) -> tuple[str, str | None]:
-    """Folder and configuration name for `[data] subset`: declared in the folder's README.md, or a folder of its own."""
+    """Folder and configuration name of `[data] subset`: one that README.md declares, or a folder of its own."""
     import datasets
 
     if subset and os.path.isdir(os.path.join(path, subset)) and not _declares(path):

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineClient
 from torchtitan.grpo.errors import UserError
@@ -77,7 +77,7 @@ class Fleet:
         urls_file: `[rollout] urls_file`, see `read_urls` and `reread`.
 
     Raises:
-        UserError: No server, fewer than `min_servers`, or a bad `urls_file`.
+        UserError: The `urls_file` is bad, or lists fewer than `min_servers`.
     """
 
     def __init__(self, urls: list[str], make: Callable[[str], Server], min_servers: int = 1, urls_file: str = ""):
@@ -90,12 +90,11 @@ class Fleet:
         self._error: BaseException | None = None
         if urls_file:
             urls = read_urls(urls_file)
-        if not urls:
-            raise UserError("[rollout] urls: no server to send prompts to")
-        if len(urls) < min_servers:
-            raise UserError(
-                f"[rollout] min_servers = {min_servers} is over the number of servers in {self._list_key}, {len(urls)}"
-            )
+            if len(urls) < min_servers:
+                raise UserError(
+                    f"[rollout] min_servers = {min_servers} is over the number of servers in {self._list_key}, "
+                    f"{len(urls)}"
+                )
         self._servers = [make(url.rstrip("/")) for url in urls]
 
     @property
@@ -270,7 +269,7 @@ def read_urls(path: str | Path) -> list[str]:
         url = line.partition("#")[0].strip().rstrip("/")
         if not url:
             continue
-        problem = _url_problem(url)
+        problem = url_problem(url)
         if url in urls:
             problem = f"{url} is in line {urls[url]} already: one line per server"
         if problem:
@@ -279,21 +278,6 @@ def read_urls(path: str | Path) -> list[str]:
     if not urls:
         raise UserError(f"[rollout] urls_file: {path} lists no server: write one base address a line, http://host:port")
     return list(urls)
-
-
-def _url_problem(url: str) -> str | None:
-    """What is wrong with a base address, None if nothing is. Never shows a password."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        return f"{error}; write http://host:port"
-    if parts.username is not None or parts.password is not None:
-        return f"a user or password for {parts.hostname}: use [rollout] api_key_env instead"
-    plain = url.isprintable() and " " not in url and not parts.query
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
-        return f"{url!r} is no base address: write http://host:port or https://host:port"
-    return None
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

@@ -1,7 +1,7 @@
-"""Verifiable rewards: how one answer is scored, and how `[reward] functions` finds its functions.
+"""Verifiable rewards: the built-in functions, and how `[reward] functions` finds a function.
 
-A reward function takes the answer's text and its `Prompt` and returns a number. The built-in ones get the final
-answer that `[reward] answer_pattern` cuts out of the text; a function of one's own gets the whole text.
+A reward function takes the answer's text and its `Prompt`, and returns a number. Built-in functions get the final
+answer that `[reward] answer_pattern` extracts. A function of your own gets the whole text.
 """
 
 import ast
@@ -21,26 +21,13 @@ RewardFunction = Callable[[str, Prompt], float]
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
-def answer_regex(pattern: str, key: str) -> re.Pattern[str] | None:
-    """Compile a configured pattern; UserError naming `key` unless it is valid and has a group."""
-    if not pattern:
-        return None
-    try:
-        regex = re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{key} = {pattern!r} is not a regular expression: {error}") from error
-    if not regex.groups:
-        raise UserError(f"{key} = {pattern!r} has no group: put parentheses around the answer, as in '#### (.+)'")
-    return regex
-
-
 def exact_match(answer: str, prompt: Prompt) -> float:
-    """1 if the answer is the reference, but for space around it."""
+    """1 if the answer is the reference. Space around either does not count."""
     return float(answer.strip() == _reference(prompt).strip())
 
 
 def numeric_match(answer: str, prompt: Prompt) -> float:
-    """1 if the last number in the answer equals the reference's, as decimals: `$1,234.50` is `1234.5`."""
+    """1 if the last number in the answer equals the reference's as a decimal: `$1,234.50` is `1234.5`."""
     expected = _last_number(_reference(prompt))
     if expected is None:
         raise ValueError(f"the reference answer {prompt.answer!r} holds no number")
@@ -48,10 +35,10 @@ def numeric_match(answer: str, prompt: Prompt) -> float:
 
 
 def math_verify(answer: str, prompt: Prompt) -> float:
-    """1 if the answer is mathematically the reference: LaTeX, fractions, sets (https://github.com/huggingface/Math-Verify).
+    """1 if the answer equals the reference mathematically: LaTeX, fractions, sets.
 
-    The library bounds parsing and comparing by SIGALRM, 5 s each, and so needs the main thread of a worker process.
-    What it cannot parse is wrong; what takes too long raises.
+    Uses https://github.com/huggingface/Math-Verify. It limits parsing and comparison to 5 s each by SIGALRM, so it
+    needs the main thread of a worker process. An answer that it cannot parse is wrong; one that takes too long raises.
     """
     from math_verify import verify
 
@@ -61,7 +48,7 @@ def math_verify(answer: str, prompt: Prompt) -> float:
     answers = _parse_math(answer)
     try:
         return float(verify(expected, answers, raise_on_error=True))
-    except Exception:  # not comparable; the library's timeout is a BaseException and goes on
+    except Exception:  # not comparable; the library's timeout is a BaseException and passes
         return 0.0
 
 
@@ -74,13 +61,14 @@ def reasoning_gym(answer: str, prompt: Prompt) -> float:
 
 BUILT_IN: dict[str, RewardFunction] = {f.__name__: f for f in (exact_match, numeric_match, math_verify, reasoning_gym)}
 PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
+"""Built-in functions that need a package, which has the function's name, and its name on PyPI."""
 
 
 def resolve(name: str) -> RewardFunction:
-    """The function that `[reward] functions` calls by a built-in name or by `module:function`.
+    """Find the function that `[reward] functions` gives by a built-in name or as `module:function`.
 
     Raises:
-        UserError: There is no such function, or it does not take an answer and a prompt.
+        UserError: There is no such function, its package is missing, or it does not take an answer and a prompt.
     """
     if name in BUILT_IN:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
@@ -97,7 +85,7 @@ def resolve(name: str) -> RewardFunction:
 
 
 def checked(value: Any) -> float:
-    """A reward function's result as a finite float. ValueError if it is anything else."""
+    """A reward function's result as a finite float. ValueError if it is not a finite number."""
     if not hasattr(value, "__float__"):
         raise ValueError(f"returned {value!r}, which is not a number")
     number = float(value)
@@ -120,8 +108,8 @@ def _last_number(text: str) -> Decimal | None:
 def _parse_math(text: str) -> list[Any]:
     from math_verify import parse
 
-    for candidate in (text, f"${text}$"):  # bare LaTeX is only recognised inside dollars
-        with contextlib.suppress(Exception):  # not parsable; the library's timeout is a BaseException and goes on
+    for candidate in (text, f"${text}$"):  # Math-Verify recognises LaTeX only inside dollars
+        with contextlib.suppress(Exception):  # not parsable; the library's timeout is a BaseException and passes
             if found := parse(candidate, raise_on_error=True):
                 return found
     return []

@@ -1,8 +1,8 @@
-"""Scoring of answers in worker processes, so that no reward function can stop a run.
+"""Answers are scored in worker processes, so that no reward function can stop a run.
 
-A function that hangs, raises, ends its process or returns no number costs that one score: it counts as 0 and the
-sample names the function. Each worker has a pipe of its own and sends every score by itself, so what hangs is known
-exactly, is stopped after its own time limit, and nothing is scored twice.
+A function may hang, raise, end its process or return no number. It then costs one score: the score is 0, and the
+sample names the function. Each worker has its own pipe and sends every score by itself. So the call that hangs is
+known exactly and stopped after its own time limit, and nothing is scored twice.
 """
 
 import contextlib
@@ -18,51 +18,50 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Sample
-from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.functions import BUILT_IN, answer_regex, resolve
+from torchtitan.grpo.rewards.functions import resolve
 from torchtitan.grpo.rewards.worker import Call, Score, serve
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a worker process to import its functions."""
 CHUNK_SAMPLES = 16
-"""Most samples in one message to a worker."""
+"""Maximum number of samples in one message to a worker."""
 
 
 class RewardRunner:
-    """Scores answers by `[reward]` in worker processes. `score` may be called from several threads at once.
+    """Scores answers by `[reward]` in worker processes. Several threads may call `score` at once.
+
+    Args:
+        reward: The `[reward]` section, which `load_config` has checked.
 
     Raises:
-        UserError: A function is unknown or unfit, or the weights or the pattern do not fit.
+        UserError: A function cannot be found, or does not take an answer and a prompt.
     """
 
     def __init__(self, reward: Reward):
         self._names = list(reward.functions)
         self._weights = list(reward.weights) or [1.0] * len(self._names)
-        self._timeout_s = reward.timeout_seconds
-        self._pattern = reward.answer_pattern
-        _check(reward)
         for name in self._names:
             resolve(name)
         self.failures: Counter[str] = Counter()
-        """Failed scores of each function since the start."""
+        """Number of failed scores of each function since the start."""
         self._lock = threading.Lock()
-        self._workers = [Worker(self._names, self._pattern, self._timeout_s) for _ in range(reward.workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._workers = [
+            RewardWorker(self._names, reward.answer_pattern, reward.timeout_seconds) for _ in range(reward.workers)
+        ]
+        self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
 
-    def warm_up(self) -> None:
-        """Wait until every worker process has imported its functions; bounded by START_TIMEOUT_S."""
-        for worker in self._workers:
-            worker.wait_ready()
-
     def score(self, samples: Sequence[Sample]) -> None:
         """Fill in `rewards`, `reward` and `reward_failures` of each sample.
 
-        Blocks until all are scored: at most `timeout_seconds` for one score, in `workers` processes at a time, plus
-        the start of a new process after each hang or crash.
+        Blocks until all are scored. One score takes at most `timeout_seconds`, and `workers` processes work at a time.
+        A hang or crash adds the start of a new process, at most START_TIMEOUT_S.
+
+        Raises:
+            RuntimeError: A worker process could not start, or the runner was closed.
         """
         chunk = min(CHUNK_SAMPLES, -(-len(samples) // len(self._workers)))
         chunks = [samples[i : i + chunk] for i in range(0, len(samples), chunk or 1)]
@@ -89,12 +88,12 @@ class RewardRunner:
         with self._lock:
             self.failures[name] += 1
             count = self.failures[name]
-        if math.log10(count).is_integer():  # 1st, 10th, 100th ...: a broken function must not flood the log
+        if math.log10(count).is_integer():  # 1st, 10th, 100th ...: a broken function does not flood the log
             where = f"prompt {sample.prompt.index}, answer {sample.text[:80]!r}"
             logger.warning("Reward %s failed (%d times so far) and counts as 0: %s; %s", name, count, failure, where)
 
     def close(self) -> None:
-        """Stop the workers, whatever they are doing."""
+        """Kill the workers, even while they score."""
         for worker in self._workers:
             worker.stop()
         self._threads.shutdown(cancel_futures=True)
@@ -106,8 +105,8 @@ class RewardRunner:
         self.close()
 
 
-class Worker:
-    """One process that computes scores, and is replaced when it hangs or dies. Used by one thread at a time."""
+class RewardWorker:
+    """One process that computes scores. It is replaced when it hangs or dies. Only one thread uses it at a time."""
 
     def __init__(self, names: list[str], pattern: str, timeout_s: float):
         self._names, self._pattern, self._timeout_s = names, pattern, timeout_s
@@ -117,11 +116,11 @@ class Worker:
 
     def run(self, calls: Sequence[Call]) -> list[Score]:
         """One score per call, in order. A call that hangs or ends the process fails; the others are scored."""
-        if not self._process.is_alive():  # killed while it was idle, for example for its memory
+        if not self._process.is_alive():  # killed while it was idle, for example by the OOM killer
             self._start()
         scores: list[Score] = []
         while len(scores) < len(calls):
-            self.wait_ready()
+            self._wait_ready()
             failure = self._exchange(calls, scores)
             if failure:
                 scores.append(Score(0.0, failure))
@@ -130,7 +129,7 @@ class Worker:
         return scores
 
     def _exchange(self, calls: Sequence[Call], scores: list[Score]) -> str:
-        """Append scores as they come. Returns why the next one will not come, or "" when all have."""
+        """Append scores as they arrive. Returns why the next one will not arrive, or "" after the last."""
         try:
             self._connection.send(calls[len(scores) :])
             while len(scores) < len(calls):
@@ -142,8 +141,8 @@ class Worker:
             return f"its process ended with exit code {self._process.exitcode}"
         return ""
 
-    def wait_ready(self) -> None:
-        """Wait for the process to have imported its functions.
+    def _wait_ready(self) -> None:
+        """Wait until the process has imported its functions.
 
         Raises:
             RuntimeError: It ended, or took longer than START_TIMEOUT_S.
@@ -161,13 +160,14 @@ class Worker:
         self._ready = True
 
     def stop(self) -> None:
+        """Kill the process for good."""
         with self._lock:
             self._closed = True
             self._process.kill()
             self._process.join(timeout=5.0)
 
     def _start(self) -> None:
-        """Spawned, not forked: a worker has neither the trainer's CUDA context nor its sockets."""
+        """Spawn the process. A fork would inherit the trainer's CUDA context and sockets."""
         context = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
@@ -177,7 +177,7 @@ class Worker:
             self._process = context.Process(target=serve, args=arguments, name="reward", daemon=True)
             with _without_main():
                 self._process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # so that the pipe ends with the process
             self._ready = False
 
 
@@ -186,7 +186,7 @@ _MAIN_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the main script from a process that is being spawned, which would import all of the trainer again."""
+    """Hide the main script from a spawned process, which would import the whole trainer again."""
     with _MAIN_LOCK:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -194,21 +194,3 @@ def _without_main() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = main
-
-
-def _check(reward: Reward) -> None:
-    names, weights = reward.functions, reward.weights
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"[reward] functions = {names}: name at least one function, and each only once")
-    if weights and len(weights) != len(names):
-        raise UserError(f"[reward] weights = {weights}: give one weight for each of {names}, or none")
-    if not all(math.isfinite(weight) for weight in weights):
-        raise UserError(f"[reward] weights = {weights}: weights must be finite numbers")
-    if reward.workers < 1 or not 0 < reward.timeout_seconds < math.inf:
-        raise UserError("[reward] workers must be 1 or more and timeout_seconds over 0")
-    answer_regex(reward.answer_pattern, "[reward] answer_pattern")
-    if reward.answer_pattern and not BUILT_IN.keys() & set(names):
-        raise UserError(
-            f"[reward] answer_pattern = {reward.answer_pattern!r} is for built-in functions, and {names} names none: "
-            "empty it (a function of your own gets the whole answer)"
-        )

@@ -1,7 +1,7 @@
-"""A reward worker's own process. It imports what the reward functions need, and no torch: it starts in a moment.
+"""The process of a reward worker. It imports what the reward functions need, and no torch, so it starts quickly.
 
-rewards/runner.py  ---- lists of Call ---->  serve
-            <--- a Score for each --
+runner.RewardWorker  ---- lists of Call ---->  serve
+                     <--- one Score each -----
 """
 
 import contextlib
@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.rewards.functions import BUILT_IN, PACKAGES, RewardFunction, answer_regex, checked, resolve
+from torchtitan.grpo.rewards.functions import BUILT_IN, PACKAGES, RewardFunction, checked, resolve
 
 
 class Call(NamedTuple):
-    """One score to compute: which function, of which answer."""
+    """One score to compute: the index of the function, the answer's text and its prompt."""
 
     function: int
     text: str
@@ -24,15 +24,17 @@ class Call(NamedTuple):
 
 
 class Score(NamedTuple):
+    """A score, or 0 and why it failed."""
+
     value: float
     failure: str = ""
 
 
 def serve(connection: Connection, names: list[str], pattern: str) -> None:
-    """A worker process: receives lists of calls and sends each score by itself, until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    """Run a worker process: receive lists of calls and send each score by itself, until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     functions = [resolve(name) for name in names]
-    regexes = [answer_regex(pattern, "[reward] answer_pattern") if name in BUILT_IN else None for name in names]
+    regexes = [re.compile(pattern) if pattern and name in BUILT_IN else None for name in names]
     for name in names:
         if name in PACKAGES:
             importlib.import_module(name)  # outside the time limit of the first score
@@ -52,5 +54,5 @@ def _score(function: RewardFunction, regex: re.Pattern[str] | None, call: Call) 
                 return Score(0.0)  # no final answer
             text = matches[-1].group(1) or ""
         return Score(checked(function(text, call.prompt)))
-    except BaseException as error:  # SystemExit and the timeouts of libraries are failures of the function, too
+    except BaseException as error:  # SystemExit and the timeouts of libraries are failures too
         return Score(0.0, f"{type(error).__name__}: {error}"[:500])
