@@ -1,8 +1,8 @@
-"""A tiny trainer for test_checkpoint, in-process or under torchrun: AdamW, schedule, draws from every generator.
+"""A tiny trainer for test_checkpoint, in-process or under torchrun. It uses AdamW, a schedule and every generator.
 
 Usage: checkpoint_worker.py train DUMP OUT STEPS [resume]   trains, saves at step 2, writes losses and digests
        checkpoint_worker.py save-forever DUMP               saves step 1, 2, ... whose weights all equal the step
-       checkpoint_worker.py stop-in-save DUMP               saves step 1, then stays for ever inside the save of step 2
+       checkpoint_worker.py stop-in-save DUMP               saves step 1, then hangs inside the save of step 2
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def checkpoint_section(**changes) -> SimpleNamespace:
 
 
 class TinyTrainer:
-    """Everything that a resumed run needs, as grpo_train.py has it."""
+    """The state of a run that grpo_train.py resumes."""
 
     def __init__(self, dump: Path, *, reference: bool = False, **checkpoint) -> None:
         if dist.get_rank() == 0:
@@ -105,7 +105,7 @@ class TinyTrainer:
         self.step, self.losses = state["step"], state["losses"]
 
     def train_step(self) -> None:
-        """One AdamW step on an answer, an advantage and a weight that come from the three generators."""
+        """One AdamW step on a sample that is drawn from the three random generators."""
         answer = torch.randint(3, 61, (20,)).tolist()
         sample = PackedSample([random.randrange(3, 61)], answer, float(np.random.randn()), 0.05, [0.0] * 20)
         row = pack([sample], 64, 1)[0][0].to("cpu")
@@ -119,7 +119,7 @@ class TinyTrainer:
         self.losses.append(loss.item())
 
     def digest(self) -> str:
-        """Of every bit of weights, AdamW state and schedule."""
+        """SHA-256 of every bit of weights, AdamW state and schedule."""
         tensors = self.model.state_dict() | self.optimizers.state_dict()
         digest = hashlib.sha256(repr(self.lr_schedulers.state_dict()).encode())
         for name in sorted(tensors):

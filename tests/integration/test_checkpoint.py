@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one, and nothing that kills a save costs the checkpoint before it."""
+"""A resumed run equals an uninterrupted one, and a killed save leaves the checkpoint before it complete."""
 
 import json
 import time
@@ -66,7 +66,7 @@ def test_two_ranks_resume_exactly_and_one_rank_takes_over_their_weights(tmp_path
     assert (straight["loaded"], resumed["loaded"], alone["loaded"]) == (0, 2, 2)
     assert resumed["losses"] == straight["losses"]
     assert resumed["digests"] == {step: straight["digests"][step] for step in ("2", "3", "4")}
-    # Weights, AdamW state and schedule are exact on one rank too; what it draws next is not the two ranks'.
+    # Weights, AdamW state and schedule are exact on one rank too. Its random numbers differ from the two ranks'.
     assert alone["digests"]["2"] == straight["digests"]["2"]
     assert len(alone["losses"]) == 3
 
@@ -99,12 +99,12 @@ def test_load_step_goes_back_and_a_new_branch_replaces_the_old(tmp_path):
     branch = TinyTrainer(tmp_path, resume=True, load_step=1, keep_latest_k=3)
     assert branch.checkpointer.load_latest() == 1
     assert branch.losses == old.losses[:1]
-    torch.rand(1)  # another future than the first time
+    torch.rand(1)  # other random numbers than the first time
     branch.train_step()
     branch.checkpointer.save(2)
     assert complete_steps(tmp_path / "checkpoint") == [1, 3, 2]
     again = TinyTrainer(tmp_path, resume=True)
-    assert again.checkpointer.load_latest() == 2  # what was written last, not the higher step of the old branch
+    assert again.checkpointer.load_latest() == 2  # the last one written, not the higher step of the old branch
     assert again.losses == branch.losses != old.losses[:2]
 
 
@@ -230,6 +230,8 @@ def test_folder_checks_before_the_run(tmp_path):
     check(checkpoint_section(resume=True), str(tmp_path))
     with pytest.raises(UserError, match=r"load_step = 5: .* \[1, 2\]"):
         check(checkpoint_section(resume=True, load_step=5), str(tmp_path))
+    with pytest.raises(UserError, match=r"load_step = 5: .* \[1, 2\]"):
+        TinyTrainer(tmp_path, resume=True, load_step=5).checkpointer.load_latest()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

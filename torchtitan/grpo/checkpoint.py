@@ -99,7 +99,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        checkpoint_cfg,
+        checkpoint_cfg: Any,
         dump_folder: str,
         model: nn.Module,
         optimizers: OptimizersContainer,
@@ -123,7 +123,7 @@ class Checkpointer:
         self._saved_step = 0
 
     @staticmethod
-    def check_folder(checkpoint_cfg, dump_folder: str) -> None:
+    def check_folder(checkpoint_cfg: Any, dump_folder: str) -> None:
         """Check at the start that saving and resuming will work. Any rank may call it, before any process group.
 
         Args:

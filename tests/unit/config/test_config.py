@@ -1,4 +1,4 @@
-"""load_config: what it reads, and that each mistake is named with what to change."""
+"""load_config: what it reads, and that each error names the key and what to change."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def load_toml(tmp_path: Path, text: str, *flags: str):
     return load_config(["--job.config_file", str(path), *MODEL, *flags])
 
 
-# Each row: a TOML text, then what the message must hold: the key's name and the hint.
+# Each row: a TOML text, then parts of the message: the key's name and the hint.
 BAD_TOML = {
     # unknown names
     "key": ("[grpo]\ngroup_sise = 4", "[grpo] group_sise", "did you mean [grpo] group_size?"),
@@ -404,7 +404,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
     ],
 )
 def test_machine(flags, world_size, gpus, expected, monkeypatch):
-    # load_config must accept it on a machine that has what it asks for
+    # load_config must accept it on a machine with these processes and GPUs
     monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda config: [])
     messages = check_machine(load_config([*MODEL, *flags]), world_size, gpus)
     assert len(messages) == bool(expected), messages

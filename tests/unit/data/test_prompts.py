@@ -44,7 +44,7 @@ def questions(n, start=0):
 
 @pytest.fixture
 def gsm8k(tmp_path):
-    """A folder laid out as `openai/gsm8k` is when downloaded: a folder per subset, a parquet file per split."""
+    """A folder like a downloaded `openai/gsm8k`: a folder per subset, a parquet file per split."""
     for subset in ("main", "socratic"):
         (tmp_path / "gsm8k" / subset).mkdir(parents=True)
         for split, n, start in (("train", 20, 0), ("test", 5, 100)):
@@ -119,7 +119,7 @@ def test_arithmetic_size_limits_the_training_prompts(tokenizer):
 
 
 def test_reasoning_gym_never_trains_on_held_out_questions(tokenizer):
-    """coin_flip has few distinct questions, so that the generator repeats itself."""
+    """coin_flip has few distinct questions, so the generator repeats itself."""
     pytest.importorskip("reasoning_gym")
     data = Data(source="reasoning_gym", tasks=["coin_flip", "chain_sum"], size=300, max_prompt_tokens=2000)
     train = PromptSource(data, tokenizer, 0, validation_prompts=41)
@@ -339,7 +339,7 @@ def test_solved_prompts_are_not_asked_again(tokenizer):
 
 
 def test_one_accepted_prompt_is_found_however_epochs_are_ordered(tokenizer):
-    """It may stand first in one epoch and last in the next, with nearly two epochs of refused ones in between."""
+    """It may come first in one epoch and last in the next, with nearly two epochs of refused prompts in between."""
     source = PromptSource(Data(arithmetic_max=4, curriculum=hook(refuse_all_but_one)), tokenizer, 0)
     assert [prompt.index for _ in range(50) for prompt in source.next(1)] == [7] * 50
 

@@ -1,4 +1,4 @@
-"""Scoring: built-in functions, and a run that goes on whatever a reward function does."""
+"""Scoring: the built-in functions, and reward functions that hang, raise or crash."""
 
 import os
 import sys
@@ -126,7 +126,7 @@ def test_math_verify_works_in_a_worker_process():
 
 @pytest.mark.parametrize(("timeout_s", "reason"), [(30.0, "TimeoutException"), (2.0, "timeout_seconds = 2.0")])
 def test_math_that_takes_too_long_is_a_failure(timeout_s, reason, caplog):
-    """Either the library's own alarm (5 s) ends it in the worker, or our limit ends the worker."""
+    """The library's own alarm (5 s) ends it in the worker, or our limit ends the worker."""
     pytest.importorskip("math_verify")
     samples = make_samples("42", "$" + "+".join(["9^{9^{9^{9}}}"] * 3) + "$", "42")
     with RewardRunner(Reward(functions=["math_verify"], workers=1, timeout_seconds=timeout_s)) as runner:

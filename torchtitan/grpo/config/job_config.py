@@ -42,7 +42,7 @@ class Optimizer:
 @dataclass
 class LRScheduler:
     warmup_steps: Annotated[int, Range(at_least=0)] = 0
-    """Steps of linear warm-up. torchtitan's 200 exceed many RL runs."""
+    """Steps of linear warm-up. torchtitan's 200 are more than many RL runs have."""
     total_steps: Annotated[int | None, Range(at_least=1)] = None
     """Length of the schedule. None: `training.steps`."""
     decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
@@ -96,7 +96,7 @@ class Metrics:
 @dataclass
 class Checkpoint:
     interval: Annotated[int, Range(at_least=1)] = 20
-    """Steps between checkpoints; the last step is always saved. torchtitan's 500 exceed many RL runs."""
+    """Steps between checkpoints; the last step is always saved. torchtitan's 500 are more than many RL runs have."""
     keep_latest_k: Annotated[int, Range(at_least=0)] = 2
     """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes per parameter) and an export."""
     load_step: Annotated[int, Range(at_least=-1, why="-1 is the newest")] = -1
@@ -213,7 +213,7 @@ class AsyncGrpo:
     """Sample the next steps while the trainer trains. Samples then come from older weights, which
     `[grpo] importance_correction` corrects for."""
     max_trajectory_age_steps: Annotated[int, Range(at_least=1, why="0 is what [async_grpo] enabled = false gives")] = 1
-    """Oldest trained token, in weight versions behind the trainer."""
+    """Largest age of a trained token, in weight versions behind the trainer."""
     run_ahead: Literal["auto", "full"] = "auto"
     """How far ahead of the trainer to sample within the age limit. `auto`: as far as keeps the trainer busy, so that
     tokens stay young. `full`: as far as the limit allows."""
@@ -255,10 +255,10 @@ class Rollout:
     Empty: one answer per prompt."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
-    slower; `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
+    slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
     max_concurrent_requests: Annotated[int, Range(at_least=1)] = 256
-    """Requests in flight per server; each asks for a whole group, or for one turn of an environment. Groups thin out as
-    short answers end, so let servers queue a few times what they run."""
+    """Requests in flight per server, each for a group or for one turn of an environment. Groups thin out as short
+    answers end, so let servers queue a few times what they run."""
     request_timeout_seconds: Annotated[float, Range(above=0)] = 600.0
     """Longest wait for one request."""
     group_timeout_seconds: Annotated[float, Range(above=0)] = 1200.0
@@ -284,7 +284,7 @@ class WeightSync:
     `gloo` for servers of `urls` on the trainer's GPU, and `disk` for servers that can join no process group."""
     disk_folder: str = ""
     """With `transport = "disk"`, the folder of the newest version, at one path for trainer and servers. Empty: a
-    folder in /dev/shm, for servers on this machine."""
+    folder in /dev/shm, for servers on this machine. Old versions are removed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False
