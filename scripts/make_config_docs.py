@@ -25,8 +25,8 @@ A run is a TOML file, and flags that override it:
 * Unknown keys, wrong types, numbers out of range and contradictions stop the run before it starts. The exit code is 2,
   and one message names all problems.
 * `--dry_run` prints the configuration as TOML, the batch arithmetic and the memory of one rank, and stops.
-* The sections are those of [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2 and of this project. For a key
-  without a text here, see `torchtitan/config/job_config.py` there. Defaults that differ from torchtitan's are marked.
+* The sections are those of [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2 and of this project. Defaults that
+  differ from torchtitan's are marked.
 """
 
 UNSUPPORTED_HEAD = """

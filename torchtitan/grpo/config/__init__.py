@@ -2,7 +2,8 @@
 
     job_config.py       the keys of this project: type, range, default, meaning
       keys.py           all keys as a table, torchtitan's too; checks one value: type, range
-        unsupported.py  torchtitan's keys that have no effect here
+        torchtitan_texts.py, unsupported.py
+                        torchtitan's keys as they are, and those without effect here
       ranges.py         Range, which a key's annotation holds
     load.py             reads file and flags, merges, and runs every check
       contradictions.py what keys must satisfy together (urls.py: one address)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.config.ranges import Range
+from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
 from torchtitan.grpo.errors import nearest
 
 MODULE = job_config.__name__
@@ -33,7 +34,7 @@ class Key:
         type: Its annotation, without the range.
         range: The interval of a number, None if it has none.
         default: Its value when left out.
-        doc: Its meaning and the reason for its default; "" for a key that is torchtitan's alone.
+        doc: Its meaning and the reason for its default; "" for a key without effect.
         torchtitan: True if torchtitan has this key.
         torchtitan_default: torchtitan's own default, None for a key of this project.
     """
@@ -63,7 +64,7 @@ def keys() -> dict[str, Key]:
     """All keys by path (`grpo.group_size`): torchtitan's sections in its order, then ours."""
     upstream = {path: value for path, _, value in _leaves(JobConfig())}
     merged = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
-    docs = _docs()
+    docs = _docs() | TORCHTITAN_TEXTS
     table = {}
     for path, annotation, value in _leaves(merged()):
         section, _, name = path.rpartition(".")

@@ -101,12 +101,11 @@ def load_config(argv: list[str]) -> JobConfig:
 
 
 def help_text() -> str:
-    """Text of `--help`: each key with its type, its default and its doc if it has one."""
+    """Text of `--help`: each key with its type, default and meaning."""
     lines = [HELP]
     for key in honoured_keys():
         lines.append(f"  --{key.path} ({type_name(key.type)}, default {show(key.default)})")
-        if key.doc:
-            lines.append(f"        {key.doc}")
+        lines.append(f"        {key.doc}")
     return "\n".join(lines)
 
 
