@@ -67,7 +67,7 @@ def llama(tmp_path: Path) -> Path:
 def test_config_json_gives_family_and_shape(qwen3):
     source = resolve_model(model_section(qwen3), seq_len=100)
     args = source.model_args
-    assert source.family == "qwen3" and not source.tied
+    assert source.name == "qwen3" and not source.tied
     assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads) == (32, 2, 4, 2)
     assert (args.head_dim, args.hidden_dim, args.vocab_size, args.max_seq_len) == (16, 45, 67, 100)
     assert (args.attn_type, args.attn_mask_type) == ("varlen", "block_causal")
@@ -140,7 +140,7 @@ def test_a_flavour_describes_itself_to_transformers(name, flavor):
 
 
 def test_a_flavour_must_be_the_folders_model(qwen3):
-    with pytest.raises(UserError, match=r'flavor = "0.6B".*dim 1024 != 32.*flavor = ""'):
+    with pytest.raises(UserError, match=r'flavor = "0.6B".*hidden_size 1024 != 32.*flavor = ""'):
         resolve_model(model_section(qwen3, name="qwen3", flavor="0.6B"), 64)
     with pytest.raises(UserError, match=r'is a llama3, but .* holds a qwen3: set \[model\] flavor = ""'):
         resolve_model(model_section(qwen3, name="llama3", flavor="8B"), 64)

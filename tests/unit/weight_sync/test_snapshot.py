@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.source import TiedQwen3StateDictAdapter
+from torchtitan.grpo.model.qwen3 import Qwen3Adapter
 from torchtitan.grpo.weight_sync.packer import Sender, hugging_face_specs
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, canonical_name, primary_holdings
@@ -24,12 +24,12 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 CPU = torch.device("cpu")
 
 
-def tiny_qwen3(tied: bool) -> tuple[nn.Module, TiedQwen3StateDictAdapter]:
+def tiny_qwen3(tied: bool) -> tuple[nn.Module, Qwen3Adapter]:
     args = Qwen3ModelArgs(
         dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, head_dim=16, hidden_dim=48, max_seq_len=16,
         enable_weight_tying=tied, attn_type="varlen", attn_mask_type="block_causal",
     )  # fmt: skip
-    return Qwen3Model(args), TiedQwen3StateDictAdapter(args, None)
+    return Qwen3Model(args), Qwen3Adapter(args, None)
 
 
 def tiny_llama3() -> tuple[nn.Module, Llama3StateDictAdapter]:

@@ -127,7 +127,7 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
     if config.model.hf_assets_path.endswith("tokenizer.model"):
         yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that holds it"
     if config.model.flavor and not config.model.name:
-        yield f"[model] flavor = {show(config.model.flavor)} needs [model] name: qwen3 or llama3"
+        yield f'[model] flavor = {show(config.model.flavor)} needs [model] name, its family, as in "qwen3"'
     if config.optimizer.name not in ("Adam", "AdamW"):
         yield f"[optimizer] name = {show(config.optimizer.name)} must be AdamW or Adam"
     if config.training.flash_attention == "FA4" and config.training.mixed_precision_param == "float32":

@@ -16,9 +16,10 @@ from torchtitan.grpo.config.ranges import Range
 @dataclass
 class Model:
     name: str = ""
-    """torchtitan's model, `qwen3` or `llama3`. Read only with `model.flavor`, else config.json names the family."""
+    """Family of `model.flavor`, such as `qwen3`. Read only with `model.flavor`, else config.json names the family."""
     flavor: str = ""
-    """torchtitan's preset shape. Empty: `model.hf_assets_path`/config.json gives the shape, so any size works."""
+    """Preset shape of the family, such as `0.6B`. Empty: `model.hf_assets_path`/config.json gives the shape, so any
+    size works."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, tokenizer and weights. Required, because prompts need its tokenizer."""
     weights: Literal["hf", "random"] = "hf"

@@ -19,7 +19,7 @@ from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_to
 from torchtitan.grpo.policy.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
-    from torchtitan.grpo.model.hf_config import ModelArgs
+    from torchtitan.grpo.model.families import ModelArgs
 
 Parts = dict[str, int]
 """Bytes by what holds them."""
@@ -67,34 +67,33 @@ class BlockActivations:
 
 def block_activations(
     args: "ModelArgs",
-    feed_forward_width: int,
+    block: nn.Module,
     tokens: int,
     itemsize: int,
     tensor_degree: int,
     compiled: bool,
     mode: str,
 ) -> BlockActivations:
-    """Activations of one block of torchtitan's Qwen3 or Llama3 for a row of `tokens`.
+    """Activations of one dense block of torchtitan's for a row of `tokens`.
 
     Widths are those of one tensor-parallel rank: between blocks and in the norms it holds its part of the tokens, in
     attention and feed-forward its part of the heads and of the width, and the inputs of these are whole.
 
     Args:
-        args: torchtitan's model arguments.
+        args: The model's arguments.
+        block: One of its blocks, on any device: it tells which norms there are.
         itemsize: Bytes of an element in compute dtype.
         mode: `[activation_checkpoint] mode`.
     """
-    heads, kv_heads = args.n_heads, args.n_kv_heads or args.n_heads
-    head_dim = getattr(args, "head_dim", args.dim // args.n_heads)
-    qk_norm = getattr(args, "qk_norm", False)
-    residual, width = args.dim / tensor_degree, feed_forward_width / tensor_degree
-    query, key = heads * head_dim / tensor_degree, kv_heads * head_dim / tensor_degree
+    heads, kv_heads = args.n_heads, args.n_kv_heads
+    residual, width = args.dim / tensor_degree, args.hidden_dim / tensor_degree
+    query, key = heads * args.head_dim / tensor_degree, kv_heads * args.head_dim / tensor_degree
     log_sum_exp = 4 * heads / tensor_degree  # of flash attention, float32
 
     norms = 2 * residual + 2 * args.dim  # their inputs; their outputs, which the projections save
     attention = 2 * query + 2 * key  # after RoPE, values, and what attention gives
     statistics = 2 * 4 / tensor_degree + log_sum_exp  # of the norms, float32
-    if qk_norm:
+    if getattr(block.attention, "q_norm", None) is not None:
         attention += query + key  # before the norm
         statistics += 4 * (heads + kv_heads) / tensor_degree
     gate = 3 if compiled else 4  # w1, w3, their product, and silu(w1), which a compiled block computes again
@@ -196,12 +195,11 @@ class _Rank:
 
         # Activations of one row, bytes.
         self.tokens = row_tokens(config)
-        width = block.feed_forward.w1.weight.shape[0]
         mode = config.activation_checkpoint.mode
-        self.activations = block_activations(args, width, self.tokens, self.computed, tensor, self.compiled, mode)
+        self.activations = block_activations(args, block, self.tokens, self.computed, tensor, self.compiled, mode)
         self.kept, self.recomputed = kept_activations(config, self.activations, self.layers)
         self.hidden = self.tokens * args.dim * self.computed
-        rope = model.rope_cache if hasattr(model, "rope_cache") else model.freqs_cis
+        rope = model.rope_cache
         self.rope = self.tokens * rope.shape[-1] * (rope.dtype.itemsize if rope.is_complex() else self.computed)
         self.last_norm = self.hidden // tensor + self.hidden  # its input, its output where answers are
 

@@ -1,0 +1,13 @@
+"""The policy network: which one, its weights, its shards, and log-probabilities out of packed rows.
+
+    families.py            the table of model families, and what each family's file says (`Family`)
+    <name>.py              one file per family: model class, arguments, adapter, tensor parallelism, flavours
+    tied_embedding.py      the part of a state-dict adapter that all families share
+    hf_config.py           config.json or a flavour -> family and arguments; refuses what would be computed wrongly
+    source.py              `ModelSource`: family, arguments, names; loads and exports safetensors
+    parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
+    packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens
+    flash_attention.py     attention kernels;  logprobs.py: the loss layer without the full logits
+
+config.json -> hf_config -> source -> parallelize -> packed -> policy/. Only a family's own file knows its name.
+"""

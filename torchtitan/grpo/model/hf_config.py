@@ -3,41 +3,43 @@
 Everything that torchtitan 0.2.2 would compute differently is refused by name, never ignored.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
-
-ModelArgs = Qwen3ModelArgs | TransformerModelArgs
-FAMILIES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
-FLAVORS: dict[str, dict[str, ModelArgs]] = {"qwen3": qwen3_args, "llama3": llama3_args}
-CONFIGS: dict[str, type[PreTrainedConfig]] = {"qwen3": Qwen3Config, "llama3": LlamaConfig}
-
-# A wavelength is at most 2 pi theta: with this original length none is long enough to be scaled.
-_UNSCALED_ROPE = RoPEScalingArgs(scaling_factor=1.0, original_max_position_embeddings=1 << 60)
+from torchtitan.grpo.model.families import FAMILIES, MODEL_TYPES, ModelArgs, Unsupported, get_family
 
 
 def from_folder(folder: Path) -> tuple[str, ModelArgs, dict[str, Any]]:
+    """Read the model that `folder`/config.json describes.
+
+    Returns its family's name, its arguments, and the content of config.json with `architectures` and
+    `tie_word_embeddings` filled in.
+
+    Raises:
+        UserError: The file is missing or broken, or describes what does not train here.
+    """
     raw = read_json(folder / "config.json")
     where = f"{folder / 'config.json'}"
-    family = _family(raw, where)
+    architecture = _architecture(raw, where)
+    name = next(name for name, architectures in FAMILIES.items() if architecture in architectures)
+    config_cls = CONFIG_MAPPING[MODEL_TYPES[architecture]]
     try:
-        config = CONFIGS[family].from_dict(raw)
+        config = config_cls.from_dict(raw)
     except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where} is not a valid {CONFIGS[family].__name__}: {error}") from error
-    _refuse_unsupported(raw, config, family, where)
-    args = _qwen3_args(config) if family == "qwen3" else _llama3_args(config)
-    architecture = next(name for name, known in FAMILIES.items() if known == family)
-    tied = bool(config.tie_word_embeddings)
-    return family, args, raw | {"architectures": [architecture], "tie_word_embeddings": tied}
+        raise UserError(f"{where} is not a valid {config_cls.__name__}: {error}") from error
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // max(config.num_attention_heads, 1)
+    try:
+        _refuse_unsupported(raw, config, get_family(name).rope_types, where)
+        args = get_family(name).args_from_hf(config)
+    except Unsupported as error:
+        raise UserError(f"{where}: {error}. Choose another [model] hf_assets_path") from error
+    return name, args, raw | {"architectures": [architecture], "tie_word_embeddings": args.enable_weight_tying}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -58,180 +60,112 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _family(raw: dict[str, Any], where: str) -> str:
+def _architecture(raw: dict[str, Any], where: str) -> str:
+    """The supported architecture that `raw` names, by `architectures` or else by `model_type`."""
+    supported = ", ".join(MODEL_TYPES)
     architectures = raw.get("architectures")
     if architectures:
         architecture = str(architectures[0]) if isinstance(architectures, list) else str(architectures)
     else:
-        by_type = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+        by_type = {model_type: architecture for architecture, model_type in MODEL_TYPES.items()}
         architecture = by_type.get(str(raw.get("model_type")), f"model_type {raw.get('model_type')!r}")
     if "Moe" in architecture or "Mixtral" in architecture or raw.get("num_experts") or raw.get("num_local_experts"):
-        raise UserError(f"{where}: {architecture} is a mixture of experts: choose a dense Qwen3 or Llama")
-    if architecture not in FAMILIES:
+        raise UserError(f"{where}: {architecture} is a mixture of experts: choose a dense model, one of {supported}")
+    if architecture not in MODEL_TYPES:
         raise UserError(
             f'{where}: architecture "{architecture}" is not supported. [model] hf_assets_path must hold one of: '
-            f"{', '.join(FAMILIES)}"
+            f"{supported}"
         )
-    return FAMILIES[architecture]
+    return architecture
 
 
-def _refuse_unsupported(raw: dict[str, Any], config: PreTrainedConfig, family: str, where: str) -> None:
-    def refuse(field: str, value: object, why: str) -> None:
-        raise UserError(f"{where}: {field} = {value!r} is not supported: {why}. Choose another [model] hf_assets_path")
-
+def _refuse_unsupported(raw: dict[str, Any], config: PreTrainedConfig, rope_types: tuple[str, ...], where: str) -> None:
     # The generic key counts for every family: vLLM honours it even where transformers has no such attribute.
     sliding = raw.get("use_sliding_window") or (raw.get("sliding_window") and "use_sliding_window" not in raw)
     if sliding:
-        refuse("sliding_window", raw.get("sliding_window"), "attention here reaches over the whole document")
+        why = "attention here reaches over the whole document"
+        raise Unsupported("sliding_window", raw.get("sliding_window"), why)
     if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
-        refuse("layer_types", sorted(set(raw["layer_types"])), "only full_attention layers train here")
+        raise Unsupported("layer_types", sorted(set(raw["layer_types"])), "only full_attention layers train here")
     for field in ("attention_bias", "mlp_bias"):
         if getattr(config, field, False):
-            refuse(field, True, "torchtitan's linear layers have no bias")
+            raise Unsupported(field, True, "torchtitan's linear layers have no bias")
     if raw.get("quantization_config"):
-        refuse("quantization_config", raw["quantization_config"], "training needs float weights")
+        raise Unsupported("quantization_config", raw["quantization_config"], "training needs float weights")
     if config.hidden_act != "silu":
-        refuse("hidden_act", config.hidden_act, "torchtitan's feed-forward uses silu")
+        raise Unsupported("hidden_act", config.hidden_act, "torchtitan's feed-forward uses silu")
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     sizes = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size)
     if min(heads, kv_heads, head_dim, *sizes) < 1:
         raise UserError(f"{where}: sizes and counts must be 1 or more")
     if heads % kv_heads:
-        refuse("num_key_value_heads", kv_heads, f"it must divide num_attention_heads = {heads}")
+        raise Unsupported("num_key_value_heads", kv_heads, f"it must divide num_attention_heads = {heads}")
     if head_dim % 2:
-        refuse("head_dim", head_dim, "rotary embeddings need an even head_dim")
-    if family == "llama3" and head_dim * heads != config.hidden_size:
-        refuse(
-            "head_dim",
-            head_dim,
-            f"torchtitan's Llama needs hidden_size / num_attention_heads = {config.hidden_size / heads:g}",
-        )
+        raise Unsupported("head_dim", head_dim, "rotary embeddings need an even head_dim")
     rope = config.rope_parameters
-    known = ("default", "llama3") if family == "llama3" else ("default",)
-    if rope["rope_type"] not in known:
-        refuse("rope_type", rope["rope_type"], f"this family trains with {' or '.join(known)}")
+    if rope["rope_type"] not in rope_types:
+        raise Unsupported("rope_type", rope["rope_type"], f"this family trains with {' or '.join(rope_types)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        refuse("partial_rotary_factor", rope["partial_rotary_factor"], "rotary embeddings here cover the whole head")
-
-
-def _qwen3_args(config: PreTrainedConfig) -> Qwen3ModelArgs:
-    return Qwen3ModelArgs(
-        dim=config.hidden_size,
-        n_layers=config.num_hidden_layers,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
-        vocab_size=config.vocab_size,
-        head_dim=config.head_dim,
-        hidden_dim=config.intermediate_size,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
-        max_seq_len=config.max_position_embeddings,
-        enable_weight_tying=bool(config.tie_word_embeddings),
-    )
-
-
-def _llama3_args(config: PreTrainedConfig) -> TransformerModelArgs:
-    rope = config.rope_parameters
-    scaling = _UNSCALED_ROPE
-    if rope["rope_type"] == "llama3":
-        scaling = RoPEScalingArgs(
-            scaling_factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_position_embeddings=rope["original_max_position_embeddings"],
-        )
-    return TransformerModelArgs(
-        dim=config.hidden_size,
-        n_layers=config.num_hidden_layers,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
-        vocab_size=config.vocab_size,
-        # torchtitan rounds its own guess of the feed-forward width up to `multiple_of`: a guess of at most the
-        # true width, rounded up to a multiple of it, is the true width, odd ones included.
-        multiple_of=config.intermediate_size,
-        ffn_dim_multiplier=config.intermediate_size / int(8 * config.hidden_size / 3),
-        norm_eps=config.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        rope_scaling_args=scaling,
-        max_seq_len=config.max_position_embeddings,
-    )
+        why = "rotary embeddings here cover the whole head"
+        raise Unsupported("partial_rotary_factor", rope["partial_rotary_factor"], why)
 
 
 def from_flavor(name: str, flavor: str) -> tuple[str, ModelArgs, dict[str, Any]]:
-    if name not in FLAVORS:
+    """Find a preset shape. Returns what `from_folder` does.
+
+    Raises:
+        UserError: `name` is no family, or `flavor` no dense flavour of it.
+    """
+    if name not in FAMILIES:
         raise UserError(
-            f'[model] name = "{name}" is not known{did_you_mean(name, FLAVORS)}; choose from {", ".join(FLAVORS)}'
+            f'[model] name = "{name}" is not known{did_you_mean(name, FAMILIES)}; choose from {", ".join(FAMILIES)}'
         )
-    dense = [key for key, args in FLAVORS[name].items() if not getattr(args, "moe_enabled", False)]
-    if flavor in FLAVORS[name] and flavor not in dense:
+    flavors = get_family(name).flavors
+    dense = [key for key, args in flavors.items() if not getattr(args, "moe_enabled", False)]
+    if flavor in flavors and flavor not in dense:
         raise UserError(f'[model] flavor = "{flavor}" is a mixture of experts: choose a dense one: {", ".join(dense)}')
     if flavor not in dense:
         raise UserError(
             f'[model] flavor = "{flavor}" is not a flavour of {name}{did_you_mean(flavor, dense)}; choose from '
             f"{', '.join(dense)}, or leave it empty: config.json in hf_assets_path then decides the shape"
         )
-    args = FLAVORS[name][flavor]
-    n_kv_heads = args.n_kv_heads or args.n_heads
-    rope = {"rope_type": "default", "rope_theta": float(args.rope_theta)}
-    if name == "llama3":
-        args = dataclasses.replace(args, n_kv_heads=n_kv_heads)
-        scaling = args.rope_scaling_args
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.scaling_factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    hf_config = {
-        "architectures": [next(architecture for architecture, family in FAMILIES.items() if family == name)],
-        "model_type": CONFIGS[name].model_type,
+    args = flavors[flavor]
+    architecture, model_type = next(iter(FAMILIES[name].items()))
+    return name, args, {"architectures": [architecture], "model_type": model_type} | _to_hf(name, args)
+
+
+def _to_hf(name: str, args: ModelArgs) -> dict[str, Any]:
+    """The shape as config.json has it."""
+    return {
         "hidden_size": args.dim,
-        "intermediate_size": _hidden_dim(args),
+        "intermediate_size": args.hidden_dim,
         "num_hidden_layers": args.n_layers,
         "num_attention_heads": args.n_heads,
-        "num_key_value_heads": n_kv_heads,
-        "head_dim": _head_dim(args),
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
         "vocab_size": args.vocab_size,
         "max_position_embeddings": args.max_seq_len,
         "rms_norm_eps": args.norm_eps,
-        "rope_parameters": rope,
-        "tie_word_embeddings": getattr(args, "enable_weight_tying", False),
+        "rope_parameters": get_family(name).rope_to_hf(args),
+        "tie_word_embeddings": args.enable_weight_tying,
         "hidden_act": "silu",
-        "attention_bias": False,
     }
-    return name, args, hf_config
 
 
-def _head_dim(args: ModelArgs) -> int:
-    return args.head_dim if isinstance(args, Qwen3ModelArgs) else args.dim // args.n_heads
+def agree(name: str, args: ModelArgs, folder: Path, key: str) -> tuple[ModelArgs, dict[str, Any]]:
+    """Weights come from the folder: its config.json must describe the flavour, and replaces it (longer context).
 
+    Args:
+        key: The flavour's TOML key and value, for the error.
 
-def _hidden_dim(args: ModelArgs) -> int:
-    """Width of the feed-forward layer; for Llama by torchtitan's rule, which is that of Meta's release."""
-    if isinstance(args, Qwen3ModelArgs):
-        return args.hidden_dim
-    width = int(2 * 4 * args.dim / 3)
-    if args.ffn_dim_multiplier is not None:
-        width = int(args.ffn_dim_multiplier * width)
-    return -(-width // args.multiple_of) * args.multiple_of
-
-
-def agree(family: str, args: ModelArgs, folder: Path, key: str) -> tuple[ModelArgs, dict[str, Any]]:
-    """Weights come from the folder: its config.json must describe the flavour, and replaces it (longer context)."""
-
-    def shape(args: ModelArgs, tied: bool) -> dict[str, Any]:
-        names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta")
-        rope = dataclasses.asdict(args.rope_scaling_args) if isinstance(args, TransformerModelArgs) else {}
-        widths = {"head_dim": _head_dim(args), "hidden_dim": _hidden_dim(args), "tied": tied}
-        return {name: getattr(args, name) for name in names} | widths | rope
-
-    folder_family, folder_args, folder_config = from_folder(folder)
-    if folder_family != family:
-        raise UserError(f'{key} is a {family}, but {folder} holds a {folder_family}: set [model] flavor = ""')
-    wanted = shape(args, getattr(args, "enable_weight_tying", False))
-    found = shape(folder_args, folder_config["tie_word_embeddings"])
-    differing = [f"{name} {wanted[name]} != {found[name]}" for name in wanted if wanted[name] != found[name]]
+    Raises:
+        UserError: The folder holds another family or shape.
+    """
+    folder_name, folder_args, folder_config = from_folder(folder)
+    if folder_name != name:
+        raise UserError(f'{key} is a {name}, but {folder} holds a {folder_name}: set [model] flavor = ""')
+    wanted, found = (_to_hf(name, each) | {"max_position_embeddings": None} for each in (args, folder_args))
+    differing = [f"{field} {wanted[field]} != {found[field]}" for field in wanted if wanted[field] != found[field]]
     if differing:
         raise UserError(
             f"{key} and {folder / 'config.json'} differ: {'; '.join(differing)}. "

@@ -115,8 +115,7 @@ def attention_tokens(model: nn.Module) -> float:
     parameters = sum(p.numel() for p in model.parameters())  # of all ranks' shards; a tied weight once
     if model.output.weight is not model.tok_embeddings.weight:
         parameters -= model.tok_embeddings.weight.numel()  # a look-up
-    head_dim = getattr(args, "head_dim", args.dim // args.n_heads)
-    return 6 * parameters / (12 * args.n_layers * args.n_heads * head_dim)
+    return 6 * parameters / (12 * args.n_layers * args.n_heads * args.head_dim)
 
 
 def _packed_forward(
@@ -134,11 +133,10 @@ def _packed_forward(
     if compile:  # nor for each number of documents
         torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
-    rope = model.rope_cache if hasattr(model, "rope_cache") else model.freqs_cis
     # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
-    rope = rope[row.positions]
+    rope = model.rope_cache[row.positions]
     hidden = model.tok_embeddings(row.tokens.unsqueeze(0))
-    if not rope.is_complex():  # Qwen3's: once, or every block keeps a copy of its own for the backward
+    if not rope.is_complex():  # cast once, or every block keeps a copy of its own for the backward
         rope = rope.to(hidden.dtype)
     for block in model.layers.values():
         hidden = block(hidden, rope, documents, None)

@@ -26,8 +26,6 @@ from torchtitan.grpo.model.flash_attention import (
 )
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource
-from torchtitan.models.llama3.infra import parallelize as llama3
-from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.tools.utils import set_default_dtype
 
 
@@ -70,10 +68,8 @@ def build_model(
     )
     if trainable and config.activation_checkpoint.mode != "none":
         _apply_checkpointing(model, source, config)
-    if compiled and source.family == "qwen3":
-        qwen3.apply_compile(model, config.compile, ep_enabled=False)
-    elif compiled:
-        llama3.apply_compile(model, config.compile)
+    if compiled:
+        source.family.apply_compile(model, config.compile)
     if dims.dp_enabled or config.training.mixed_precision_param != config.training.dtype:
         _apply_fsdp(model, config, dims, device)
     model.to_empty(device=device)
@@ -85,7 +81,7 @@ def build_model(
 
 def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfig) -> None:
     checkpoint = config.activation_checkpoint
-    kept = (qwen3 if source.family == "qwen3" else llama3)._op_sac_save_list | {KEPT_BY_SELECTIVE_CHECKPOINTING}
+    kept = source.family.kept_operations | {KEPT_BY_SELECTIVE_CHECKPOINTING}
     if (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "matmul"):
         apply_ac(
             model,
@@ -116,17 +112,16 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
     if config.training.mixed_precision_param == "float32":  # for which neither has kernels
         return flash_attention_2
     args = source.model_args
-    heads, kv_heads = args.n_heads // dims.tp, (args.n_kv_heads or args.n_heads) // dims.tp
-    head_dim = getattr(args, "head_dim", args.dim // args.n_heads)
-    return choose_attention(config.training.flash_attention, device, heads, kv_heads, head_dim)
+    heads, kv_heads = args.n_heads // dims.tp, args.n_kv_heads // dims.tp
+    return choose_attention(config.training.flash_attention, device, heads, kv_heads, args.head_dim)
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
     args, degree = source.model_args, tp_mesh.size()
     widths = {
         "attention heads": args.n_heads,
-        "key/value heads": args.n_kv_heads or args.n_heads,
-        "feed-forward width": model.layers["0"].feed_forward.w1.weight.shape[0],
+        "key/value heads": args.n_kv_heads,
+        "feed-forward width": args.hidden_dim,
     }
     uneven = [f"{width} {name}" for name, width in widths.items() if width % degree]
     if uneven:
@@ -134,17 +129,7 @@ def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: Devic
             f"[parallelism] tensor_parallel_degree = {degree} does not divide this model's {' and '.join(uneven)}: "
             "choose a degree that does"
         )
-    if source.family == "qwen3":
-        qwen3.apply_non_moe_tp(
-            model,
-            tp_mesh,
-            loss_parallel=True,
-            enable_float8_tensorwise_tp=False,
-            enable_async_tp=False,
-            cp_enabled=False,
-        )
-    else:
-        llama3.apply_tp(model, tp_mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
+    source.family.apply_tensor_parallel(model, tp_mesh)
     if source.tied:  # sharding replaced both parameters; one FSDP group must see them as one
         model.output.weight = model.tok_embeddings.weight
 

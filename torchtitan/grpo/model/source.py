@@ -1,7 +1,7 @@
-"""Which model is trained: a Hugging Face folder or a torchtitan flavour, as torchtitan's Qwen3 or Llama3.
+"""Which model is trained: a Hugging Face folder or a preset shape, and how its weights go in and out.
 
-A folder's `config.json` decides shape and family by itself, so that any size of the two families trains without
-a registry entry. Weights go in and out as safetensors under Hugging Face's names.
+A folder's `config.json` names the family and the shape, so any size of a supported family trains without an entry
+of its own. Weights are safetensors under Hugging Face's names.
 """
 
 import dataclasses
@@ -22,46 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.hf_config import ModelArgs, agree, from_flavor, from_folder, read_json
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
-from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
-
-
-class TiedTransformer(Transformer):
-    """torchtitan's Llama3 with one parameter for embedding and output, as in Llama 3.2 1B and 3B."""
-
-    def __init__(self, model_args: TransformerModelArgs) -> None:
-        super().__init__(model_args)
-        self.output.weight = self.tok_embeddings.weight
-
-    def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        self.output.weight = self.tok_embeddings.weight  # `to_empty` gives each module its own
-        super().init_weights(buffer_device)
-
-
-class _TiedEmbedding:
-    """State-dict adapter for tied models: Hugging Face files hold the embedding only. Takes partial state dicts."""
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return super().to_hf({name: value for name, value in state_dict.items() if name != "output.weight"})
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict = super().from_hf({k: v for k, v in hf_state_dict.items() if k != "lm_head.weight"})
-        if "tok_embeddings.weight" in state_dict:
-            state_dict["output.weight"] = state_dict["tok_embeddings.weight"]
-        return state_dict
-
-
-class TiedLlama3StateDictAdapter(_TiedEmbedding, Llama3StateDictAdapter):
-    pass
-
-
-class TiedQwen3StateDictAdapter(_TiedEmbedding, Qwen3StateDictAdapter):
-    def __init__(self, model_args: Qwen3ModelArgs, hf_assets_path: str | None) -> None:
-        # Upstream's own tying demands the embedding in every call; `_TiedEmbedding` does it for partial dicts too.
-        super().__init__(dataclasses.replace(model_args, enable_weight_tying=False), hf_assets_path)
+from torchtitan.grpo.model.families import Family, ModelArgs, get_family
+from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder, read_json
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,25 +32,29 @@ class ModelSource:
     """What to build and how its weights are named outside.
 
     Attributes:
-        family: `qwen3` or `llama3`.
-        model_args: torchtitan's arguments; `max_seq_len` is the run's, the length of the RoPE table.
-        adapter: torchtitan's state-dict adapter between its names and Hugging Face's; takes partial state dicts.
-        tied: Embedding and output are one parameter.
+        name: The family's, of `families.FAMILIES`.
+        family: How such a model is built, sharded and compiled.
+        model_args: Its arguments; `max_seq_len` is the run's, the length of the RoPE table.
+        adapter: State-dict adapter between torchtitan's names and Hugging Face's; takes partial state dicts.
         hf_config: Content of a `config.json` that describes the same model to transformers and vLLM.
         folder: `model.hf_assets_path`; it need not exist for a flavour with random weights.
     """
 
-    family: str
-    model_cls: type[nn.Module]
+    name: str
+    family: Family
     model_args: ModelArgs
-    adapter: Qwen3StateDictAdapter | Llama3StateDictAdapter
-    tied: bool
+    adapter: StateDictAdapter
     hf_config: dict[str, Any]
     folder: Path
 
+    @property
+    def tied(self) -> bool:
+        """Embedding and output are one parameter."""
+        return self.model_args.enable_weight_tying
+
     def build(self) -> nn.Module:
         """The model on torch's current default device, its weights not initialised."""
-        return self.model_cls(self.model_args)
+        return self.family.model_cls(self.model_args)
 
 
 def resolve_model(model_cfg, seq_len: int) -> ModelSource:
@@ -104,24 +71,18 @@ def resolve_model(model_cfg, seq_len: int) -> ModelSource:
     """
     folder = Path(model_cfg.hf_assets_path)
     if model_cfg.flavor == "":
-        family, args, hf_config = from_folder(folder)
+        name, args, hf_config = from_folder(folder)
     else:
-        family, args, hf_config = from_flavor(model_cfg.name, model_cfg.flavor)
+        name, args, hf_config = from_flavor(model_cfg.name, model_cfg.flavor)
         if model_cfg.weights == "hf":
-            args, hf_config = agree(family, args, folder, f'[model] flavor = "{model_cfg.flavor}"')
+            args, hf_config = agree(name, args, folder, f'[model] flavor = "{model_cfg.flavor}"')
     if seq_len > args.max_seq_len:
         raise UserError(
             f"[training] seq_len = {seq_len} is over this model's maximum of {args.max_seq_len} tokens: lower seq_len"
         )
     args = dataclasses.replace(args, attn_type="varlen", attn_mask_type="block_causal", max_seq_len=seq_len)
-    tied = bool(hf_config.get("tie_word_embeddings", False))
-    if family == "qwen3":
-        model_cls, adapter_cls = Qwen3Model, TiedQwen3StateDictAdapter if tied else Qwen3StateDictAdapter
-    elif tied:
-        model_cls, adapter_cls = TiedTransformer, TiedLlama3StateDictAdapter
-    else:
-        model_cls, adapter_cls = Transformer, Llama3StateDictAdapter
-    return ModelSource(family, model_cls, args, adapter_cls(args, None), tied, hf_config, folder)
+    family = get_family(name)
+    return ModelSource(name, family, args, family.adapter_cls(args, None), hf_config, folder)
 
 
 def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:

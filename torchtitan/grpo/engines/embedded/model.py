@@ -7,8 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchtitan.grpo.errors import UserError
-
-SUPPORTED = ("qwen3", "llama")
+from torchtitan.grpo.model.families import MODEL_TYPES
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -16,14 +15,15 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     are any; else they are random (seed 0) until the first update.
 
     Raises:
-        UserError: The folder has no config.json, or describes an architecture that is not in SUPPORTED.
+        UserError: The folder has no config.json, or describes an architecture that does not train here.
     """
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} has no config.json: --model must be a Hugging Face model folder")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.model_type not in SUPPORTED:
+    supported = list(dict.fromkeys(MODEL_TYPES.values()))
+    if config.model_type not in supported:
         raise UserError(
-            f"{folder}: the embedded server runs {', '.join(SUPPORTED)}, not {config.model_type!r}; "
+            f"{folder}: the embedded server runs {', '.join(supported)}, not {config.model_type!r}; "
             '[rollout] engine = "vllm" serves more'
         )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):

@@ -1,0 +1,92 @@
+"""The model families that train: one row for each, and what a row's file must say.
+
+`FAMILIES` is the table. Its key is `[model] name` and the file beside this one that holds the family's `FAMILY`. That
+file is imported when the family is used, as torchtitan does with its `TrainSpec`s: this one imports nothing heavy, so
+that configuration and the embedded server can read the table.
+
+A new family is one file and one row. Nothing else asks which family a model is of.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # these take seconds to import
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig
+
+    from torchtitan.config.job_config import Compile
+    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+FAMILIES: dict[str, dict[str, str]] = {
+    # [model] name: {architecture in config.json: its model_type}. The first architecture is that of the flavours.
+    "qwen3": {"Qwen3ForCausalLM": "qwen3"},
+    "llama3": {"LlamaForCausalLM": "llama"},
+}
+
+MODEL_TYPES = {architecture: kind for row in FAMILIES.values() for architecture, kind in row.items()}
+"""`model_type` of each supported architecture, as transformers names both."""
+
+
+class ModelArgs(Protocol):
+    """What the trainer reads of a family's arguments. torchtitan's `Qwen3ModelArgs` has all of it."""
+
+    dim: int
+    """Width of the hidden states."""
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    """Width of the feed-forward layer."""
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    max_seq_len: int
+    """Tokens; the length of the RoPE table."""
+    enable_weight_tying: bool
+    """Embedding and output are one parameter."""
+
+
+class Unsupported(Exception):
+    """A field of config.json that a family would compute differently from transformers."""
+
+    def __init__(self, field: str, value: object, why: str) -> None:
+        super().__init__(f"{field} = {value!r} is not supported: {why}")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family is built, read, written, sharded, compiled and checkpointed (after torchtitan's `TrainSpec`).
+
+    Attributes:
+        model_cls: Builds the model from its arguments. It has torchtitan's parts: `tok_embeddings`, `rope_cache`
+            (a table with one row per position), `layers` of blocks that hold an `attention` and take
+            (hidden, rope, documents, None), `norm`, `output` and `init_weights`.
+        flavors: torchtitan's preset shapes by name, dense ones and mixtures of experts.
+        args_from_hf: The arguments that transformers' config describes; raises `Unsupported`.
+        rope_to_hf: `rope_parameters` of the config.json that describes the arguments.
+        rope_types: The `rope_type`s that `args_from_hf` reads.
+        adapter_cls: torchtitan's names to Hugging Face's and back, for partial state dicts too, tied or not
+            (see `tied_embedding.TiedEmbedding`).
+        apply_tensor_parallel: Shards the parameters of a model on a 1-D mesh, in place.
+        apply_compile: Compiles each block by the `[compile]` section, in place.
+        kept_operations: The operations whose results selective activation checkpointing may keep.
+    """
+
+    model_cls: "Callable[[Any], nn.Module]"
+    flavors: Mapping[str, ModelArgs]
+    args_from_hf: "Callable[[PreTrainedConfig], ModelArgs]"
+    rope_to_hf: Callable[[Any], dict[str, Any]]
+    rope_types: tuple[str, ...]
+    adapter_cls: "type[StateDictAdapter]"
+    apply_tensor_parallel: "Callable[[nn.Module, DeviceMesh], None]"
+    apply_compile: "Callable[[nn.Module, Compile], None]"
+    kept_operations: frozenset[Any]
+
+
+def get_family(name: str) -> Family:
+    """The family of a row of `FAMILIES`."""
+    return import_module(f"torchtitan.grpo.model.{name}").FAMILY
