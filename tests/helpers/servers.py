@@ -15,11 +15,24 @@ import torch
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import free_port
+from tests.helpers.tiny_models import with_biases
 from torchtitan.grpo.engines.vllm_control import ServerControl
 
 START_S = 180.0
 STOP_S = 20.0
 PLUGIN_MODULE = "torchtitan.grpo.inside_vllm.plugin"
+TINY = {
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    # Larger than usual, so that the model has opinions and tests can tell one distribution from another.
+    "initializer_range": 0.15,
+}
 
 
 @dataclass
@@ -37,23 +50,20 @@ def save_tiny_qwen3(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        # Larger than usual, so that the model has opinions and tests can tell one distribution from another.
-        initializer_range=0.15,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(
+        Qwen3Config(**TINY, hidden_size=64, head_dim=32, vocab_size=vocab_size, tie_word_embeddings=tied)
+    ).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_qwen2(folder: Path, *, vocab_size: int = 512, seed: int = 0) -> Path:
+    """Write a random 2-layer Qwen2.5 (float32, untied, with biases) as a Hugging Face folder without tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    # Twice as wide as the Qwen3: heads are as wide together as the model, and vLLM's CPU kernels want 32 each.
+    config = Qwen2Config(**TINY, hidden_size=128, vocab_size=vocab_size, tie_word_embeddings=False)
+    with_biases(Qwen2ForCausalLM(config)).save_pretrained(folder)
     return folder
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from transformers import Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.config import job_config
@@ -29,7 +29,7 @@ def trainer_of(folder: Path) -> tuple[ModelSource, nn.Module]:
 def changed(folder: Path, seed: int, out: Path) -> Path:
     """Another random model of the same shape: every weight differs."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3ForCausalLM.from_pretrained(folder).config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(out)

@@ -1,7 +1,7 @@
 """What every engine has to do, against real servers on CPU: `[rollout] engine` is all that differs.
 
-Each engine serves two tiny random Qwen3, with the output apart and tied to the embedding; the second learns the
-quickstart's task in the end. transformers is the judge.
+Each engine serves two tiny random models: a Qwen2.5, whose biases engines fuse into one and whose output is not tied to
+the embedding, and the quickstart's Qwen3, which is tied and learns its task in the end. transformers is the judge.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import ROOT, servers
 from tests.helpers.served_logprobs import answer_logprobs
-from tests.helpers.servers import RunningServer, kill_group, save_tiny_qwen3
+from tests.helpers.servers import RunningServer, kill_group, save_tiny_qwen2
 from tests.helpers.trainer_runs import train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of
 from torchtitan.grpo.data.prompts import load_tokenizer
@@ -66,7 +66,7 @@ class Served:
 
     @functools.cached_property
     def references(self) -> dict[str, PreTrainedModel]:
-        return {name: Qwen3ForCausalLM.from_pretrained(folder).eval() for name, folder in self.folders.items()}
+        return {name: AutoModelForCausalLM.from_pretrained(folder).eval() for name, folder in self.folders.items()}
 
     def ask(self, *requests: tuple[list[int], SamplingParams], version: int = -1) -> list[list[Completion]]:
         async def run() -> list[list[Completion]]:
@@ -134,7 +134,7 @@ def engine(request) -> str:
 @pytest.fixture(scope="module")
 def served(engine, start, tmp_path_factory) -> Served:
     folder = tmp_path_factory.mktemp("untied")
-    first = save_tiny_qwen3(folder / "A", vocab_size=4096)  # in several buckets
+    first = save_tiny_qwen2(folder / "A", vocab_size=4096)  # in several buckets
     return Served(engine, start(engine, first), {"A": first, "B": changed(first, 7, folder / "B")}, PROMPT)
 
 

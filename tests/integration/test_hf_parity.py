@@ -14,12 +14,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
+from tests.helpers.tiny_models import with_biases
 from torchtitan.grpo.model.packed import Documents, PackedAttention
 from torchtitan.grpo.model.source import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
 
@@ -51,6 +54,8 @@ CASES = {
         LlamaConfig(**SHAPE, **EVEN, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     ),
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, **ODD)),
+    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, **EVEN, tie_word_embeddings=True)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, **EVEN)),
 }
 
 
@@ -66,7 +71,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[name] = tmp_path_factory.mktemp("models") / name
         # The untied ones come in several files with an index.
         shard_size = "50GB" if config.tie_word_embeddings else "50KB"
-        model_cls(config).save_pretrained(made[name], max_shard_size=shard_size)
+        with_biases(model_cls(config)).save_pretrained(made[name], max_shard_size=shard_size)
         tokenizer.save_pretrained(made[name])
     return made
 
@@ -117,10 +122,11 @@ def test_export_loads_into_transformers(folders, name, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    export_hf(model, source, tmp_path, AutoTokenizer.from_pretrained(folders[name]), torch.float32)
+    # By class: for a folder of Qwen2, AutoTokenizer takes its tokenizer whatever tokenizer_config.json says.
+    export_hf(model, source, tmp_path, PreTrainedTokenizerFast.from_pretrained(folders[name]), torch.float32)
     tokens = some_tokens(200)
     torch.testing.assert_close(transformers_logits(tmp_path, tokens), logits(model, tokens), atol=1e-5, rtol=0)
-    assert AutoTokenizer.from_pretrained(tmp_path).encode("t5 t7") == [5, 7]
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).encode("t5 t7") == [5, 7]
     # What was exported is a model folder like any other, for the next run.
     again = load(tmp_path)[1]
     assert torch.equal(logits(again, tokens), logits(model, tokens))
@@ -160,7 +166,7 @@ def test_a_flavours_config_takes_its_token_ids_from_the_tokenizer(folders, tmp_p
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)], ids=["fsdp2", "tp2", "fsdp2-tp2"])
 def test_sharded_load_and_export(folders, tmp_path, ranks, tp):
     out = tmp_path / "seen.json"
-    fitting = [str(folder) for name, folder in folders.items() if tp == 1 or "tied" in name]
+    fitting = [str(folder) for name, folder in folders.items() if CASES[name][1].intermediate_size % tp == 0]
     worker = ROOT / "tests" / "helpers" / "parity_worker.py"
     Ranks(ranks, worker, tp, out, *fitting, log=tmp_path / "log", cwd=tmp_path).check()
     seen = json.loads(out.read_text())

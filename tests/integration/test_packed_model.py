@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers.microbatches import microbatches
+from tests.helpers.tiny_models import with_biases
 from torchtitan.grpo.model.packed import Documents, _by_length_class, attention_tokens, make_packed
-from torchtitan.grpo.model.source import load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
 
 SHAPE = dict(
@@ -22,19 +23,26 @@ SHAPE = dict(
     max_position_embeddings=128,
 )
 TEMPERATURE = 0.7
+FAMILIES = ["qwen3", "llama", "qwen2"]
 
 
 def reference_model(family: str, tied: bool):
     torch.manual_seed(1)
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=tied))
+    if family == "qwen2":
+        return with_biases(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied)))
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=rope))
 
 
+def source_of(folder) -> ModelSource:
+    return resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+
+
 def packed_model(folder, compile: bool = False):
-    source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=str(folder), weights="hf"), 128)
+    source = source_of(folder)
     model = source.build()
     make_packed(model, compile=compile)
     with torch.no_grad():
@@ -57,7 +65,8 @@ def alone(model, sample: PackedSample) -> tuple[torch.Tensor, torch.Tensor]:
     return log_softmax.gather(1, torch.tensor(sample.answer_ids)[:, None])[:, 0], entropy
 
 
-@pytest.mark.parametrize("family,tied", [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pad_multiple", [1, 64])
 def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, pad_multiple, tmp_path):
     reference = reference_model(family, tied)
@@ -74,8 +83,8 @@ def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, 
     torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, torch.cat([h for _, h in expected]), atol=1e-5, rtol=0)
     expected_logprobs.sum().backward()
-    ours = model.tok_embeddings.weight.grad
-    theirs = reference.model.embed_tokens.weight.grad
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    ours = source_of(tmp_path).adapter.to_hf({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
@@ -185,7 +194,7 @@ def test_blocks_are_compiled_once_for_all_rows_of_one_length(tmp_path):
     assert compiler.frame_count == 1
 
 
-@pytest.mark.parametrize("family,tied", [("qwen3", True), ("qwen3", False), ("llama", False)])
+@pytest.mark.parametrize("family,tied", [("qwen3", True), ("qwen3", False), ("llama", False), ("qwen2", True)])
 def test_attention_tokens_count_what_a_token_is_multiplied_by(family, tied, tmp_path):
     reference_model(family, tied).save_pretrained(tmp_path)
     model = packed_model(tmp_path)

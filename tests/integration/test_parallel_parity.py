@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
+from tests.helpers.tiny_models import with_biases
 
 SHAPE = dict(
     vocab_size=131,  # odd, so that FSDP2 and TP shards are uneven
@@ -24,10 +25,12 @@ SHAPE = dict(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     made = {}
-    for name, tied in (("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)):
+    for name, tied in (("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False), ("qwen2", False)):
         torch.manual_seed(0)
         if name == "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=tied))
+        elif name == "qwen2":
+            model = with_biases(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied)))
         else:
             model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
         key = f"{name}-{'tied' if tied else 'untied'}"
@@ -57,7 +60,7 @@ def run(
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("model", ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied"])
+@pytest.mark.parametrize("model", ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied", "qwen2-untied"])
 def test_sharded_training_equals_one_process(folders, model, tmp_path):
     alone = torch.tensor(run(folders[model], 1, 1, tmp_path / "1"))
     assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move

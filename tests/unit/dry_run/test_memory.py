@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.microbatches import microbatches
@@ -110,6 +110,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
         for name, config in {
             "qwen3": Qwen3Config(**COMMON, **shape, head_dim=head_dim, architectures=["Qwen3ForCausalLM"]),
             "llama": LlamaConfig(**COMMON, **shape, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]),
+            "qwen2": Qwen2Config(**COMMON, **shape, architectures=["Qwen2ForCausalLM"]),
         }.items():
             made[f"{name}-{size}"] = str(tmp_path_factory.mktemp(f"{name}-{size}"))
             config.save_pretrained(made[f"{name}-{size}"])
@@ -188,7 +189,7 @@ def saved_by_autograd(function: Callable[[], Any], model: torch.nn.Module) -> in
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("model_name", ["qwen3-tiny", "qwen3-small", "llama-tiny", "llama-small"])
+@pytest.mark.parametrize("model_name", ["qwen3-tiny", "qwen3-small", "llama-tiny", "llama-small", "qwen2-tiny"])
 def test_activations_of_a_forward(model_name, checkpointing, dtype, folders, gpu_kernels, monkeypatch):
     precision = ["--training.dtype", dtype, "--training.mixed_precision_param", dtype]
     flags = [*CHECKPOINTING[checkpointing], *precision]
@@ -204,11 +205,20 @@ def test_activations_of_a_forward(model_name, checkpointing, dtype, folders, gpu
         assert estimate == pytest.approx(hooked, rel=0.05)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "matmul"])
-def test_activations_of_compiled_blocks(checkpointing, folders, gpu_kernels, monkeypatch):
+@pytest.mark.parametrize(
+    ("model_name", "checkpointing"),
+    [
+        ("qwen3-tiny", "none"),
+        ("qwen3-tiny", "full"),
+        ("qwen3-tiny", "selective"),
+        ("qwen3-tiny", "matmul"),
+        ("qwen2-tiny", "selective"),
+    ],
+)
+def test_activations_of_compiled_blocks(model_name, checkpointing, folders, gpu_kernels, monkeypatch):
     """By the partitioner that decides what a compiled block saves, on a GPU too; without code generation."""
     monkeypatch.setattr(logprobs, "_compiled", lambda function, whole_chunk: function)
-    config = read(folders["qwen3-tiny"], 1, 1024, 1, *CHECKPOINTING[checkpointing], monkeypatch=monkeypatch)
+    config = read(folders[model_name], 1, 1024, 1, *CHECKPOINTING[checkpointing], monkeypatch=monkeypatch)
     config.compile.enable, config.compile.backend = True, "aot_eager_decomp_partition"
     config.training.dtype = "bfloat16"
     torch._dynamo.reset()
@@ -237,6 +247,14 @@ STEPS = {
     ),
     "selective, tensor parallel": (
         "llama-small",
+        4,
+        1024,
+        2,
+        ["--parallelism.tensor_parallel_degree", "2", *CHECKPOINTING["selective"]],
+        None,
+    ),
+    "selective, tensor parallel, biases": (
+        "qwen2-tiny",
         4,
         1024,
         2,

@@ -8,9 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.families import FAMILIES, get_family
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 
 SHAPE = dict(
@@ -30,6 +40,14 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+
+
+FLAVORS = [
+    (name, flavor)
+    for name in FAMILIES
+    for flavor, args in get_family(name).flavors.items()
+    if not getattr(args, "moe_enabled", False)
+]
 
 
 def model_section(folder: Path | str = "absent", *, name: str = "", flavor: str = "", weights: str = "hf"):
@@ -61,6 +79,13 @@ def qwen3(tmp_path: Path) -> Path:
 def llama(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -126,13 +151,13 @@ def test_tied_embeddings_are_one_parameter_after_materialising(llama):
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
-@pytest.mark.parametrize(("name", "flavor"), [("qwen3", "0.6B"), ("qwen3", "8B"), ("llama3", "8B")])
+@pytest.mark.parametrize(("name", "flavor"), FLAVORS)
 def test_a_flavour_describes_itself_to_transformers(name, flavor):
     source = resolve_model(model_section(name=name, flavor=flavor, weights="random"), 2048)
-    config = (Qwen3Config if name == "qwen3" else LlamaConfig).from_dict(source.hf_config)
+    config = CONFIG_MAPPING[source.hf_config["model_type"]].from_dict(source.hf_config)
     with torch.device("meta"):
         ours = source.adapter.to_hf(source.build().state_dict())
-        theirs = (Qwen3ForCausalLM if name == "qwen3" else LlamaForCausalLM)(config).state_dict()
+        theirs = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).state_dict()
     if source.tied:
         del theirs["lm_head.weight"]
     assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
@@ -207,6 +232,17 @@ def test_llama_configs_that_are_refused(llama, changes, message):
     edit_config(llama, **changes)
     with pytest.raises(UserError, match=message):
         resolve_model(model_section(llama), 64)
+
+
+def test_a_published_qwen25_folder_is_read(qwen2):
+    """Its config.json names a window that it does not use; folders of Qwen2 write no head_dim."""
+    edit_config(qwen2, use_sliding_window=False, sliding_window=32768, max_window_layers=21, rope_theta=1e6)
+    source = resolve_model(model_section(qwen2), 64)
+    assert (source.name, source.model_args.head_dim) == ("qwen2", 8)
+    load_hf_weights(built(source), source, qwen2)
+    edit_config(qwen2, head_dim=16)
+    with pytest.raises(UserError, match=r"head_dim = 16 .*hidden_size / num_attention_heads = 8"):
+        resolve_model(model_section(qwen2), 64)
 
 
 def test_missing_and_broken_config_json(qwen3):

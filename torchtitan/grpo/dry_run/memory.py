@@ -81,7 +81,7 @@ def block_activations(
 
     Args:
         args: The model's arguments.
-        block: One of its blocks, on any device: it tells which norms there are.
+        block: One of its blocks, on any device: it tells which norms and biases there are.
         itemsize: Bytes of an element in compute dtype.
         mode: `[activation_checkpoint] mode`.
     """
@@ -99,13 +99,14 @@ def block_activations(
     gate = 3 if compiled else 4  # w1, w3, their product, and silu(w1), which a compiled block computes again
     saved = (norms + attention + gate * width) * itemsize + statistics
 
-    # Every other matrix product (wq, wv, w1, w2) and attention; under tensor parallelism what is reduced-scattered.
-    selected = residual + query + key + query + width + (2 * residual if tensor_degree > 1 else 0)
-    if not compiled:
-        selected += args.dim  # w2's output, which no backward reads: a compiled block drops it
-    products = selected + key + width  # wk, w3, and wo, whose sum over tensor-parallel ranks is kept anyway
-    if tensor_degree == 1 or not compiled:
-        products += args.dim
+    # All matrix products and attention; under tensor parallelism also what is reduced-scattered.
+    of_wo = 0 if compiled and tensor_degree > 1 else args.dim  # the reduced-scattered sum is kept in its place
+    of_w2 = 0 if compiled else args.dim  # which no backward reads: a compiled block drops it
+    reduced = 2 * residual if tensor_degree > 1 else 0
+    products = residual + 2 * query + 2 * key + 2 * width + of_wo + of_w2 + reduced
+    # torchtitan's list drops every second product, of those without a bias: wk, wo and w3, or w1 and w2.
+    biased = block.attention.wq.bias is not None
+    selected = products - (width + of_w2 if biased else key + of_wo + width)
 
     # At the product of gate and up projection: a compiled block computes both gradients in place.
     gradients = residual + (1 if compiled and mode == "none" else 2) * width

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # these take seconds to import
 FAMILIES: dict[str, dict[str, str]] = {
     # [model] name: {architecture in config.json: its model_type}. The first architecture is that of the flavours.
     "qwen3": {"Qwen3ForCausalLM": "qwen3"},
+    "qwen2": {"Qwen2ForCausalLM": "qwen2"},
     "llama3": {"LlamaForCausalLM": "llama"},
 }
 
