@@ -13,6 +13,8 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -46,6 +48,12 @@ LLAMA3_ROPE = dict(
 # Odd widths are refused under tensor parallelism; even ones divide unevenly in 4.
 ODD, EVEN = dict(intermediate_size=91), dict(intermediate_size=90)
 QWEN3_LARGE_HEADS = dict(head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+SMOLLM2 = dict(
+    hidden_size=96,
+    num_attention_heads=6,  # three to each of the keys' heads
+    rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    rope_interleaved=False,
+)
 CASES = {
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, **EVEN, **QWEN3_LARGE_HEADS, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, **ODD, head_dim=8)),
@@ -56,6 +64,8 @@ CASES = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, **ODD)),
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, **EVEN, tie_word_embeddings=True)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, **EVEN)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SHAPE, **EVEN, sliding_window=None)),
+    "smollm2-tied": (LlamaForCausalLM, LlamaConfig(**SHAPE | SMOLLM2, **EVEN, tie_word_embeddings=True)),
 }
 
 

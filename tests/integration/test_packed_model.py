@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.helpers.microbatches import microbatches
 from tests.helpers.tiny_models import with_biases
@@ -23,7 +32,7 @@ SHAPE = dict(
     max_position_embeddings=128,
 )
 TEMPERATURE = 0.7
-FAMILIES = ["qwen3", "llama", "qwen2"]
+FAMILIES = ["qwen3", "llama", "qwen2", "mistral"]
 
 
 def reference_model(family: str, tied: bool):
@@ -32,6 +41,8 @@ def reference_model(family: str, tied: bool):
         return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=tied))
     if family == "qwen2":
         return with_biases(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied)))
+    if family == "mistral":
+        return MistralForCausalLM(MistralConfig(**SHAPE, tie_word_embeddings=tied, sliding_window=None))
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=rope))

@@ -13,6 +13,8 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -86,6 +88,13 @@ def llama(tmp_path: Path) -> Path:
 def qwen2(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def mistral(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -243,6 +252,56 @@ def test_a_published_qwen25_folder_is_read(qwen2):
     edit_config(qwen2, head_dim=16)
     with pytest.raises(UserError, match=r"head_dim = 16 .*hidden_size / num_attention_heads = 8"):
         resolve_model(model_section(qwen2), 64)
+
+
+def test_mistral_is_a_llama_that_keeps_its_name(mistral):
+    source = resolve_model(model_section(mistral), 64)
+    assert (source.name, source.hf_config["architectures"]) == ("llama3", ["MistralForCausalLM"])
+    load_hf_weights(built(source), source, mistral)
+    edit_config(mistral, architectures=None)  # model_type says it as well
+    assert resolve_model(model_section(mistral), 64).hf_config["architectures"] == ["MistralForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 4096}, r'sliding_window = 4096 .*must say "sliding_window": null'),
+        ({"sliding_window": 4096, "use_sliding_window": False}, r"sliding_window = 4096"),  # transformers' slides
+        ({"head_dim": 16}, r"head_dim = 16 .*hidden_size / num_attention_heads = 8"),
+    ],
+)
+def test_mistral_configs_that_are_refused(mistral, changes, message):
+    edit_config(mistral, **changes)
+    with pytest.raises(UserError, match=message):
+        resolve_model(model_section(mistral), 64)
+
+
+def test_mistral_without_the_key_has_transformers_window(mistral):
+    config = json.loads((mistral / "config.json").read_text())
+    del config["sliding_window"]
+    (mistral / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"sliding_window = 4096"):
+        resolve_model(model_section(mistral), 64)
+
+
+def test_a_published_smollm2_config_is_read(llama):
+    """As its folder has it: keys of the framework that trained it, RoPE as transformers 4 wrote it."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+        "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "transformers_version": "4.42.3",
+        "use_cache": True, "vocab_size": 49152,
+    }  # fmt: skip
+    (llama / "config.json").write_text(json.dumps(config))
+    source = resolve_model(model_section(llama), 8192)
+    with torch.device("meta"):
+        model = source.build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    assert source.tied and source.model_args.rope_theta == 100000
 
 
 def test_missing_and_broken_config_json(qwen3):

@@ -24,7 +24,7 @@ FAMILIES: dict[str, dict[str, str]] = {
     # [model] name: {architecture in config.json: its model_type}. The first architecture is that of the flavours.
     "qwen3": {"Qwen3ForCausalLM": "qwen3"},
     "qwen2": {"Qwen2ForCausalLM": "qwen2"},
-    "llama3": {"LlamaForCausalLM": "llama"},
+    "llama3": {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"},
 }
 
 MODEL_TYPES = {architecture: kind for row in FAMILIES.values() for architecture, kind in row.items()}

@@ -80,11 +80,14 @@ def _architecture(raw: dict[str, Any], where: str) -> str:
 
 
 def _refuse_unsupported(raw: dict[str, Any], config: PreTrainedConfig, rope_types: tuple[str, ...], where: str) -> None:
-    # The generic key counts for every family: vLLM honours it even where transformers has no such attribute.
-    sliding = raw.get("use_sliding_window") or (raw.get("sliding_window") and "use_sliding_window" not in raw)
-    if sliding:
-        why = "attention here reaches over the whole document"
-        raise Unsupported("sliding_window", raw.get("sliding_window"), why)
+    # transformers' config knows whether the window is used, and Mistral's has one where config.json names none. vLLM
+    # honours the key for families that have no such attribute, too.
+    window = getattr(config, "sliding_window", None)
+    if "use_sliding_window" not in raw:
+        window = window or raw.get("sliding_window")
+    if window or raw.get("use_sliding_window"):
+        why = 'attention here reaches over the whole document (config.json must say "sliding_window": null)'
+        raise Unsupported("sliding_window", window, why)
     if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
         raise Unsupported("layer_types", sorted(set(raw["layer_types"])), "only full_attention layers train here")
     for field in ("attention_bias", "mlp_bias"):

@@ -1,4 +1,7 @@
-"""Llama: torchtitan's Llama 3, with tied embeddings, any feed-forward width and plain or scaled RoPE."""
+"""Llama, SmolLM2 and Mistral: torchtitan's Llama 3, tied or not, of any feed-forward width, with plain or scaled RoPE.
+
+Mistral without a sliding window computes what Llama does; `hf_config` refuses the window.
+"""
 
 import dataclasses
 from typing import Any

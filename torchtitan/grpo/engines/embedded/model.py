@@ -26,7 +26,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
             f"{folder}: the embedded server runs {', '.join(supported)}, not {config.model_type!r}; "
             '[rollout] engine = "vllm" serves more'
         )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    if getattr(config, "sliding_window", None) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise UserError(f'{folder}: sliding-window attention is not supported here; use [rollout] engine = "vllm"')
     if any(folder.glob("*.safetensors")):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
