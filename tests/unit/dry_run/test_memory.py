@@ -403,7 +403,7 @@ def test_a_compiled_block_saves_neither_silu_nor_the_last_product(family, folder
 
 
 def test_a_memory_budget_lies_between_full_and_no_checkpointing():
-    block = BlockActivations(input=10, selected=40, products=60, saved=110, gradients=5)
+    block = BlockActivations(input=10, selected=40, matmuls=60, saved=110, gradients=5)
     config = JobConfig()
     config.activation_checkpoint.mode = "memory_budget"
     kept = []

@@ -1,9 +1,9 @@
-"""How much device memory a rank needs at most, counted from shapes alone: nothing is allocated.
+"""Peak device memory of a rank, computed from shapes. Nothing is allocated.
 
-A peak is the largest of a few moments, not a sum of everything. What autograd saves for a block follows from
-torchtitan's blocks, the flash kernel that `packed_model` calls and `[activation_checkpoint]`; what FSDP2 holds follows
-from the order in which it gathers, frees and reduces. Counted is what `torch.cuda.max_memory_allocated` reports: the
-allocator's reserve, the CUDA context and NCCL's buffers come on top, and so does a server on the same device.
+The peak is the largest of a few moments, not the sum of everything. What autograd saves for a block follows from
+torchtitan's blocks, the attention kernel and `[activation_checkpoint]`. What FSDP2 holds follows from the order in
+which it gathers, frees and reduces. The estimate is of `torch.cuda.max_memory_allocated`. The allocator's reserve, the
+CUDA context, NCCL's buffers and a server on the same device come on top.
 """
 
 import inspect
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.model.families import ModelArgs
 
 Parts = dict[str, int]
-"""Bytes by what holds them."""
+"""Bytes by holder."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Memory:
     """What one rank holds.
 
     Attributes:
-        parameters: How many the whole model has.
-        moments: Bytes at each moment that may be the peak, by moment and then by holder.
+        parameters: Parameter count of the whole model.
+        moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
     """
 
     parameters: int
@@ -42,25 +42,25 @@ class Memory:
 
     @property
     def peak(self) -> str:
-        """The moment that needs most."""
+        """The moment that needs the most memory."""
         return max(self.moments, key=self.total)
 
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Bytes of one row in one block.
+    """Bytes that one row takes in one block.
 
     Attributes:
-        input: The block's input: all that full checkpointing keeps.
+        input: The block's input. Full checkpointing keeps nothing else.
         selected: What selective checkpointing keeps by torchtitan's list of operations, the input included.
-        products: The same with every matrix product, not every second one.
+        matmuls: The same with all matrix multiplications kept, not every second one.
         saved: What autograd saves for the backward pass, the input included.
-        gradients: Gradients alive at once in the backward pass, at the most.
+        gradients: The most gradients that are alive at once in the backward pass.
     """
 
     input: int
     selected: int
-    products: int
+    matmuls: int
     saved: int
     gradients: int
 
@@ -74,14 +74,14 @@ def block_activations(
     compiled: bool,
     mode: str,
 ) -> BlockActivations:
-    """Activations of one dense block of torchtitan's for a row of `tokens`.
+    """Activations of one of torchtitan's dense blocks for a row of `tokens`.
 
-    Widths are those of one tensor-parallel rank: between blocks and in the norms it holds its part of the tokens, in
-    attention and feed-forward its part of the heads and of the width, and the inputs of these are whole.
+    All widths are those of one tensor-parallel rank. Between blocks and in the norms the rank holds its part of the
+    tokens. In attention and feed-forward it holds its part of the heads and of the width; their inputs are whole.
 
     Args:
         args: The model's arguments.
-        block: One of its blocks, on any device: it tells which norms and biases there are.
+        block: One of its blocks, on any device; it shows which norms and biases exist.
         itemsize: Bytes of an element in compute dtype.
         mode: `[activation_checkpoint] mode`.
     """
@@ -90,56 +90,57 @@ def block_activations(
     query, key = heads * args.head_dim / tensor_degree, kv_heads * args.head_dim / tensor_degree
     log_sum_exp = 4 * heads / tensor_degree  # of flash attention, float32
 
-    norms = 2 * residual + 2 * args.dim  # their inputs; their outputs, which the projections save
-    attention = 2 * query + 2 * key  # after RoPE, values, and what attention gives
+    norms = 2 * residual + 2 * args.dim  # inputs of the norms, and their outputs, which the projections save
+    attention = 2 * query + 2 * key  # queries and keys after RoPE, values, and attention's output
     statistics = 2 * 4 / tensor_degree + log_sum_exp  # of the norms, float32
     if getattr(block.attention, "q_norm", None) is not None:
         attention += query + key  # before the norm
         statistics += 4 * (heads + kv_heads) / tensor_degree
-    gate = 3 if compiled else 4  # w1, w3, their product, and silu(w1), which a compiled block computes again
+    gate = 3 if compiled else 4  # w1, w3, silu(w1) * w3, and silu(w1), which a compiled block recomputes
     saved = (norms + attention + gate * width) * itemsize + statistics
 
-    # All matrix products and attention; under tensor parallelism also what is reduced-scattered.
-    of_wo = 0 if compiled and tensor_degree > 1 else args.dim  # the reduced-scattered sum is kept in its place
-    of_w2 = 0 if compiled else args.dim  # which no backward reads: a compiled block drops it
+    # All matrix multiplications and attention; under tensor parallelism also the reduce-scattered sums.
+    of_wo = 0 if compiled and tensor_degree > 1 else args.dim  # the reduce-scattered sum is kept in its place
+    of_w2 = 0 if compiled else args.dim  # no backward reads it, so a compiled block drops it
     reduced = 2 * residual if tensor_degree > 1 else 0
-    products = residual + 2 * query + 2 * key + 2 * width + of_wo + of_w2 + reduced
-    # torchtitan's list drops every second product, of those without a bias: wk, wo and w3, or w1 and w2.
+    matmuls = residual + 2 * query + 2 * key + 2 * width + of_wo + of_w2 + reduced
+    # torchtitan drops every second matrix multiplication without a bias: wk, wo and w3, or w1 and w2.
     biased = block.attention.wq.bias is not None
-    selected = products - (width + of_w2 if biased else key + of_wo + width)
+    selected = matmuls - (width + of_w2 if biased else key + of_wo + width)
 
-    # At the product of gate and up projection: a compiled block computes both gradients in place.
+    # At silu(w1) * w3. A compiled block computes both gradients in place.
     gradients = residual + (1 if compiled and mode == "none" else 2) * width
     return BlockActivations(
         input=int(tokens * residual * itemsize),
         selected=int(tokens * (selected * itemsize + log_sum_exp)),
-        products=int(tokens * (products * itemsize + log_sum_exp)),
+        matmuls=int(tokens * (matmuls * itemsize + log_sum_exp)),
         saved=int(tokens * saved),
         gradients=int(tokens * gradients * itemsize),
     )
 
 
 def kept_activations(config: JobConfig, block: BlockActivations, layers: int) -> tuple[int, int]:
-    """Bytes that all blocks keep from forward to backward, and that one block computes again in its backward."""
+    """Bytes that all blocks keep from forward to backward, and bytes that one block recomputes in its backward."""
     checkpoint = config.activation_checkpoint
     if checkpoint.mode == "none":
         return layers * block.saved, 0
     if checkpoint.mode == "full":
         return layers * block.input, block.saved - block.input
-    if checkpoint.mode == "memory_budget":  # torch.compile's: a share of what could be recomputed is saved
+    if checkpoint.mode == "memory_budget":  # torch.compile saves this share of what it could recompute
         each = block.input + int(checkpoint.memory_budget * (block.saved - block.input))
         return layers * each, block.saved - each
     if checkpoint.selective_ac_option in ("op", "matmul"):
-        each = block.selected if checkpoint.selective_ac_option == "op" else block.products
+        each = block.selected if checkpoint.selective_ac_option == "op" else block.matmuls
         return layers * each, block.saved - each
     interval = int(checkpoint.selective_ac_option)
-    whole = layers // interval if interval else layers  # every n-th block is checkpointed whole
+    whole = layers // interval if interval else layers  # every n-th block is fully checkpointed
     return whole * block.input + (layers - whole) * block.saved, block.saved - block.input if whole else 0
 
 
 def memory_bytes(config: JobConfig, world_size: int) -> Memory:
-    """What one of `world_size` ranks holds at each moment of a step. Sharded tensors are taken to divide evenly, rows
-    to be full.
+    """What one of `world_size` ranks holds at each moment of a step.
+
+    Assumes that sharded tensors divide evenly and that rows are full.
 
     Raises:
         UserError: The model folder cannot be read.
@@ -163,7 +164,7 @@ def memory_bytes(config: JobConfig, world_size: int) -> Memory:
 
 
 class _Rank:
-    """The sizes of one rank's parts, and what it holds when."""
+    """The sizes of one rank's parts, and which parts it holds at which moment."""
 
     def __init__(self, config: JobConfig, world_size: int, args: "ModelArgs", model: nn.Module) -> None:
         training, parallelism = config.training, config.parallelism
@@ -182,7 +183,7 @@ class _Rank:
         self.reduced_once = self.uses_fsdp and self.several_rows and once
         self.compiled = config.compile.enable
 
-        # Parameters, of one tensor-parallel rank but for the first line.
+        # Parameter counts. The first is the whole model's, the others are one tensor-parallel rank's.
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.whole = math.ceil(self.parameters / tensor)
         self.local = math.ceil(self.whole / shards)
@@ -191,7 +192,7 @@ class _Rank:
         self.block = math.ceil(sum(parameter.numel() for parameter in block.parameters()) / tensor)
         self.outside = self.whole - self.block * self.layers  # embedding, last norm, output
         self.vocabulary = math.ceil(args.vocab_size / tensor)
-        # FSDP2 gathers a block ahead of its use, and frees a gathered buffer late; one rank gathers nothing.
+        # FSDP2 prefetches a block and frees a gathered buffer late. One rank gathers nothing.
         self.ahead = 1 if shards > 1 else 0
 
         # Activations of one row, bytes.
@@ -205,7 +206,7 @@ class _Rank:
         self.last_norm = self.hidden // tensor + self.hidden  # its input, its output where answers are
 
     def always(self, in_window: bool = False) -> Parts:
-        """Held all the while; `in_window`: while the reference's log-probabilities are computed."""
+        """Held at every moment. `in_window`: while the reference's log-probabilities are computed."""
         offload, sync = self.config.offload, self.config.weight_sync
         state_away = offload.optimizer_states == "host" or (in_window and offload.offload_optimizer_states_for_logprob)
         reference_here = self.config.grpo.kl_coef and (in_window or offload.reference_weights == "device")
@@ -213,14 +214,14 @@ class _Rank:
         return {
             "weights": self.local * self.held,
             "AdamW state": 0 if state_away else 2 * self.local * self.held,
-            # What FSDP2 gathers for a forward and would free after a backward, the reference keeps.
+            # The reference has no backward, after which FSDP2 would free what it gathered for the forward.
             "reference model": self.local * self.held + self._gathered(0) if reference_here else 0,
             "snapshots": self.local * sent * (2 if sync.async_weight_update else 1),
             "buckets, at most": min(_bucket_share(self.config), self.parameters * sent),
         }
 
     def logprobs_backward(self) -> Parts:
-        """Every activation is saved, and a chunk of logits and gradients of the output layer come on top."""
+        """All activations are saved. A chunk of logits and the output layer's gradients come on top."""
         return (
             self.always()
             | self._earlier_gradients()
@@ -235,9 +236,9 @@ class _Rank:
         )
 
     def block_backward(self, number: int) -> Parts:
-        """In the backward pass of block `number`, counted from 1, when those after it are done."""
+        """In the backward pass of block `number`, counted from 1, after the backward of all later blocks."""
         first = number == 1
-        stay_gathered = self.reduced_once and first  # of a row that is not the last, all blocks do
+        stay_gathered = self.reduced_once and first  # all blocks do, in a row that is not the last
         return (
             self.always()
             | (self._all_gradients() if first else self._earlier_gradients())
@@ -252,7 +253,7 @@ class _Rank:
         )
 
     def embedding_backward(self) -> Parts:
-        """At the end: embedding and output are one group to FSDP2, whose gradients are reduced together."""
+        """At the end. Embedding and output are one FSDP2 group, whose gradients are reduced together."""
         sharded = self.uses_fsdp and not self.reduced_once
         return (
             self.always()
@@ -265,7 +266,7 @@ class _Rank:
         )
 
     def optimizer_step(self) -> Parts:
-        """Fused AdamW needs no memory of its own, foreach a square root of the second moments."""
+        """Fused AdamW needs no temporaries; foreach needs the square root of the second moments."""
         foreach = self.config.optimizer.implementation == "foreach"
         return self.always() | {
             "gradients": self.local * self.held,
@@ -273,7 +274,7 @@ class _Rank:
         }
 
     def reference_logprobs(self) -> Parts:
-        """A forward without autograd, beside the last step's gradients."""
+        """A forward without autograd. The last step's gradients still exist."""
         return self.always(in_window=True) | {
             "gradients": self.local * self.held,
             "activations": self.hidden + self.activations.gradients + self.rope,
@@ -282,16 +283,16 @@ class _Rank:
         }
 
     def _earlier_gradients(self) -> Parts:
-        """Sums over the rows before this one."""
+        """Gradients summed over the rows before this one."""
         if self.reduced_once:
             return {"whole gradients": self.whole * self.reduced}
         return {"gradients": self.local * self.held if self.several_rows else 0}
 
     def _all_gradients(self) -> Parts:
-        """Sums over the rows, this one included, when its backward is almost done."""
+        """Gradients summed over the rows, this one included, when its backward is almost done."""
         if self.reduced_once:
             return {"whole gradients": self.whole * self.reduced}
-        # Until the end FSDP2 keeps what replicas add up; in the first row that becomes the gradient itself.
+        # FSDP2 keeps the replicas' sum until the end. In the first row it becomes the gradient itself.
         summing = self.replicated and self.several_rows
         return {
             "gradients": self.local * self.held,
@@ -299,7 +300,7 @@ class _Rank:
         }
 
     def _gathered(self, blocks: int) -> int:
-        """Whole weights in compute dtype: embedding, last norm and output from forward to backward, some blocks."""
+        """Unsharded weights in compute dtype: `blocks` blocks, and the embedding, last norm and output."""
         if not self.uses_fsdp:
             return 0
         if self.never_resharded:
@@ -310,13 +311,13 @@ class _Rank:
         return self.vocabulary * self.args.dim * self.computed
 
     def _kept_logits(self) -> int:
-        """Whole chunks of `[training] kept_logits_mib`, of rows that are answers all over."""
+        """Whole chunks that fit into `[training] kept_logits_mib`, if every token is an answer token."""
         chunk = min(_chunk_tokens(), self.tokens) * self.vocabulary * self.computed
         room = self.config.training.kept_logits_mib << 20
         return min(room // chunk * chunk, self.tokens * self.vocabulary * self.computed)
 
     def _logits_chunk(self, backward: bool) -> int:
-        """What `logprobs.token_logprobs` holds of one chunk: fused two copies at most, else float32 temporaries."""
+        """What `logprobs.token_logprobs` holds for one chunk: two copies at most if fused, else float32 temporaries."""
         if self.compiled:
             each = self.computed * (2 if backward else 1)
         else:
@@ -325,12 +326,12 @@ class _Rank:
 
 
 def sent_bytes(config: JobConfig) -> int:
-    """Bytes of one parameter on its way to a server."""
+    """Bytes per parameter of a weight update."""
     return {"float32": 4, "bfloat16": 2, "auto": 2 if torch.cuda.is_available() else 4}[config.weight_sync.dtype]
 
 
 def _bucket_share(config: JobConfig) -> int:
-    """Bytes that all buckets in flight may take."""
+    """Upper bound in bytes for all buckets in flight."""
     from torchtitan.grpo.weight_sync.sync import device_memory_bytes
     from torchtitan.grpo.weight_wire.buckets import bucket_bytes
 

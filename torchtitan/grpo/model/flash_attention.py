@@ -1,9 +1,9 @@
-"""FlashAttention on packed rows: torch's own kernels, version 2, or the package of version 4 where it is installed.
+"""FlashAttention on packed rows: version 2 from torch, or version 4 where its package is installed.
 
-FlashAttention 4 (the CuTe DSL kernels of Dao-AILab/flash-attention, on PyPI as `flash-attn-4`) is for Hopper and
-Blackwell, where version 2 reaches less than half of what the hardware can do. torch's own adapter for it has no
-backward pass for causal documents in 2.11 and fits only some of its releases, so it is wrapped here as an operator that
-`torch.compile` and activation checkpointing know. It is young: before it is used, it is tried against version 2.
+FlashAttention 4 (the CuTe DSL kernels of Dao-AILab/flash-attention, `flash-attn-4` on PyPI) is for Hopper and
+Blackwell, where version 2 reaches less than half of the hardware's peak. torch 2.11's adapter for it has no backward
+pass for causal documents and supports only some of its releases. So it is wrapped here as an operator that
+`torch.compile` and activation checkpointing know. It is young: its results are compared with version 2's before use.
 """
 
 import functools
@@ -23,9 +23,9 @@ from torchtitan.tools.logging import logger
 
 PACKAGE, MODULE = "flash-attn-4", "flash_attn.cute.interface"
 CAPABILITIES = (9, 10)
-"""Of GPUs that version 4 has forward and backward kernels for: Hopper and Blackwell."""
+"""Major compute capabilities with forward and backward kernels of version 4: Hopper and Blackwell."""
 TOLERANCE = 0.02
-"""Relative difference (Frobenius norms) between two kernels' bfloat16 results; rounding is about a fifth of it."""
+"""Largest relative difference (Frobenius norms) between two kernels' bfloat16 results. Rounding gives a fifth of it."""
 
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -33,20 +33,20 @@ Attention = Callable[..., Tensor]
 """attention(q, k, v, starts, longest, scale): causal, within each document of a packed row.
 
 q: [T, heads, head_dim], k and v: [T, kv_heads, head_dim], float16 or bfloat16 on CUDA. starts: int32 [documents + 1],
-where each begins, and T. longest: no document is longer. scale: of the scores, by default head_dim ** -0.5. Returns
-[T, heads, head_dim].
+the first position of each document, then T. longest: upper bound for a document's length. scale: of the scores, by
+default head_dim ** -0.5. Returns [T, heads, head_dim].
 """
 
 
 def choose_attention(wanted: str, device: torch.device, heads: int, kv_heads: int, head_dim: int) -> Attention:
-    """Kernels for a model's packed rows.
+    """Choose the attention kernels for a model's packed rows.
 
     Args:
         wanted: `[training] flash_attention`: "FA2", "FA4", or "auto" for FA4 where it is installed and works.
-        heads, kv_heads, head_dim: Of the model on this rank; the kernels are tried, and compiled, with these.
+        heads, kv_heads, head_dim: The model's on this rank. The kernels are compiled and tried with them.
 
     Raises:
-        UserError: FA4 is wanted, and not installed, not for this device, or it computes something else than FA2.
+        UserError: FA4 is wanted, but it is missing, does not support this device or disagrees with FA2.
     """
     if wanted == "FA2" or (wanted == "auto" and (device.type != "cuda" or not _installed())):
         return flash_attention_2
@@ -63,13 +63,13 @@ def choose_attention(wanted: str, device: torch.device, heads: int, kv_heads: in
 def _installed() -> bool:
     try:
         return importlib.util.find_spec(MODULE) is not None
-    except Exception:  # its parents are imported for the answer, and may lack what they need
+    except Exception:  # find_spec imports the parent packages, which may fail
         return False
 
 
 @functools.cache
 def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> str:
-    """Why FlashAttention 4 cannot be used here; empty if it can."""
+    """Why FlashAttention 4 cannot be used here, or an empty string."""
     if device.type != "cuda":
         return f"it needs a GPU, and this is a {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -80,7 +80,7 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> st
         example = _example(device, heads, kv_heads, head_dim)
         pairs = zip(_results(flash_attention_4, *example), _results(flash_attention_2, *example), strict=True)
         worst = max(((new - old).norm() / old.norm()).item() for new, old in pairs)
-    except Exception as error:  # whatever an import, a compiler or a changed signature throws
+    except Exception as error:  # an import, a compiler or a changed signature may raise anything
         said = str(error).strip().splitlines()
         return f"{type(error).__name__}: {said[0] if said else 'no message'}"
     if not worst <= TOLERANCE:  # NaN too
@@ -89,7 +89,7 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> st
 
 
 def _example(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    """q, k, v, gradient of the output, and starts of documents that end at tiles and within them."""
+    """q, k, v, gradient of the output, and starts; documents end at tile boundaries and inside tiles."""
     starts = torch.tensor([0, 1, 130, 386, 700], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     shapes = [(int(starts[-1]), n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
@@ -208,4 +208,4 @@ def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 KEPT_BY_SELECTIVE_CHECKPOINTING = torch.ops.torchtitan_grpo.flash_attention_4.default
-"""As torchtitan's list of operations keeps `varlen_attn`: attention is never computed twice."""
+"""Kept so that attention is never recomputed, as torchtitan keeps `varlen_attn`."""

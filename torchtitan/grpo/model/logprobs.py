@@ -1,9 +1,9 @@
 """Per-token log-probabilities and entropy from hidden states, without the full logits.
 
-With T tokens and a vocabulary of V, float logits are T x V x 4 bytes (16k x 152k: 10 GB), more than a small model.
-Only `chunk_tokens` rows of them exist at a time, and backward computes them again, but for as many as may be kept. The
-gradient of a log-softmax is known in closed form, so forward and backward each take one pass over a chunk, and the
-chunks need no autograd graph.
+For T tokens and a vocabulary of V, float32 logits take T x V x 4 bytes (16k x 152k: 10 GB), more than a small model.
+Here only `chunk_tokens` rows of them exist at a time. Backward recomputes them, except as many as may be kept. The
+gradient of a log-softmax has a closed form: forward and backward each take one pass over a chunk, and no autograd
+graph is needed.
 """
 
 from functools import cache
@@ -28,7 +28,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
 
-    The product is taken in hidden's dtype, the rest in float32 (float64 if hidden is float64).
+    The matrix multiplication is in hidden's dtype, the rest in float32 (float64 if hidden is float64).
 
     Args:
         hidden: [T, D], the final hidden states at the positions that predict `targets`. T may be 0.
@@ -36,13 +36,13 @@ def token_logprobs(
             `Shard(0)` (slices of equal size, the last ones may be smaller).
         targets: [T] int64 in 0..V-1.
         temperature: The sampler's, above 0.
-        chunk_tokens: Rows of logits that exist at once.
+        chunk_tokens: Rows of logits that exist at a time.
         mesh: 1-D tensor-parallel mesh; hidden and targets are the same on all its ranks, and so are the results.
             Every rank must backpropagate the same loss: hidden's gradient is then the full one on each rank,
             weight's is this rank's slice.
-        compile: Fuse the work per logit by torch.compile. Without it that work is bound by memory traffic and takes
-            longer than the products (2.6 times as long in all on an H200, vocabulary 152k, D = 1024).
-        kept_bytes: Chunks of logits, in hidden's dtype, that are kept for backward and not computed again.
+        compile: Fuse the elementwise work with torch.compile. Unfused, that work is memory-bound and takes longer
+            than the matrix multiplications (2.6 times the total time on an H200, V = 152k, D = 1024).
+        kept_bytes: Memory for chunks of logits, in hidden's dtype, that backward need not recompute.
     Returns:
         logprobs [T] and entropy [T], both differentiable in hidden and weight. Second derivatives are not available.
         The weight's gradient is summed over chunks in hidden's dtype.
@@ -66,7 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
         room = kept_bytes if any(ctx.needs_input_grad[:2]) else 0
         for rows in _chunks(len(targets), chunk_tokens):
             logits = hidden[rows] @ projection
-            if len(kept) * chunk_tokens == rows.start and logits.nbytes <= room:  # the first ones, without a gap
+            if len(kept) * chunk_tokens == rows.start and logits.nbytes <= room:  # a prefix of the chunks
                 kept.append(logits)
                 room -= logits.nbytes
             row_stats = _compiled(_row_stats, len(logits) == chunk_tokens) if compile else _row_stats
@@ -75,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
             stats[3, rows] = target_logits.where(is_local[rows], 0)
         highest, mass, moment, target_logit = stats if group is None else _combine(stats, group)
         log_mass = mass.log()
-        logprobs = (target_logit - highest) - log_mass  # in this order: the log-sum-exp itself would round more
+        logprobs = (target_logit - highest) - log_mass  # in this order: the log-sum-exp rounds more
         entropy = log_mass - moment / mass
         ctx.save_for_backward(hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
@@ -135,7 +135,7 @@ def _row_grads(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Gradient [C, V] at the logits in their dtype, right in every column but the target's."""
+    """Gradient [C, V] of the logits in their dtype, correct in every column except the target's."""
     logp = (logits.to(highest.dtype) / temperature - highest[:, None]) - log_mass[:, None]
     p = logp.exp()
     grads = -p * grad[:, None]
@@ -146,15 +146,15 @@ def _row_grads(
 
 @cache
 def _compiled(function, whole_chunk: bool):
-    # Twice as fast for sizes that are known. The last chunk is shorter, and of another size each time.
+    # Twice as fast for static shapes. The last chunk is shorter, and its size varies.
     return torch.compile(function, dynamic=not whole_chunk)
 
 
 def _localize(targets: Tensor, local_width: int, group) -> tuple[Tensor, Tensor]:
-    """Targets as columns of this rank's slice (0 where elsewhere) and whether they are in it; no host sync."""
+    """Targets as columns of this rank's slice (0 if elsewhere), and whether they are in it. No host sync."""
     if group is None:
         return targets, torch.ones_like(targets, dtype=torch.bool)
-    # Shard(0) cuts equal slices, so the widest gives every rank's offset
+    # Shard(0) cuts equal slices, so the widest one gives each rank's offset.
     width = torch.full((), local_width, dtype=torch.int64, device=targets.device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
     columns = targets - dist.get_rank(group) * width

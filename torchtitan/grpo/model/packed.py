@@ -1,8 +1,8 @@
 """torchtitan's dense language models on packed rows: attention within each document, log-probabilities out.
 
-torchtitan 0.2.2 has no attention that trains on packed rows on a CPU, passes positions through tensor
-parallelism for no Qwen3, and returns the full logits. `make_packed` changes these three things on a model that
-torchtitan built, and nothing else of it.
+torchtitan 0.2.2 has no attention that trains on packed rows on a CPU. Its Qwen3 takes no positions under tensor
+parallelism, and its models return the full logits. `make_packed` changes these three things on a model of
+torchtitan's, and nothing else.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Documents(VarlenMetadata):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each document of one packed row; takes the place of torchtitan's inner attention."""
+    """Causal attention within each document of one packed row. Replaces torchtitan's inner attention."""
 
     def __init__(self, flash: Attention = flash_attention_2):
         super().__init__()
@@ -55,7 +55,7 @@ class PackedAttention(nn.Module):
     ) -> torch.Tensor:
         """q: [1, heads, T, head_dim], k and v: [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim]."""
         mesh = None
-        if isinstance(q, DTensor):  # heads are sharded: attention needs no other rank's
+        if isinstance(q, DTensor):  # sharded by heads: no rank needs another's
             mesh = q.device_mesh
             q, k, v = q.to_local(), k.to_local(), v.to_local()
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
@@ -70,7 +70,7 @@ class PackedAttention(nn.Module):
 def _by_length_class(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None
 ) -> torch.Tensor:
-    # Right padding under a causal mask reaches no valid query, so padded slots need no mask of their own.
+    # Under a causal mask no valid query sees the padding on its right: padded slots need no mask.
     out = torch.empty_like(q)
     for gather, valid in documents.length_classes:
         padded = (x[gather].transpose(1, 2) for x in (q, k, v))  # [docs, heads, L, head_dim]
@@ -92,9 +92,9 @@ def make_packed(
     """Make `model(microbatch, temperature)` return log-probabilities of the answer tokens of a packed row.
 
     Args:
-        model: A Qwen3 or Llama3 model of torchtitan built with `attn_type="varlen"`.
+        model: A model of torchtitan's parts (see `families.Family.model_cls`), built with `attn_type="varlen"`.
         tp_mesh: Its tensor-parallel mesh, if it has one: the output weight is then sharded over the vocabulary.
-        compile: Blocks are compiled, and the log-probabilities shall be.
+        compile: Blocks are compiled; compile the log-probabilities too.
         kept_logits_bytes: See `logprobs.token_logprobs`.
         flash: Attention in bfloat16 or float16 on CUDA, from `choose_attention`; elsewhere torch's SDPA is used.
     """
@@ -106,10 +106,10 @@ def make_packed(
 
 
 def attention_tokens(model: nn.Module) -> float:
-    """The position from which a token's attention costs more than its linear layers, for `packing.pack`.
+    """The position from which a token's attention costs more FLOPs than its linear layers, for `packing.pack`.
 
-    Counted in FLOPs: forward and backward take 6 for each parameter that a token is multiplied by, and 12 per layer,
-    head and head dimension for each position that it attends to. A kernel's speed is not taken into account.
+    Forward and backward take 6 FLOPs for each parameter that a token is multiplied by. For each position that it
+    attends to they take 12 per layer, head and head dimension. Kernel speed is not considered.
     """
     args = model.model_args
     parameters = sum(p.numel() for p in model.parameters())  # of all ranks' shards; a tied weight once
@@ -128,9 +128,9 @@ def _packed_forward(
     kept_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`."""
-    # Any upper bound will do for the kernel: a constant keeps compiled blocks from being compiled for each row.
+    # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
     longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
-    if compile:  # nor for each number of documents
+    if compile:  # and not for each number of documents either
         torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
     # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.

@@ -1,7 +1,8 @@
 """Building a model on its mesh: tensor parallelism, activation checkpointing, compile, FSDP2.
 
-torchtitan's own `apply_fsdp` fails on tied embeddings with torch 2.13 and applies no mixed precision on one rank,
-so the FSDP2 grouping is ours; the other three are torchtitan's, but for checkpointing that keeps every matrix product.
+Tensor parallelism, compile and checkpointing are torchtitan's, except the checkpointing option `matmul`, which keeps
+every matrix multiplication. The FSDP2 grouping is ours: torchtitan's `apply_fsdp` fails on tied embeddings with torch
+2.13, and it applies no mixed precision on one rank.
 """
 
 import functools
@@ -30,7 +31,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
-    """torchtitan's mesh of this run: data parallelism, sharded or replicated, and tensor parallelism."""
+    """The run's mesh: data parallelism (sharded, replicated or both) and tensor parallelism."""
     parallelism = config.parallelism
     return ParallelDims(
         dp_replicate=parallelism.data_parallel_replicate_degree,
@@ -47,10 +48,10 @@ def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
 def build_model(
     source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device, *, trainable: bool = True
 ) -> nn.Module:
-    """Build, shard and randomly initialise a model that takes packed rows (see `packed_model.make_packed`).
+    """Build, shard and randomly initialise a model that takes packed rows (see `packed.make_packed`).
 
     Args:
-        source: Which model, from `models.resolve_model`.
+        source: Which model, from `source.resolve_model`.
         trainable: False for a reference model: no gradients, no activation checkpointing.
     """
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
@@ -92,7 +93,7 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
         )
         return
 
-    # torchtitan's operations, without its rule that every second product is computed again.
+    # torchtitan's list of operations, without its rule that recomputes every second matrix multiplication.
     def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -109,7 +110,7 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
 
 
 def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, device: torch.device) -> Attention:
-    if config.training.mixed_precision_param == "float32":  # for which neither has kernels
+    if config.training.mixed_precision_param == "float32":  # neither version has kernels for it
         return flash_attention_2
     args = source.model_args
     heads, kv_heads = args.n_heads // dims.tp, args.n_kv_heads // dims.tp
@@ -130,16 +131,16 @@ def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: Devic
             "choose a degree that does"
         )
     source.family.apply_tensor_parallel(model, tp_mesh)
-    if source.tied:  # sharding replaced both parameters; one FSDP group must see them as one
+    if source.tied:  # sharding replaced both parameters; FSDP2 must see one
         model.output.weight = model.tok_embeddings.weight
 
 
 def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
-    """One group per block, one for embedding, final norm and output together: tied weights need them together."""
+    """One group per block, and one for embedding, final norm and output: tied weights must be in one group."""
     names = ("dp_replicate", "fsdp") if dims.dp_replicate_enabled else ("fsdp",)
     if dims.dp_shard_enabled:
         mesh = dims.get_mesh(list(names))
-    else:  # torchtitan makes no group for a dimension of one rank; FSDP2 wants one, of the same world as TP's
+    else:  # torchtitan makes no mesh dimension of one rank; FSDP2 needs one, in TP's world
         world = dims.world_mesh._unflatten(0, (dims.dp_replicate, 1, dims.tp), ("dp_replicate", "fsdp", "tp"))
         mesh = world[names]
     policy = MixedPrecisionPolicy(
@@ -149,11 +150,11 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
     reshard = config.parallelism.fsdp_reshard_after_forward != "never"
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # The loss is computed in the root's forward from the output weight, which must then stay for the backward.
+    # The root's forward computes log-probabilities from the output weight, which must stay for the backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Token weights already hold the global normaliser: gradients are summed, never averaged.
+            # Token weights include the global normaliser, so gradients are summed, never averaged.
             module.set_gradient_divide_factor(1.0)
             if device.type == "cpu":  # gloo has no premultiplied sum
                 module.set_force_sum_reduction_for_comms(True)

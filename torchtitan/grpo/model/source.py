@@ -36,8 +36,8 @@ class ModelSource:
         family: How such a model is built, sharded and compiled.
         model_args: Its arguments; `max_seq_len` is the run's, the length of the RoPE table.
         adapter: State-dict adapter between torchtitan's names and Hugging Face's; takes partial state dicts.
-        hf_config: Content of a `config.json` that describes the same model to transformers and vLLM.
-        folder: `model.hf_assets_path`; it need not exist for a flavour with random weights.
+        hf_config: Content of a `config.json` that describes the model to transformers and to servers.
+        folder: `model.hf_assets_path`. A flavour with random weights needs none.
     """
 
     name: str
@@ -61,13 +61,13 @@ def resolve_model(model_cfg, seq_len: int) -> ModelSource:
     """Find the model that `[model]` names.
 
     Args:
-        model_cfg: The `[model]` section. With an empty `flavor`, `config.json` in `hf_assets_path` decides family
-            and shape; else torchtitan's registry does, by `name` and `flavor`.
-        seq_len: `[training] seq_len`: longest document, tokens.
+        model_cfg: The `[model]` section. With an empty `flavor`, family and shape are those of `config.json` in
+            `hf_assets_path`. Otherwise they are the preset `flavor` of the family `name`.
+        seq_len: `[training] seq_len`, the longest document in tokens.
 
     Raises:
-        UserError: the folder, its config or the flavour is missing, broken or not supported; `seq_len` is over
-            the model's maximum; flavour and folder differ.
+        UserError: The folder, its config or the flavour is missing, broken or not supported. Or `seq_len` is over
+            the model's maximum, or flavour and folder differ.
     """
     folder = Path(model_cfg.hf_assets_path)
     if model_cfg.flavor == "":
@@ -88,11 +88,11 @@ def resolve_model(model_cfg, seq_len: int) -> ModelSource:
 def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:
     """Fill `model` from the safetensors files in `folder`. Call on every rank, after the model is materialised.
 
-    Each rank maps the files and copies its own shard, whatever the FSDP2 and tensor-parallel placements; nothing
-    is gathered or sent, and the files' precision is cast to the parameters'.
+    Each rank maps the files and copies its own shard, for any FSDP2 and tensor-parallel placement. Nothing is
+    gathered or sent. Values are cast to the parameters' dtype.
 
     Raises:
-        UserError: no weights, a file that is missing or broken, names that are missing or left over, wrong shapes.
+        UserError: There are no weights, a file is missing or broken, or names or shapes do not fit the model.
     """
     folder = Path(folder)
     parameters = get_model_state_dict(model)
@@ -147,7 +147,7 @@ def _check_names_and_shapes(
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     problems = []
     missing = [name for name in expected if name not in found]
-    # Old files carry the rotary table, and those of tied models sometimes a second copy of the embedding.
+    # Old files hold the rotary table. Files of tied models sometimes hold a second copy of the embedding.
     spare = ("rotary_emb.inv_freq", "lm_head.weight") if source.tied else ("rotary_emb.inv_freq",)
     extra = [name for name in found if name not in expected and not name.endswith(spare)]
     wrong = [
@@ -177,12 +177,12 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The part of `full` that this rank holds of `parameter`: a view, by torch.chunk's rule on each mesh axis."""
+    """This rank's shard of `parameter` as a view of `full`, by torch.chunk's rule on each mesh axis."""
     if not isinstance(parameter, DTensor):
         return full
     coordinate = parameter.device_mesh.get_coordinate()
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    # FSDP cuts what tensor parallelism has cut before, though its axis comes first: it is marked as strided.
+    # FSDP2 shards what tensor parallelism has sharded, though its mesh axis comes first: it is marked as strided.
     for axis in sorted(axes, key=lambda axis: isinstance(parameter.placements[axis], _StridedShard)):
         dim, ranks = parameter.placements[axis].dim, parameter.device_mesh.size(axis)
         rows = -(-full.shape[dim] // ranks)
@@ -195,7 +195,7 @@ def write_hf_config(source: ModelSource, tokenizer: PreTrainedTokenizerBase, fol
     """Write config.json, generation_config.json (if the model's folder has one) and the tokenizer into `folder`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # A flavour knows no token ids, and transformers would fill in its own defaults.
+    # A flavour has no token ids, and transformers would use its own defaults.
     ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = ids | source.hf_config
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -214,10 +214,10 @@ def export_hf(
 ) -> None:
     """Write a folder that transformers and vLLM load: safetensors, config and tokenizer. Collective.
 
-    Rank 0 gathers one tensor at a time, holds the whole model in `dtype` in host memory and writes it.
+    Tensors are gathered one at a time. Rank 0 holds the whole model in `dtype` in host memory and writes it.
     """
-    # Every rank runs the generator, so that all take part in the gathering; only rank 0 keeps what it yields.
-    # A copy, because what is gathered from uneven shards is a view of padded storage, which safetensors refuses.
+    # Every rank runs the generator, because gathering is collective; only rank 0 keeps the tensors.
+    # They are copied: a tensor gathered from uneven shards is a view of padded storage, which safetensors refuses.
     full = {name: value.to("cpu", dtype, copy=True) for name, value in _gathered(model, source) if _is_writer()}
     if not _is_writer():
         return

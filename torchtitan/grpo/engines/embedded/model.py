@@ -1,4 +1,4 @@
-"""The embedded server's model: built from a Hugging Face folder, filled by weight updates."""
+"""The embedded server's model: built from a Hugging Face folder, updated in place."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,13 @@ from torchtitan.grpo.model.families import MODEL_TYPES
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model that `folder`/config.json describes. Weights come from safetensors in the folder where there
-    are any; else they are random (seed 0) until the first update.
+    """Build the model that `folder`/config.json describes.
+
+    Weights are those of the folder's safetensors. Without such files they are random (seed 0) until the first update.
 
     Raises:
-        UserError: The folder has no config.json, or describes an architecture that does not train here.
+        UserError: The folder has no config.json, or its model is of no family of `families.FAMILIES`, or it has a
+            sliding window.
     """
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} has no config.json: --model must be a Hugging Face model folder")
@@ -37,7 +39,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
-    """The model's own end tokens: generation_config.json's, else config.json's."""
+    """The end tokens of generation_config.json, else those of config.json."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
@@ -47,16 +49,16 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 class ModelUpdate:
-    """One weight update of a model in place: `load` any number of times, then `check_complete`."""
+    """One weight update of a model, in place: call `load` for each bucket, then `check_complete`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Tied embeddings appear once in named_parameters and under both names here; either name will do.
+        # Tied embeddings have two names here. Either one fills them.
         self._targets = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
         self._missing = {name for name, _ in model.named_parameters()}
 
     @torch.no_grad()
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors under their Hugging Face names into the model, casting to its dtype.
+        """Copy (Hugging Face name, tensor) pairs into the model, cast to its dtype.
 
         Raises:
             ValueError: A name or shape that the model does not have.
