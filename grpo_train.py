@@ -58,7 +58,8 @@ from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, stop_in_time
-from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_sync.published import model_weights
+from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
 
@@ -500,12 +501,10 @@ class Trainer:
                 lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
             )
         self.weight_sync = WeightSync(
-            self.model,
-            self.source.adapter,
+            model_weights(self.model, self.source.adapter, wire_dtype(self.sync_config, self.device), self.source.tied),
             self.sync_config,
             self.fleet,
             self.device,
-            self.source.tied,
             max_lag=(self.max_age + 1) // 2,  # answers need the other half to finish in time
             in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
             recompute_kv=ahead.recompute_kv_cache_after_weight_updates,

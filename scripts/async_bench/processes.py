@@ -76,7 +76,7 @@ class Server(Process):
 
 def healthy(engine: str, url: str) -> bool:
     try:
-        return ENGINES[engine][0](url).is_healthy()
+        return ENGINES[engine].control(url).is_healthy()
     except EngineError:
         return False
 

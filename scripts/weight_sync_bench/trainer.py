@@ -20,11 +20,13 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import ModelSource, resolve_model
-from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_sync.published import model_weights
+from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 
 from .receivers import Receivers
 
@@ -141,8 +143,10 @@ def connected(model, source: ModelSource, settings: job_config.WeightSync, urls:
     """(WeightSync, fleet): a fresh connection to the servers; the fleet is None on ranks other than 0."""
     fleet = None
     if ranks.rank == 0:
-        fleet = Fleet(urls, lambda url: Server(url, ServerControl(url, None, settings.timeout_seconds)))
-    sync = WeightSync(model, source.adapter, settings, fleet, ranks.device, source.tied)
+        control_s = settings.timeout_seconds
+        fleet = Fleet(urls, lambda url: Server(url, ServerControl(url, None, control_s), engine=ENGINES["vllm"]))
+    published = model_weights(model, source.adapter, wire_dtype(settings, ranks.device), source.tied)
+    sync = WeightSync(published, settings, fleet, ranks.device)
     try:
         sync.connect()
     except BaseException:

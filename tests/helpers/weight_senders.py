@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
+from torchtitan.grpo.weight_sync.published import PublishedWeights, model_weights
 
 CPU = torch.device("cpu")
 SYNC = job_config.WeightSync(timeout_seconds=30.0)
@@ -26,6 +29,11 @@ def trainer_of(folder: Path) -> tuple[ModelSource, nn.Module]:
     return source, model
 
 
+def weights_of(source: ModelSource, model: nn.Module, adapter: Any = None) -> PublishedWeights:
+    """What is published of `trainer_of`'s model, by its own adapter or another one."""
+    return model_weights(model, adapter or source.adapter, torch.float32, source.tied)
+
+
 def changed(folder: Path, seed: int, out: Path) -> Path:
     """Another random model of the same shape: every weight differs."""
     torch.manual_seed(seed)
@@ -37,4 +45,4 @@ def changed(folder: Path, seed: int, out: Path) -> Path:
 
 
 def fleet_of(control: ServerControl) -> Fleet:
-    return Fleet([control.url], lambda url: Server(url, control))
+    return Fleet([control.url], lambda url: Server(url, control, engine=ENGINES["vllm"]))

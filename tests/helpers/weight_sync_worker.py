@@ -34,11 +34,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.link import ServerLink
-from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_sync.published import model_weights
+from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.grpo.weight_wire.buckets import TRAILER_BYTES
 from torchtitan.grpo.weight_wire.transport import Group
 
@@ -106,7 +108,7 @@ def digest(tensors: dict[str, list]) -> str:
 
 
 def digests(model: torch.nn.Module, source, dtype: torch.dtype) -> dict[str, list]:
-    """What a server must hold, by a path that shares nothing with the sender: DTensor's own full tensors."""
+    """What a server must hold, by a path that shares nothing with the packer: DTensor's own full tensors."""
     full = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
@@ -147,12 +149,13 @@ def main(job: dict) -> None:
     load_hf_weights(model, source, job["folder"])
 
     def make(url: str) -> Server:
-        return Server(url, ServerControl(url, None, job["sync"]["timeout_seconds"]))
+        return Server(url, ServerControl(url, None, job["sync"]["timeout_seconds"]), engine=ENGINES["vllm"])
 
     fleet = WatchedFleet(job["urls"], make, job.get("min_servers", 1)) if rank == 0 else None
     WatchedFleet.events = []
     settings = job_config.WeightSync(**job["sync"])
-    sync = WeightSync(model, source.adapter, settings, fleet, device, source.tied)
+    published = model_weights(model, source.adapter, wire_dtype(settings, device), source.tied)
+    sync = WeightSync(published, settings, fleet, device)
     ServerLink._post = post_and_count
     sync.connect()
     dtype = getattr(torch, job["sync"]["dtype"])

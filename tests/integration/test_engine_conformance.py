@@ -24,7 +24,7 @@ from tests.helpers import ROOT, servers
 from tests.helpers.served_logprobs import answer_logprobs
 from tests.helpers.servers import RunningServer, kill_group, save_tiny_qwen2
 from tests.helpers.trainer_runs import train
-from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of
+from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -99,8 +99,7 @@ class Trainer:
         # In the background the trainer goes on without a server that is lost.
         self.fleet = Fleet([served.url], lambda url: self.server, min_servers=int(not background))
         settings = dataclasses.replace(SYNC, transport=transport, bucket_mib_max=1, async_weight_update=background)
-        tied = self.source.tied
-        self.sync = WeightSync(self.model, self.source.adapter, settings, self.fleet, CPU, tied, **modes)
+        self.sync = WeightSync(weights_of(self.source, self.model), settings, self.fleet, CPU, **modes)
 
     def __enter__(self) -> "Trainer":
         self.sync.connect()
@@ -330,15 +329,15 @@ def test_a_torn_update_takes_the_server_out_and_a_whole_one_mends_it(served: Ser
     """The trainer fails between two buckets of a version. The server has half of it, and answers nobody with that."""
     with Trainer(served) as trainer:
         trainer.publish(1, "A")
-        sender = trainer.sync._sender
-        assert len(sender.buckets) > 1
+        packer = trainer.sync._packer
+        assert len(packer.buckets) > 1
 
-        def pack(bucket, snapshot, pack=sender.pack):
+        def pack(bucket, snapshot, pack=packer.pack):
             if bucket.index > 0:
                 raise RuntimeError("the trainer failed here")
             return pack(bucket, snapshot)
 
-        monkeypatch.setattr(sender, "pack", pack)
+        monkeypatch.setattr(packer, "pack", pack)
         with pytest.raises(RuntimeError, match="the trainer failed here"):
             trainer.publish(2, "B")
         assert trainer.server.version == 1
@@ -395,7 +394,7 @@ def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, s
 
         await asyncio.to_thread(kill_group, served.running.process)
         lost_s = await until("lost", lambda: server.lost, 20)
-        assert trainer.fleet.pick(-1) is None
+        assert trainer.fleet.eligible(-1) == []
         trainer.publish(2, "B")
         port = urlsplit(served.url).port
         served.running = await asyncio.to_thread(start, served.engine, served.folders["A"], port=port)

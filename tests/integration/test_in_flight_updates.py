@@ -13,13 +13,14 @@ from transformers import Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers.servers import save_tiny_qwen3
+from tests.helpers.weight_senders import weights_of
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -58,9 +59,9 @@ class Trainer:
         self._model = self._source.build()
         with torch.no_grad():
             self._model.init_weights(buffer_device=CPU)
-        self.fleet = Fleet(urls, lambda url: Server(url, ServerControl(url, None, timeout_s)), len(urls))
+        self.fleet = Fleet(urls, lambda url: make_server("embedded", url, None, timeout_s, 60.0), len(urls))
         settings = job_config.WeightSync(timeout_seconds=timeout_s, straggler_seconds=0.1, bucket_mib_max=1)
-        self.sync = WeightSync(self._model, self._source.adapter, settings, self.fleet, CPU, self._source.tied, **modes)
+        self.sync = WeightSync(weights_of(self._source, self._model), settings, self.fleet, CPU, **modes)
         self.sync.connect()
 
     def publish(self, version: int) -> dict[str, dict[str, float]]:

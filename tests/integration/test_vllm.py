@@ -34,7 +34,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import counted_versions
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
 from tests.helpers.servers import RunningServer, save_tiny_qwen3, serve_vllm
-from tests.helpers.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of
+from tests.helpers.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
@@ -78,7 +78,7 @@ class Served:
     def __post_init__(self) -> None:
         self.source, self.model = trainer_of(self.folders["A"])
         settings = replace(SYNC, transport=self.transport)
-        self.sync = WeightSync(self.model, self.source.adapter, settings, fleet_of(self.control), CPU, self.source.tied)
+        self.sync = WeightSync(weights_of(self.source, self.model), settings, fleet_of(self.control), CPU)
         self.sync.connect()
         self.publish("A")
 
@@ -183,13 +183,13 @@ def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: Runni
         return SimpleNamespace(to_hf=to_hf)
 
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
-        sync = WeightSync(model, without(name), SYNC, fleet_of(control), CPU, source.tied)
+        sync = WeightSync(weights_of(source, model, without(name)), SYNC, fleet_of(control), CPU)
         with pytest.raises(WeightSyncError, match=rf"phase connect.*lacks 1 weights.*{name}"):
             sync.connect()
         sync.close()
     assert not control.is_paused()
 
-    sync = WeightSync(model, source.adapter, SYNC, fleet_of(control), CPU, source.tied)
+    sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), CPU)
     sync.connect()
     sync.publish(6)
     reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
@@ -205,7 +205,7 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vl
     adapter = SimpleNamespace(
         to_hf=lambda state: {"model.spare": state["spare"]} if "spare" in state else source.adapter.to_hf(state)
     )
-    sync = WeightSync(model, adapter, SYNC, fleet_of(control), CPU, source.tied)
+    sync = WeightSync(weights_of(source, model, adapter), SYNC, fleet_of(control), CPU)
     sync.connect()
     with pytest.raises(FleetError, match=r"version 7.*spare"):
         sync.publish(7)
@@ -213,7 +213,7 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vl
     sync.close()
 
     del model.spare
-    sync = WeightSync(model, source.adapter, SYNC, fleet_of(control), CPU, source.tied)
+    sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), CPU)
     sync.connect()
     sync.publish(8)
     assert not control.is_paused()

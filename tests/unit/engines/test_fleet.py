@@ -63,10 +63,10 @@ def test_a_server_starts_out_of_traffic_and_is_admitted(caplog) -> None:
     fleet = fleet_of(A + "/", B)
     a, b = fleet.servers
     assert a.url == A
-    assert fleet.pick(-1) is None
+    assert fleet.eligible(-1) == []
     fleet.admit(a, 0)
-    assert fleet.pick(-1) is fleet.pick(0) is a
-    assert fleet.pick(1) is None
+    assert fleet.eligible(-1) == fleet.eligible(0) == [a]
+    assert fleet.eligible(1) == []
     fleet.admit(b, 3)
     fleet.admit(a, 3)
     assert fleet.eligible(3) == [a, b]
@@ -77,17 +77,15 @@ def test_a_server_starts_out_of_traffic_and_is_admitted(caplog) -> None:
     ]
 
 
-def test_the_least_busy_is_picked_and_the_first_of_equals() -> None:
+def test_servers_with_new_enough_weights_are_eligible_in_their_order() -> None:
     fleet = fleet_of(A, B, C)
     a, b, c = fleet.servers
     for server, version in ((a, 5), (b, 5), (c, 4)):
         fleet.admit(server, version)
-    assert fleet.pick(-1) is a
-    a.in_flight, b.in_flight = 2, 1
-    assert fleet.pick(-1) is c
-    assert fleet.pick(5) is b
+    assert fleet.eligible(-1) == fleet.eligible(4) == [a, b, c]
+    assert fleet.eligible(5) == [a, b]
     fleet.withdraw(b, "slow", lost=False)
-    assert fleet.pick(5) is a
+    assert fleet.eligible(5) == [a]
 
 
 def test_withdraw_logs_a_change_once_and_lost_stays_until_admitted(caplog) -> None:
@@ -124,7 +122,7 @@ def test_suspicion_lasts_until_the_worker_knows(caplog) -> None:
     fleet.suspect(a, RuntimeError("a request that was still under way"))
     assert a.lost and not a.suspected and a.reason == "gone"
     fleet.admit(a, 2)
-    assert fleet.pick(2) is a
+    assert fleet.eligible(2) == [a]
 
 
 def test_too_few_servers_names_the_lost_and_the_key() -> None:
@@ -341,8 +339,7 @@ def test_many_threads(urls_file) -> None:
         fleet.reread()
 
     def ask(i: int) -> None:
-        server = fleet.pick(-1)
-        if server is not None:
+        for server in fleet.eligible(-1)[:1]:
             fleet.suspect(server, RuntimeError("reset"))
         fleet.check()
 

@@ -10,14 +10,14 @@ import pytest
 from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.weight_sync.link import Pause
-from torchtitan.grpo.weight_sync.push import Copy
+from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_sync.sync_thread import Leader
 from torchtitan.grpo.weight_sync.worker import Board, Mode, ServerWorker
 
 COPY_S, UPDATE_S, AGREE_S = 0.02, 0.02, 0.01
 
 
-class Folder(Copy):
+class Folder(VersionCopy):
     """Notes what is done to it while somebody reads."""
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ def test_a_server_gets_every_version_that_it_has_time_for(agree_s, monkeypatch):
     link = Link(copy)
     monkeypatch.setattr(ServerWorker, "_make_link", staticmethod(lambda *_: link))
     fleet = Fleet(["http://server"], lambda url: Server(url, SimpleNamespace(is_healthy=lambda: True)))
-    board = Board(fleet, [SimpleNamespace(index=0, payload_bytes=1)], 1, 10.0, 1.0, Pause(True, True, 10.0))
-    board.copy, board.copies_only = copy, True
+    buckets = [SimpleNamespace(index=0, payload_bytes=1)]
+    board = Board(fleet, buckets, 1, 10.0, 1.0, Pause(True, True, 10.0), {}, copy, copies_only=True)
     worker = ServerWorker(fleet.servers[0], board, "disk", None)
     worker.mode, board.workers = Mode.ALONE, [worker]
 
@@ -77,7 +77,7 @@ def test_a_server_gets_every_version_that_it_has_time_for(agree_s, monkeypatch):
         yield SimpleNamespace(version=snapshots.newest, seconds=lambda: 0.0)
 
     snapshots.hold = hold
-    sender = SimpleNamespace(
+    packer = SimpleNamespace(
         snapshots=snapshots,
         buckets=board.buckets,
         bytes=1,
@@ -89,7 +89,7 @@ def test_a_server_gets_every_version_that_it_has_time_for(agree_s, monkeypatch):
         expected_acknowledgement=lambda version: [],
     )
     ranks = SimpleNamespace(command=lambda *_: time.sleep(agree_s))
-    leader = Leader(ranks, sender, WeightSync(async_weight_update=True), board, lambda server: worker, max_lag=1)
+    leader = Leader(ranks, packer, WeightSync(async_weight_update=True), board, lambda server: worker, max_lag=1)
     leader.start()
     worker.start()
     try:
@@ -101,10 +101,8 @@ def test_a_server_gets_every_version_that_it_has_time_for(agree_s, monkeypatch):
         while fleet.servers[0].version < 39 and time.monotonic() < deadline:
             time.sleep(0.01)
     finally:
-        with board.changed:
-            leader.closing = board.closing = True
-            board.changed.notify_all()
-        board.wake_workers()
+        leader.closing = True
+        board.close()
         for thread in (leader, worker):
             thread.join(10)
     assert not any(isinstance(thread, Leader | ServerWorker) for thread in threading.enumerate())

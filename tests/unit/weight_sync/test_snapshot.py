@@ -12,9 +12,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.qwen3 import Qwen3Adapter
-from torchtitan.grpo.weight_sync.packer import Sender, hugging_face_specs
+from torchtitan.grpo.weight_sync.packer import Packer
+from torchtitan.grpo.weight_sync.published import canonical_name, model_weights
 from torchtitan.grpo.weight_sync.ranks import Ranks
-from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, canonical_name, primary_holdings
+from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, primary_holdings
 from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -44,11 +45,11 @@ def randomise(model: nn.Module, seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
-def received(sender: Sender, buffer: SnapshotBuffer) -> dict[str, torch.Tensor]:
+def received(packer: Packer, buffer: SnapshotBuffer) -> dict[str, torch.Tensor]:
     tensors = {}
-    for bucket in sender.buckets:
-        sender.gather(bucket, buffer)
-        wire = sender.pack(bucket, buffer).clone()
+    for bucket in packer.buckets:
+        packer.gather(bucket, buffer)
+        wire = packer.pack(bucket, buffer).clone()
         assert bucket.trailer(wire).tolist()[:3] == [buffer.version, bucket.index, bucket.payload_bytes]
         tensors.update(bucket.views(wire))
     return tensors
@@ -87,7 +88,7 @@ def small_snapshots(count: int, numel: int = 16) -> tuple[nn.Module, Snapshots]:
     """Of a model whose one parameter is filled with the version, by `fill`."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(numel))
-    snapshots = Snapshots(model, ["weight"], torch.float32, count)
+    snapshots = Snapshots({"weight": model.weight}, torch.float32, count)
     (owned,) = primary_holdings([snapshots.held], snapshots.shapes)
     snapshots.allocate(owned)
     return model, snapshots
@@ -114,7 +115,8 @@ def slow_copies(snapshots: Snapshots, seconds) -> None:
 def test_take_is_a_copy_of_one_moment():
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
     names = [name for name, _ in model.named_parameters()]
-    snapshots = Snapshots(model, names[::-1], torch.bfloat16)
+    parameters = dict(model.named_parameters())
+    snapshots = Snapshots({name: parameters[name] for name in names[::-1]}, torch.bfloat16)
     (owned,) = primary_holdings([snapshots.held], snapshots.shapes)
     snapshots.allocate(owned)
     assert snapshots.newest == -1
@@ -330,34 +332,36 @@ def test_replicas_are_sent_once_and_gaps_are_refused():
 def test_buckets_hold_what_the_adapter_gives(build, limit_bytes, num_buffers):
     model, adapter = build()
     randomise(model, 0)
-    sender = Sender(model, adapter, Ranks(CPU, 10, 10), torch.bfloat16, limit_bytes, num_buffers, True)
+    tied = "lm_head.weight" not in adapter.to_hf(dict(model.named_parameters()))
+    published = model_weights(model, adapter, torch.bfloat16, tied)
+    packer = Packer(published, Ranks(CPU, 10, 10), limit_bytes, num_buffers, True)
     for version in (1, 2):
         randomise(model, version)
         expected = adapter.to_hf({name: p.detach().bfloat16() for name, p in model.named_parameters()})
-        sender.snapshots.take(version)
+        packer.snapshots.take(version)
         randomise(model, 99)  # the snapshot is what is sent, not what the model has become
-        with sender.snapshots.hold(same, 1, nothing) as buffer:
-            tensors = received(sender, buffer)
+        with packer.snapshots.hold(same, 1, nothing) as buffer:
+            tensors = received(packer, buffer)
         assert list(tensors) == list(expected)
         for name, value in expected.items():
             assert torch.equal(tensors[name], value), name
-    assert "pack" in sender.stopwatch.take()
-    ok, version, names, sent_bytes, _ = sender.expected_acknowledgement(2)
+    assert "pack" in packer.stopwatch.take()
+    ok, version, names, sent_bytes, _ = packer.expected_acknowledgement(2)
     assert (ok, version, names) == (1, 2, len(expected))
     assert sent_bytes >= sum(value.numel() * 2 for value in expected.values())
 
 
 def test_llama_queries_and_keys_are_rearranged_and_tied_output_is_left_out():
     model, adapter = tiny_llama3()
-    _, rearranged = hugging_face_specs(model, adapter, torch.float32)
+    rearranged = {t.parameter for t in model_weights(model, adapter, torch.float32, False).tensors if t.rearrange}
     assert rearranged == {f"layers.{i}.attention.{w}.weight" for i in range(2) for w in ("wq", "wk")}
     model, adapter = tiny_qwen3(True)
-    specs, rearranged = hugging_face_specs(model, adapter, torch.float32)
-    assert "lm_head.weight" not in {spec.name for spec in specs.values()}
-    assert not rearranged
+    tensors = model_weights(model, adapter, torch.float32, True).tensors
+    assert "lm_head.weight" not in {tensor.spec.name for tensor in tensors}
+    assert not any(tensor.rearrange for tensor in tensors)
 
 
 def test_one_parameter_to_many_tensors_is_refused():
     adapter = SimpleNamespace(to_hf=lambda state: {f"{k}.{i}": v for k, v in state.items() for i in range(2)})
     with pytest.raises(UserError, match="mixture-of-experts"):
-        hugging_face_specs(nn.Linear(2, 2), adapter, torch.float32)
+        model_weights(nn.Linear(2, 2), adapter, torch.float32, False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.grpo.config.urls import url_problem
+from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineClient
 from torchtitan.grpo.errors import UserError
@@ -44,6 +45,7 @@ class Server:
     url: str
     control: HttpControl
     client: EngineClient | None = None
+    engine: Engine | None = None
     check: Callable[[], None] = lambda: None
     version: int = -1
     in_traffic: bool = False
@@ -184,13 +186,6 @@ class Fleet:
         """The servers in traffic that have acknowledged `min_version` or newer."""
         with self._lock:
             return [server for server in self._servers if server.serves(min_version)]
-
-    def pick(self, min_version: int) -> Server | None:
-        """The eligible server with the fewest of our requests in flight, the first of several; None if there is none.
-
-        For the collector's event loop, which alone knows `in_flight`.
-        """
-        return min(self.eligible(min_version), key=lambda server: server.in_flight, default=None)
 
     def describe(self) -> str:
         """Every server with its state, in one line."""

@@ -34,6 +34,10 @@ class ServerError(EngineError):
     """A control call failed. The message names server, phase, HTTP status and what the server said."""
 
 
+class NoReply(ServerError):
+    """The server did not reply in time. It may only be busy."""
+
+
 class HttpControl:
     """Control of the server at `url` (its base address). Every call is bounded by `timeout_s`.
 
@@ -206,7 +210,7 @@ class HttpControl:
         except urllib3.exceptions.NewConnectionError as error:  # refused, and yet a TimeoutError to urllib3
             raise ServerError(f"{self.url}: phase {phase}: {path}: nobody listens there: {error}") from error
         except urllib3.exceptions.TimeoutError as error:
-            raise ServerError(f"{self.url}: phase {phase}: no reply to {path} within {timeout_s:g} s") from error
+            raise NoReply(f"{self.url}: phase {phase}: no reply to {path} within {timeout_s:g} s") from error
         except urllib3.exceptions.HTTPError as error:
             raise ServerError(f"{self.url}: phase {phase}: {path}: {type(error).__name__}: {error}") from error
 

@@ -6,6 +6,9 @@ from typing import Protocol
 
 from torchtitan.grpo.data.samples import FinishReason
 
+COHORT_HEADER = "X-Rollout-Cohort"
+"""Request header, "<name>/<size>", of the embedded server: see `cohort` in `EngineClient.generate`."""
+
 _MESSAGE_CHARS = 2000
 
 

@@ -1,24 +1,42 @@
-"""Which classes speak to which engine: the one place to add another."""
+"""The engines: one row each, and the one place to add another."""
 
+from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import ServerControl
 
+_LINKS = "torchtitan.grpo.weight_sync"
+
 ENGINES = {
-    "embedded": (ServerControl, VllmClient),  # it has vLLM's routes
-    "vllm": (ServerControl, VllmClient),
-    "sglang": (SglangControl, SglangClient),
+    "embedded": Engine(  # it has vLLM's routes
+        ServerControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=True
+    ),
+    "vllm": Engine(
+        ServerControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=False
+    ),
+    "sglang": Engine(
+        SglangControl,
+        SglangClient,
+        f"{_LINKS}.sglang_link:SglangLink",
+        f"{_LINKS}.sglang_link:SglangDiskLink",
+        repeats_in_flight=False,
+    ),
 }
-"""`[rollout] engine` -> control routes for weight sync, client of the generation route for the collector."""
+"""`[rollout] engine` -> its row."""
 
 
 def make_server(
     engine: str, url: str, api_key: str | None, control_timeout_s: float, request_timeout_s: float
 ) -> Server:
-    """A server of `[rollout] urls`; nothing is sent to it yet."""
-    control, client = ENGINES[engine]
-    server = Server(url, control(url, api_key, control_timeout_s))
-    server.client = client(url, api_key, request_timeout_s, lambda: server.version)
+    """A server of `[rollout] urls`. Nothing is sent to it yet.
+
+    Args:
+        control_timeout_s: Longest wait for one control call.
+        request_timeout_s: Longest wait for one answer.
+    """
+    row = ENGINES[engine]
+    server = Server(url, row.control(url, api_key, control_timeout_s), engine=row)
+    server.client = row.client(url, api_key, request_timeout_s, lambda: server.version)
     return server

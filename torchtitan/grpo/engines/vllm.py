@@ -9,10 +9,9 @@ import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient
-from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, EngineError, SamplingParams
 
 GENERATE_ROUTE = "/inference/v1/generate"
-COHORT_HEADER = "X-Rollout-Cohort"
 _FINAL_ONLY = 2
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.inside_vllm.backend import BACKEND
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "torchtitan_grpo"
 _TOP_LOGPROBS = 5
 
 

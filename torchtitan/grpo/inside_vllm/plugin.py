@@ -21,14 +21,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from torchtitan.grpo.inside_vllm import bundled_outputs, flat_logprobs, token_versions
+from torchtitan.grpo.inside_vllm.backend import BACKEND
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
 from torchtitan.grpo.inside_vllm.replies import in_api_server
 from torchtitan.grpo.weight_wire import receiver
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = init_logger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
-
-BACKEND = "torchtitan_grpo"
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
@@ -66,7 +67,7 @@ class RolloutStream:
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Groups since the start of the run: asked, finished, replaced, late, timed_out."""
-        repeatable = rollout.engine == "embedded" or not ahead.enabled
+        repeatable = ENGINES[rollout.engine].repeats_in_flight or not ahead.enabled
         seeded = rollout.seeded_requests == "always" or (rollout.seeded_requests == "auto" and repeatable)
         self._collector, self._prompts = collector, prompts
         self._params = params if seeded else replace(params, seed=None)

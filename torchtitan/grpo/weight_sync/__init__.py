@@ -1,0 +1,14 @@
+"""The trainer's end of weight sync. docs/weight_sync.md has the protocol and the invariants I1 to I7.
+
+A version flows downwards:
+
+    published.py       what is sent: names, shapes, dtype, and which part of a parameter each tensor is
+    sync.py            WeightSync: what the training loop calls on every rank
+    snapshot.py        this rank's shards at one version, copied after the optimizer step
+    sync_thread.py     a thread per rank: decides when a version is sent; ranks.py carries what the ranks agree on
+    packer.py          gathers shards on rank 0 and packs them into buckets (weight_wire/buckets.py)
+    push.py            one version on its way to several servers; copies for servers that are fed alone
+    worker.py          a thread per server: common pushes, catching up alone, connecting again
+    link.py            one server's update from pause to resume; sglang_link.py and disk.py are the other ways
+    report.py          what a push was like, for the metrics
+"""

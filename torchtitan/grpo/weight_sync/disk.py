@@ -1,7 +1,7 @@
-"""Weights through a folder, for servers that can read the trainer's files but not join a process group with it.
+"""Weights through a folder, for servers that can read the trainer's files but cannot join a process group with it.
 
-A version is a folder of safetensors files, one a bucket; it is written beside its final name and renamed when it is
-whole, so that nobody reads half of one. Servers check it by the same plan, trailers and checksums as a broadcast.
+A version is a folder of safetensors files, one per bucket. It is written under another name and renamed when it is
+complete, so nobody reads a partial version. Servers check it by the same plan, trailers and checksums as a broadcast.
 """
 
 import fcntl
@@ -15,22 +15,22 @@ from pathlib import Path
 import torch
 
 from torchtitan.grpo.weight_sync.link import ServerLink
-from torchtitan.grpo.weight_sync.push import Copy
+from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.bucket_files import write_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 _MEMORY = Path("/dev/shm")
-"""Files there are never written to a disk."""
+"""A file system in memory."""
 _PREFIX = "torchtitan-grpo-"
 _IN_USE = "in-use"
-"""A file that the owner of a folder keeps locked: the lock ends with its process, however that ends."""
+"""A file that the owner of a folder keeps locked. The lock ends with the owner's process, however that ends."""
 
 
-class DiskCopy(Copy):
-    """A whole version in files.
+class DiskCopy(VersionCopy):
+    """A full version in files.
 
     Args:
-        folder: Where versions are kept; "" makes one in memory (/dev/shm), or among the temporary files.
+        folder: Where versions are kept. "" makes a folder in memory (/dev/shm), or else a temporary one.
         buckets: The plan.
     """
 
@@ -43,7 +43,7 @@ class DiskCopy(Copy):
             self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             self._lock = (self._folder / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            (self._folder / "lock").rename(self._folder / _IN_USE)  # locked before anybody looks for it
+            (self._folder / "lock").rename(self._folder / _IN_USE)  # locked before others look for it
         else:
             self._folder = Path(folder).absolute()
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class DiskCopy(Copy):
 
 
 def _remove_unowned(parent: Path) -> None:
-    """Remove what trainers have left that were killed: each would keep a whole model in memory."""
+    """Remove folders that killed trainers left behind. Each one keeps a whole model in memory."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             with (folder / _IN_USE).open() as lock:
@@ -92,14 +92,14 @@ def _remove_unowned(parent: Path) -> None:
 
 @dataclass(frozen=True)
 class DiskFeed:
-    """A version in a folder: the server itself reads it."""
+    """A version in a folder, which the server reads itself."""
 
     version: int
     folder: Path
 
 
 class DiskLink(ServerLink):
-    """A server that reads versions from a `DiskCopy`. There is no group: its HTTP reply acknowledges a version."""
+    """A server that reads versions from a `DiskCopy`. There is no group: an HTTP reply acknowledges a version."""
 
     def connect(self, plan_info: dict) -> None:
         self._buckets = len(plan_info["plan"])
@@ -111,7 +111,7 @@ class DiskLink(ServerLink):
             self.control.init_transfer(info)
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Have the server read the feed's version. `wire` is 0: reading is part of `apply`."""
+        """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
         self._begin({"version": feed.version, "folder": str(feed.folder)})
         read_started = time.perf_counter()
         with self._phase("apply"):

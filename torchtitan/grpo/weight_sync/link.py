@@ -1,4 +1,4 @@
-"""The trainer's end of one server: its control routes, its process group, and the state of the update under way."""
+"""The trainer's end of one server: its control routes, its process group, and the state of the current update."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _CHECK_S = 0.05
 _DRAIN_CHECK_S = 0.25
 _SERVER_SAYS_WHY_S = 2.0
-"""How long a broken transport waits for the server's HTTP error, which says more than "connection reset"."""
+"""How long to wait, once the transport broke, for the server's HTTP error. It says more than "connection reset"."""
 
 
 class WeightSyncError(RuntimeError):
@@ -41,12 +41,12 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pause:
-    """How a server is stopped for an update.
+    """How a server is paused for an update.
 
     Attributes:
-        in_flight: In the midst of its running answers, which go on under the new weights. Otherwise it finishes them.
-        recompute_kv: The keys and values of answers that go on are computed anew under the new weights.
-        drain_timeout_s: Without `in_flight`, how long finishing the running answers may take.
+        in_flight: Running answers are frozen and continue under the new weights. Otherwise the server finishes them.
+        recompute_kv: Keys and values of answers that continue are computed again under the new weights.
+        drain_timeout_s: Without `in_flight`, how long the server may take to finish its running answers.
     """
 
     in_flight: bool = True
@@ -55,7 +55,7 @@ class Pause:
 
 
 def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
-    """Run `call` in a daemon thread, so that a call that never returns keeps neither the caller nor the process."""
+    """Run `call` in a daemon thread, so that a call that never returns blocks neither the caller nor the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -71,13 +71,21 @@ def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
 class ServerLink:
     """One server, one process group, used from one thread at a time.
 
-    A version is `stop`, then `update`: begin (the server's receive loop starts), post each bucket with no more than
-    `num_buffers` of them on the wire, acknowledge, finish (which resumes). Whatever fails raises a WeightSyncError,
-    gives the group up and leaves the server paused; `connect` starts anew.
+    A version takes `stop`, then `update`: begin (the server's receive loop starts), post each bucket with at most
+    `num_buffers` on the wire, acknowledge, finish (which resumes). A failure raises WeightSyncError, gives up the group
+    and leaves the server paused, so it never serves a mix of versions (I3). `connect` starts over.
+
+    An engine's row in `engines/registry.py` names its link. All links take these arguments.
 
     Args:
-        pause: How the server is stopped.
-        check: Called in every wait; what it raises ends the wait and leaves the link as it is.
+        control: The server's control routes.
+        backend: "nccl" or "gloo"; not used by links over files.
+        device: Where buckets lie.
+        timeout_s: Bound of each phase (I6).
+        pause: How the server is paused.
+        check: Called in every wait. What it raises ends the wait and leaves the link as it is.
+        hold: Keeps new requests from the server until it is admitted again; for engines that cannot drain on their own.
+        requests_in_flight: Our requests that the server has not answered; for the same engines.
     """
 
     def __init__(
@@ -87,7 +95,9 @@ class ServerLink:
         device: torch.device,
         timeout_s: float,
         pause: Pause,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None],
+        hold: Callable[[], None],
+        requests_in_flight: Callable[[], int],
     ):
         self.control = control
         self.url = control.url
@@ -97,6 +107,8 @@ class ServerLink:
         self._pause = pause
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.check = check
+        self._hold = hold
+        self._requests_in_flight = requests_in_flight
         self._group: Group | None = None
         self._update: Future[None] | None = None
         self._in_flight: deque[tuple[dist.Work, int, float]] = deque()
@@ -109,10 +121,10 @@ class ServerLink:
         self.seconds: dict[str, float] = {}
 
     def connect(self, plan_info: dict) -> None:
-        """Form the group with the server; `plan_info` is `InitInfo` without what is known only here."""
+        """Form the group with the server. `plan_info`: the fields of `InitInfo` that all servers share."""
         self._buckets = len(plan_info["plan"])
         self._given = False
-        self._update = None  # how the last one ended says nothing of what fails from here on
+        self._update = None  # the last update's error must not explain failures from here on
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
             world_size = 1 + self.control.world_size()
@@ -133,7 +145,7 @@ class ServerLink:
         """Wait until the server's call has returned and this end has joined."""
         while not (served.done() and joined.done()):
             if served.done():
-                served.result()  # its error, at once, instead of waiting for a server that will not come
+                served.result()  # raises the server's error now: it will not join
             self.check()
             if time.monotonic() > deadline:
                 raise TimeoutError("timed out waiting for the server to join the weight-transfer group")
@@ -142,9 +154,9 @@ class ServerLink:
         return joined.result()
 
     def stop(self, version: int) -> None:
-        """Have the server stand still, as `Pause` says, for an update to about this version."""
+        """Pause the server, as `Pause` says, for an update to this version or a newer one."""
         self._version, self.bytes_done, self.seconds = version, 0, {}
-        # Keys of the prefix cache are versions: what an earlier run cached under the same ones must go.
+        # The prefix cache is keyed by version. Clear what an earlier run cached under the same numbers.
         self._clear_cache = self._pause.recompute_kv or not self._given
         self._in_flight.clear()
         self._started = time.perf_counter()
@@ -161,7 +173,7 @@ class ServerLink:
         """Have the server finish its running answers."""
         limit_s = self._pause.drain_timeout_s
         deadline = time.monotonic() + limit_s
-        reply_s = limit_s + self._timeout_s  # the bound here says more than the request's own, and fires before it
+        reply_s = limit_s + self._timeout_s  # the wait below fires first, since its error says more
         paused = in_thread(lambda: self.control.pause("wait", self._clear_cache, reply_s), "weight-sync-drain")
         while not paused.done():
             self.check()
@@ -174,13 +186,14 @@ class ServerLink:
         paused.result()
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Bring the server, which was stopped, to the feed's version, and resume it.
+        """Bring the server, which `stop` paused, to the feed's version, and resume it.
 
         Returns:
-            Seconds: `pause` from `stop` until it listened, `wire` from its first bucket until it had received the
-            last, `apply` from then until it had loaded the last, `acknowledge` for finish, version check and resume;
-            `total` for these. `stopped` is how long it stood still and answered nothing: from the end of `stop` until
-            it was resumed. `drain`, the part of `pause` in which it finished its running answers, if it was to.
+            Seconds by phase. `pause`: from `stop` until the server listened. `wire`: from the first bucket until the
+            server had received the last. `apply`: until it had loaded the last. `acknowledge`: finish, version check
+            and resume. `total`: all of these. `stopped`: from the end of `stop` until the server was resumed, the time
+            in which it generated nothing. `drain`, without `Pause.in_flight`: the part of `pause` in which it finished
+            its running answers.
         """
         with self._on_stream():
             self._begin({"version": feed.version})
@@ -203,12 +216,12 @@ class ServerLink:
         with self._phase("start"):
             self.control.start_update()
         self.seconds["pause"] = time.perf_counter() - self._started
-        # One call for the whole plan: each bucket has `timeout_s`, and the waits here fire before this bound does.
+        # One call covers the whole plan. Each bucket is bounded by `timeout_s`, and those bounds fire before this one.
         update_timeout_s = (self._buckets + 2) * self._timeout_s
         self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
 
     def _post(self, wire: torch.Tensor, payload_bytes: int, filled: torch.cuda.Event | None) -> None:
-        """Put a bucket on the wire; it must stay as it is until `_wait_in_flight` has let it go."""
+        """Put a bucket on the wire. It must not change until `_wait_in_flight` has waited for it."""
         with self._phase("transfer"):
             if filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(filled)
@@ -216,7 +229,7 @@ class ServerLink:
             self._in_flight.append((self._group.broadcast(wire), payload_bytes, deadline))
 
     def _wait_in_flight(self, at_most: int) -> None:
-        """Wait until at most that many buckets are on the wire, each bounded from when it was put there."""
+        """Wait until at most that many buckets are on the wire. Each is bounded from the moment it was posted."""
         with self._phase("transfer"):
             while len(self._in_flight) > at_most:
                 work, payload_bytes, deadline = self._in_flight[0]
@@ -225,7 +238,7 @@ class ServerLink:
                 self.bytes_done += payload_bytes
 
     def _acknowledge(self, expected: list[int]) -> None:
-        """Wait until every rank of the server has said that it has the whole version, and its update call returned."""
+        """Wait until every rank of the server has acknowledged the full version and its update call has returned."""
         started = time.perf_counter()
         with self._phase("acknowledge"):
             deadline = time.monotonic() + self._timeout_s
@@ -244,14 +257,14 @@ class ServerLink:
             self._servers_error(deadline)
 
     def _finish(self, version: int) -> None:
-        """Have the server take the weights into service: finish, check the version that it reports, resume."""
+        """Take the weights into service: finish the update, check the version that the server reports, resume it."""
         started = time.perf_counter()
         with self._phase("finish"):
             self.control.finish_update(str(version))
         self._take_into_service(version, started)
 
     def _take_into_service(self, version: int, started: float | None = None) -> None:
-        """Check the version that the server reports, and resume it."""
+        """Check the version that the server reports, then resume it."""
         started = started or time.perf_counter()
         with self._phase("finish"):
             reported = self.control.weight_version()
@@ -264,7 +277,7 @@ class ServerLink:
         self.seconds |= {"acknowledge": now - started, "stopped": now - self._stopped, "total": now - self._started}
 
     def close(self) -> None:
-        """Give the group up without waiting for the server."""
+        """Give up the group without waiting for the server."""
         group, self._group = self._group, None
         self._in_flight.clear()
         if group is not None:
@@ -285,7 +298,7 @@ class ServerLink:
             raise WeightSyncError(self.url, phase, self._version, self.bytes_done, cause) from error
 
     def _update_failure(self, timeout_s: float) -> BaseException | None:
-        """The error of the server's update call, if it ends with one in time."""
+        """The error of the server's update call, if it fails within `timeout_s`."""
         try:
             return self._update.exception(timeout_s)
         except FutureTimeoutError:
@@ -293,7 +306,7 @@ class ServerLink:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """A stream of this server's own: one that does not receive holds no other's copies up."""
+        """Run a block on this server's own stream, so that a server that does not receive delays no other's copies."""
         if self._stream is None:
             yield
             return
@@ -302,13 +315,13 @@ class ServerLink:
             yield
 
     def _raise_servers_error(self) -> None:
-        """While a collective is waited for: the server's update call failing means that it will never complete."""
+        """For waits on a collective: if the server's update call has failed, the collective will never complete."""
         self.check()
         if self._update.done():
             self._update.result()
 
     def _servers_error(self, deadline: float) -> None:
-        """Wait for the server's update call to return; raises what it raised."""
+        """Wait for the server's update call to return. Raises what it raised."""
         while not self._update.done():
             self.check()
             if time.monotonic() > deadline:

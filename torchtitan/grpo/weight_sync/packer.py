@@ -1,24 +1,31 @@
-"""Bucket by bucket from the trainer's shards to one flat tensor in Hugging Face form, ready for the wire.
+"""Packs the trainer's shards, bucket by bucket, into one flat tensor in Hugging Face form, ready for the wire.
 
-Everything here runs on the push's stream and the weight-sync groups, so that a thread of its own can do it.
+Everything here runs on the push's own stream and the weight-sync groups, so a thread of its own can do it.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights
 from torchtitan.grpo.weight_sync.ranks import Ranks
-from torchtitan.grpo.weight_sync.snapshot import Holding, SnapshotBuffer, Snapshots, canonical_name, primary_holdings
-from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, TensorSpec, combine_checksums, plan_buckets
+from torchtitan.grpo.weight_sync.snapshot import (
+    Holding,
+    Slices,
+    SnapshotBuffer,
+    Snapshots,
+    overlap,
+    primary_holdings,
+    within,
+)
+from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_buckets
 
 
 class Stopwatch:
-    """Seconds by name: of the device for what a block enqueues on the current stream, of the clock on CPU."""
+    """Seconds by name: on CUDA the device's, for the work that a block enqueues; on CPU the clock's."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -37,105 +44,79 @@ class Stopwatch:
         event.record()
         return event
 
-    def reset(self) -> None:
-        """Forget what was measured, for example by a publish that failed."""
-        self._spans.clear()
-
     def take(self) -> dict[str, float]:
-        """The sums since the last call. On CUDA the measured work must have finished."""
+        """Sums since the last call. On CUDA the measured work must have finished."""
         seconds: dict[str, float] = {}
         for name, start, end in self._spans:
             span_s = start.elapsed_time(end) / 1e3 if self._cuda else end - start
             seconds[name] = seconds.get(name, 0.0) + span_s
-        self.reset()
+        self._spans.clear()
         return seconds
 
 
-def hugging_face_specs(
-    model: nn.Module, adapter: Any, dtype: torch.dtype
-) -> tuple[dict[str, TensorSpec], frozenset[str]]:
-    """What is sent for each parameter, in the model's order, and which parameters the adapter rearranges.
+class Piece(NamedTuple):
+    """A rank's part of one published tensor; its box is in the parameter's coordinates."""
 
-    The adapter is asked with meta tensors: no weights move. A parameter that it drops (a tied output) is not sent.
-
-    Returns:
-        (parameter name -> spec under its Hugging Face name, names of parameters whose values the adapter changes).
-
-    Raises:
-        UserError: A parameter becomes several tensors (mixture of experts).
-    """
-    specs: dict[str, TensorSpec] = {}
-    rearranged = set()
-    for raw_name, parameter in model.named_parameters():
-        name = canonical_name(raw_name)
-        probe = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        converted = adapter.to_hf({name: probe})
-        if len(converted) > 1:
-            raise UserError(
-                f"[model] {name} becomes {len(converted)} Hugging Face tensors: weight sync sends one per parameter, "
-                "so mixture-of-experts models are not supported"
-            )
-        for hf_name, value in converted.items():
-            specs[name] = TensorSpec(hf_name, dtype, tuple(value.shape))
-            if value is not probe:
-                rearranged.add(name)
-    return specs, frozenset(rearranged)
+    tensor: PublishedTensor
+    held: Holding
 
 
-class Sender:
-    """Snapshot, gather and pack. Collective to construct; `gather` is collective, `pack` is rank 0's.
+class Packer:
+    """Snapshot, gather and pack. Constructing it and `gather` are collective; `pack` is for rank 0.
 
     Args:
-        model: Parallelised model; see `Snapshot` for when.
-        adapter: State-dict adapter between torchtitan's names and Hugging Face's.
-        dtype: Precision on the wire.
+        published: What to send.
         limit_bytes: Payload limit of a bucket.
-        num_buffers: Wire buffers on rank 0: bucket k uses buffer k % num_buffers, so the caller lets bucket
-            k - num_buffers leave the wire before it packs bucket k. With several trainer ranks one more buffer holds
-            the shards as they were gathered.
+        num_buffers: Wire buffers on rank 0. Bucket k uses buffer k % num_buffers, so the caller waits until bucket
+            k - num_buffers has left the wire before it packs bucket k. With several trainer ranks, one more buffer
+            holds the gathered shards.
         verify: Put a checksum into each bucket's trailer.
         snapshots: Snapshot buffers; see `Snapshots`.
+
+    Attributes:
+        buckets: The plan, a pure function of names, shapes, dtype and `limit_bytes` (I7).
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        adapter: Any,
+        published: PublishedWeights,
         ranks: Ranks,
-        dtype: torch.dtype,
         limit_bytes: int,
         num_buffers: int,
         verify: bool,
         snapshots: int = 2,
     ):
-        specs, self._rearranged = hugging_face_specs(model, adapter, dtype)
-        self._adapter = adapter
         self._ranks = ranks
         self._verify = verify
-        self._names = list(specs)
-        self.buckets = plan_buckets(list(specs.values()), limit_bytes)
-        self.snapshots = Snapshots(model, self._names, dtype, snapshots)
+        self.buckets = plan_buckets([tensor.spec for tensor in published.tensors], limit_bytes)
+        self.snapshots = Snapshots(published.parameters, published.dtype, snapshots)
         self.device = self.snapshots.device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.stopwatch = Stopwatch(self.device)
         held = ranks.all_values(self.snapshots.held, "the exchange of shard placements")
         held = [{name: tuple(map(tuple, box)) for name, box in boxes.items()} for boxes in held]
         owned = primary_holdings(held, self.snapshots.shapes)
-        self.snapshots.allocate(owned[ranks.rank])
-        self._lay_out(owned, num_buffers)
+        pieces = self._pieces(published, owned)
+        self.snapshots.allocate([piece.held for bucket in pieces for piece in bucket[ranks.rank]])
+        self._lay_out(published, pieces, num_buffers)
 
-    def _lay_out(self, owned: list[list[Holding]], num_buffers: int) -> None:
+    def _pieces(self, published: PublishedWeights, owned: list[list[Holding]]) -> list[list[list[Piece]]]:
+        """For each bucket and rank: what the rank gives to it, in the order of the bucket's tensors."""
+        boxes = [{holding.name: holding.slices for holding in holdings} for holdings in owned]
+        tensors = iter(published.tensors)
+        pieces = []
+        for bucket in self.buckets:
+            of_bucket = [next(tensors) for _ in bucket.tensors]
+            of_ranks: list[list[Piece]] = []
+            for of_rank in boxes:
+                shared = [(tensor, _held_part(tensor, of_rank)) for tensor in of_bucket]
+                of_ranks.append([Piece(tensor, held) for tensor, held in shared if held is not None])
+            pieces.append(of_ranks)
+        return pieces
+
+    def _lay_out(self, published: PublishedWeights, pieces: list[list[list[Piece]]], num_buffers: int) -> None:
         """Slices of the snapshots and of the gathered shards, and the copies that put shards into wire buffers."""
-        bucket_of = {}
-        names = iter(self._names)
-        self._bucket_names = [[next(names) for _ in bucket.tensors] for bucket in self.buckets]
-        for bucket, bucket_names in zip(self.buckets, self._bucket_names, strict=True):
-            bucket_of.update(dict.fromkeys(bucket_names, bucket.index))
-        by_bucket: list[list[list[Holding]]] = [[[] for _ in owned] for _ in self.buckets]
-        for rank, holdings in enumerate(owned):
-            for holding in holdings:
-                by_bucket[bucket_of[holding.name]][rank].append(holding)
-        self._counts = [[sum(h.numel for h in rank) for rank in ranks] for ranks in by_bucket]
+        self._counts = [[sum(piece.held.numel for piece in rank) for rank in ranks] for ranks in pieces]
         own_counts = [counts[self._ranks.rank] for counts in self._counts]
         flats = [buffer.flat for buffer in self.snapshots.buffers]
         self._own = [list(flat.split(own_counts)) for flat in flats]
@@ -151,14 +132,19 @@ class Sender:
             for i in range(min(num_buffers, len(self.buckets)))
         ]
         self._wires = [slots[b.index % num_buffers][: b.wire_bytes] for b in self.buckets]
-        self._full = [
-            dict(zip(bucket_names, (view for _, view in bucket.views(wire)), strict=True))
-            for bucket, bucket_names, wire in zip(self.buckets, self._bucket_names, self._wires, strict=True)
+        tensors = {tensor.spec.name: tensor for tensor in published.tensors}
+        full = [
+            {name: view.view(tensors[name].box_shape) for name, view in bucket.views(wire)}
+            for bucket, wire in zip(self.buckets, self._wires, strict=True)
+        ]
+        self._rearranged = [
+            [(view, tensors[name].rearrange) for name, view in views.items() if tensors[name].rearrange is not None]
+            for views in full
         ]
         self._copies = [
             [
-                self._shard_copies(full, gathered, [h for rank in ranks for h in rank])
-                for full, gathered, ranks in zip(self._full, of_buffer, by_bucket, strict=True)
+                self._shard_copies(views, gathered, [piece for rank in ranks for piece in rank])
+                for views, gathered, ranks in zip(full, of_buffer, pieces, strict=True)
             ]
             for of_buffer in self._gathered
         ]
@@ -171,19 +157,19 @@ class Sender:
 
     @staticmethod
     def _shard_copies(
-        full: dict[str, torch.Tensor], gathered: torch.Tensor, holdings: list[Holding]
+        full: dict[str, torch.Tensor], gathered: torch.Tensor, pieces: list[Piece]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(targets, sources): boxes of the full tensors in the wire buffer, and the shards that belong there."""
         targets, sources, start = [], [], 0
-        for holding in holdings:
-            targets.append(full[holding.name][tuple(slice(low, low + length) for low, length in holding.slices)])
-            sources.append(gathered[start : start + holding.numel].view(holding.shape))
-            start += holding.numel
+        for tensor, held in pieces:
+            targets.append(full[tensor.spec.name][within(held.slices, tensor.box)])
+            sources.append(gathered[start : start + held.numel].view(held.shape))
+            start += held.numel
         return targets, sources
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run a block on the push's stream, in whichever thread; nothing to do on CPU."""
+        """Run a block on the push's stream, in any thread. On CPU there is nothing to do."""
         if self._stream is None:
             yield
             return
@@ -202,24 +188,22 @@ class Sender:
 
     @torch.no_grad()
     def pack(self, bucket: Bucket, snapshot: SnapshotBuffer) -> torch.Tensor:
-        """Put the gathered shards into the bucket's wire buffer: whole tensors in Hugging Face form, then the trailer.
+        """Put the gathered shards into the bucket's wire buffer: full tensors in Hugging Face form, then the trailer.
 
         Returns:
-            uint8 [bucket.wire_bytes], valid until bucket + num_buffers is packed. On CUDA the current stream holds the
-            work that fills it.
+            uint8 [bucket.wire_bytes], valid until bucket + num_buffers is packed. On CUDA the work that fills it is on
+            the current stream.
         """
         index = bucket.index
         with self.stopwatch.measure("pack"):
             targets, sources = self._copies[snapshot.index][index]
             torch._foreach_copy_(targets, sources)
-            full = self._full[index]
-            for name in self._bucket_names[index]:
-                if name in self._rearranged:
-                    (value,) = self._adapter.to_hf({name: full[name]}).values()
-                    full[name].copy_(value)
+            for view, rearrange in self._rearranged[index]:
+                value = rearrange(view).contiguous()  # memory of its own, unless the order of elements stays
+                view.copy_(value.view(view.shape))
             wire = self._wires[index]
             for pad in self._pads[index]:
-                pad.zero_()  # the slot's last bucket may have had a tensor there
+                pad.zero_()  # the buffer's previous bucket may have had a tensor there
             trailer = bucket.trailer(wire)
             for field, value in enumerate((snapshot.version, index, bucket.payload_bytes, 0)):
                 trailer[field].fill_(value)
@@ -229,7 +213,7 @@ class Sender:
         return wire
 
     def expected_acknowledgement(self, version: int) -> list[int]:
-        """What a server says of a version that it has in full (`receiver.ACK_FIELDS`). Waits for the device."""
+        """The acknowledgement of a server that has all of a version (`receiver.ACK_FIELDS`). Waits for the device."""
         names = sum(len(bucket.tensors) for bucket in self.buckets)
         return [1, version, names, self.bytes, combine_checksums(self._checksums.tolist())]
 
@@ -237,3 +221,10 @@ class Sender:
     def bytes(self) -> int:
         """Payload bytes of one version."""
         return sum(bucket.payload_bytes for bucket in self.buckets)
+
+
+def _held_part(tensor: PublishedTensor, boxes: dict[str, Slices]) -> Holding | None:
+    """The part of a tensor that lies in a rank's boxes (by parameter)."""
+    box = boxes.get(tensor.parameter)
+    shared = overlap(box, tensor.box) if box is not None else None
+    return Holding(tensor.parameter, shared) if shared is not None else None

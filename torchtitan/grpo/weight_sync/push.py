@@ -1,8 +1,9 @@
 """One version on its way to several servers: who has which bucket, who is late, who has acknowledged.
 
-The lead fills wire buffers and offers them in order; each server's worker sends them to its own server and lets go of
-them. A buffer is filled again when all have let go of it, so a push is as fast as its slowest server: one that keeps
-the others waiting is dropped. Invariant I4 rests on this file; it knows nothing of devices or networks.
+The leader fills wire buffers and offers them in order. Each server's worker sends them to its own server and lets go of
+them. A buffer is filled again when all workers have let go of it, so a push is as fast as its slowest server, and a
+server that keeps the others waiting is dropped. I4 (docs/weight_sync.md) rests on this file. It knows nothing of
+devices or networks.
 """
 
 import threading
@@ -15,7 +16,7 @@ import torch
 _CHECK_S = 0.05
 _LOOK_S = 0.25
 _MOVING = -1
-"""In place of how many buckets a server has let go of: it does not stand still yet."""
+"""Sentinel in place of a server's bucket count: the server is not paused yet."""
 
 
 class Dropped(Exception):
@@ -23,7 +24,7 @@ class Dropped(Exception):
 
 
 class Feed(Protocol):
-    """Where a worker gets the buckets of one version from: a push in common, or a copy for it alone."""
+    """Where a worker gets the buckets of one version from: a common push, or a copy."""
 
     version: int
 
@@ -36,26 +37,32 @@ class Feed(Protocol):
         ...
 
     def expected(self) -> list[int]:
-        """The acknowledgement of a server that has it all (`receiver.ACK_FIELDS`). Waits for it, bounded."""
+        """The acknowledgement of a server that has all of it (`receiver.ACK_FIELDS`). Waits for it, bounded."""
         ...
 
 
 class Push:
     """The common push of one version.
 
-    With `drain_s` servers finish their running answers first, some much sooner than others. Then nothing is packed and
-    no server listens before all stand still: what is packed is the newest version by then, and no transfer waits for
-    an answer. Being late does not count while a server drains, which is bounded by itself.
+    With `drain_s`, servers finish their running answers first, and some take much longer than others. Nothing is packed
+    and no server listens until all are paused: the push then sends the newest version, and no transfer waits for an
+    answer. A draining server is not late. Its own bound is `drain_s`.
 
     Args:
-        version: Weight version; with `drain_s` the one known so far, see `begin`.
-        buckets: How many buckets it has.
-        num_buffers: Wire buffers: bucket k is offered in the buffer that bucket k - num_buffers had.
+        version: Weight version. With `drain_s` it may become a newer one, see `begin`.
+        buckets: How many buckets a version has.
+        num_buffers: Wire buffers: bucket k is offered in the buffer of bucket k - num_buffers.
         servers: Who takes part.
-        straggler_s: How long one may be behind while another is ready to go on, or has it all and is ready for the
-            next version.
-        on_drop: Called with a server and the reason when it is dropped, on the lead's thread.
-        drain_s: How long a server may take for the answers that it finishes first; None if it does not.
+        straggler_s: How long one server may be behind while another is ready to go on, or has everything already.
+        on_drop: Called on the leader's thread with a server that is dropped and the reason.
+        drain_s: How long a server may take to finish its running answers; None if it does not finish them.
+
+    Attributes:
+        version: See above.
+        started: time.perf_counter() of the start.
+        invited: How many servers were to take part.
+        seconds: The leader's, by phase, once all buckets have left.
+        servers: Seconds by phase of each server that has acknowledged.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class Push:
         self._on_drop = on_drop
         # Two conditions on one lock: with many servers, what one does must not wake all the others.
         self._lock = threading.Lock()
-        self._for_lead = threading.Condition(self._lock)
+        self._for_leader = threading.Condition(self._lock)
         self._for_servers = threading.Condition(self._lock)
         self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._drain_s = drain_s
@@ -91,17 +98,16 @@ class Push:
         self._dropped: dict[str, str] = {}
         self._unfinished = set(servers)
         self._expected: list[int] | None = None
-        self._failure: BaseException | None = None
         self._call: Callable[[], None] | None = None
 
-    # ------------------------------------------------------------------------------------------------ the lead's
+    # -------------------------------------------------------------------------------------------- for the leader
 
     def wait_until_still(self, check: Callable[[], None]) -> None:
-        """Wait until every server that takes part stands still; `check` is called while waiting."""
+        """Wait until every server that takes part is paused. Calls `check` while waiting."""
         self._wait_until_let_go(0, check)
 
     def begin(self, version: int) -> None:
-        """The version is settled; servers may listen."""
+        """The version is settled: servers may listen."""
         with self._lock:
             self.version, self._begun = version, True
             self._for_servers.notify_all()
@@ -111,25 +117,30 @@ class Push:
         self._wait_until_let_go(index - self._num_buffers + 1)
 
     def offer(self, wire: torch.Tensor, filled: torch.cuda.Event | None) -> None:
-        """Give the next bucket to all that take part."""
+        """Give the next bucket to all servers that take part."""
         with self._lock:
             self._offered.append((wire, filled))
             self._for_servers.notify_all()
 
     def complete(self, expected: list[int], seconds: dict[str, float]) -> None:
-        """All buckets were offered: say what a server must acknowledge, wait until all have let go of all of them."""
+        """All buckets were offered. A server must acknowledge `expected`. Wait until all have let go of all buckets."""
         with self._lock:
             self._expected = expected
             self._for_servers.notify_all()
         self._wait_until_let_go(self._buckets)
         self.seconds = seconds
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self) -> None:
         """No more buckets will come."""
         with self._lock:
-            self._failure = error
             self._let_go.clear()
             self._for_servers.notify_all()
+
+    def on_settled(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, by the last thread, when every server has acknowledged or has left the push."""
+        with self._lock:
+            self._call = call
+        self._settle()
 
     def _wait_until_let_go(self, count: int, check: Callable[[], None] = lambda: None) -> None:
         with self._lock:
@@ -143,13 +154,13 @@ class Push:
                     return
                 nobody_waits = len(self._late) == len(self._let_go) and not self.servers
                 if nobody_waits or self._late <= self._draining:
-                    others_wait_since = None  # who was ready has left, and nobody has it all already
-                    self._for_lead.wait(_CHECK_S)
+                    others_wait_since = None
+                    self._for_leader.wait(_CHECK_S)
                     continue
                 others_wait_since = others_wait_since or time.monotonic()
                 timeout_s = others_wait_since + self._straggler_s - time.monotonic()
                 if timeout_s > 0:
-                    self._for_lead.wait(timeout_s if self._begun else min(timeout_s, _LOOK_S))
+                    self._for_leader.wait(timeout_s if self._begun else min(timeout_s, _LOOK_S))
                     continue
                 late = sorted(self._late - self._draining)
                 what = f"bucket {count} of {self._buckets}" if self._begun else "the pause"
@@ -165,20 +176,63 @@ class Push:
             for server in late:
                 self._on_drop(server, why)
 
-    def _not_late(self, server: str) -> None:
-        """Under the lock."""
-        self._late.discard(server)
-        if not self._late:
-            self._for_lead.notify()
-
-    # --------------------------------------------------------------------------------------------- the workers'
+    # ------------------------------------------------------------------------------------------- for the workers
 
     def seat(self, server: str, timeout_s: float, check: Callable[[], None]) -> "Seat":
-        """A server's part in this push."""
+        """A server's part in this push. Its waits are bounded by `timeout_s` and call `check`."""
         return Seat(self, server, timeout_s, check)
 
+    def draining(self, server: str) -> None:
+        """The server has been told to pause, now; see `Seat.stopping`."""
+        with self._lock:
+            self.raise_if_out(server)
+            if self._let_go[server] == _MOVING:
+                self._draining.add(server)
+
+    def paused(self, server: str) -> None:
+        """The server is paused; see `Seat.stopped`."""
+        with self._lock:
+            self.raise_if_out(server)
+            if self._let_go[server] == _MOVING:
+                self._let_go[server] = 0
+                self._draining.discard(server)
+                self._not_late(server)
+
+    def wait_begun(self, server: str, timeout_s: float, check: Callable[[], None]) -> None:
+        """Wait until servers may listen."""
+        # Every other server is draining by now, or will be dropped for being late.
+        limit_s = self._straggler_s + (self._drain_s or 0.0) + timeout_s
+        self._wait(server, lambda: self._begun, "the other servers to stand still for", limit_s, check)
+
+    def bucket(
+        self, server: str, index: int, timeout_s: float, check: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """See `Feed.bucket`."""
+        what = f"the trainer to pack bucket {index + 1} of"
+        self._wait(server, lambda: len(self._offered) > index, what, timeout_s, check)
+        return self._offered[index]
+
+    def let_go(self, server: str, count: int) -> None:
+        """See `Feed.let_go`."""
+        with self._lock:
+            self.raise_if_out(server)
+            self._let_go[server] = count
+            if count >= self._awaited:
+                self._not_late(server)
+
+    def expected(self, server: str, timeout_s: float, check: Callable[[], None]) -> list[int]:
+        """See `Feed.expected`."""
+        what = "the trainer to pack the checksums of"
+        self._wait(server, lambda: self._expected is not None, what, timeout_s, check)
+        return self._expected
+
+    def raise_if_out(self, server: str) -> None:
+        """Raise Dropped if the push goes on without this server. Needs no lock."""
+        if server not in self._let_go:
+            raise Dropped(self._dropped.get(server, f"the push of version {self.version} failed"))
+
     def ended(self, server: str, seconds: dict[str, float] | None) -> None:
-        """A server has acknowledged, in so many seconds by phase, or (None) will not."""
+        """A server has acknowledged, with its seconds by phase, or (None) will not."""
         with self._lock:
             self._let_go.pop(server, None)
             self._draining.discard(server)
@@ -188,10 +242,25 @@ class Push:
             self._not_late(server)
         self._settle()
 
-    def on_settled(self, call: Callable[[], None]) -> None:
-        """Have `call` called, once and by whoever is last, when every server has acknowledged or is out of it."""
-        self._call = call
-        self._settle()
+    def _not_late(self, server: str) -> None:
+        """Under the lock."""
+        self._late.discard(server)
+        if not self._late:
+            self._for_leader.notify()
+
+    def _wait(
+        self, server: str, ready: Callable[[], bool], what: str, timeout_s: float, check: Callable[[], None]
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while True:
+                check()
+                self.raise_if_out(server)
+                if ready():
+                    return
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"timed out waiting for {what} version {self.version}")
+                self._for_servers.wait(_LOOK_S)
 
     def _settle(self) -> None:
         with self._lock:
@@ -203,7 +272,7 @@ class Push:
 
 
 class Seat:
-    """A `Feed` from the common push."""
+    """A server's `Feed` from the common push. Every method raises Dropped if the push goes on without the server."""
 
     def __init__(self, push: Push, server: str, timeout_s: float, check: Callable[[], None]):
         self._push, self._server, self._timeout_s, self._check = push, server, timeout_s, check
@@ -213,72 +282,38 @@ class Seat:
         return self._push.version
 
     def stopping(self) -> None:
-        """The server is told to stop, now."""
-        push = self._push
-        with push._lock:
-            self._raise_if_out()
-            if push._let_go[self._server] == _MOVING:
-                push._draining.add(self._server)
+        """The server is told to pause, now."""
+        self._push.draining(self._server)
 
     def stopped(self) -> None:
-        """The server stands still. Waits, bounded, until the push begins."""
-        push = self._push
-        with push._lock:
-            self._raise_if_out()
-            if push._let_go[self._server] == _MOVING:
-                push._let_go[self._server] = 0
-                push._draining.discard(self._server)
-                push._not_late(self._server)
-        # By now every other is draining, or is dropped for being late.
-        limit_s = push._straggler_s + (push._drain_s or 0.0) + self._timeout_s
-        self._wait(lambda: push._begun, "the other servers to stand still for", limit_s)
+        """The server is paused. Waits, bounded, until the push begins."""
+        self._push.paused(self._server)
+        self._push.wait_begun(self._server, self._timeout_s, self._check)
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        offered = self._push._offered
-        self._wait(lambda: len(offered) > index, f"the trainer to pack bucket {index + 1} of")
-        return offered[index]
+        return self._push.bucket(self._server, index, self._timeout_s, self._check)
 
     def let_go(self, count: int) -> None:
-        push = self._push
-        with push._lock:
-            self._raise_if_out()
-            push._let_go[self._server] = count
-            if count >= push._awaited:
-                push._not_late(self._server)
+        self._push.let_go(self._server, count)
 
     def expected(self) -> list[int]:
-        push = self._push
-        self._wait(lambda: push._expected is not None, "the trainer to pack the checksums of")
-        return push._expected
+        return self._push.expected(self._server, self._timeout_s, self._check)
 
     def raise_if_dropped(self) -> None:
-        """For waits on the server: nothing that it still does matters to a push that has gone on."""
+        """For waits on the server: once the push goes on without it, nothing that it does matters."""
         self._check()
-        self._raise_if_out()
-
-    def _raise_if_out(self) -> None:
-        if self._server not in self._push._let_go:
-            raise Dropped(self._push._dropped.get(self._server, f"the push of version {self.version} failed"))
-
-    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
-        push, deadline = self._push, time.monotonic() + (timeout_s or self._timeout_s)
-        with push._lock:
-            while True:
-                self.raise_if_dropped()
-                if ready():
-                    return
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"timed out waiting for {what} version {self.version}")
-                push._for_servers.wait(_LOOK_S)
+        self._push.raise_if_out(self._server)
 
 
-class Copy:
-    """A whole version, for servers that are fed alone. The lead writes it while it has no readers.
+class VersionCopy:
+    """A full version, for servers that are fed alone. The leader writes it while it has no readers.
+
+    Readers come and go under the board's lock.
 
     Attributes:
-        version: What is in it, -1 while it is being written.
+        version: The version in it, -1 while it is being written.
         readers: Workers that read it.
-        expected: What a server that has it all acknowledges.
+        expected: The acknowledgement of a server that has all of it.
     """
 
     def __init__(self) -> None:
@@ -286,38 +321,50 @@ class Copy:
         self.readers = 0
         self.expected: list[int] = []
 
-    def begin(self) -> None:
-        """A version is going to be written."""
+    def hold(self) -> None:
+        """One more worker reads it."""
+        self.readers += 1
+
+    def release(self) -> None:
+        """One worker has read it."""
+        self.readers -= 1
+
+    def invalidate(self) -> None:
+        """A new version is about to be written: no more readers."""
         self.version = -1
+
+    def begin(self) -> None:
+        """Prepare to store the first bucket of a version."""
+        self.invalidate()
 
     def store(self, index: int, wire: torch.Tensor) -> None:
         """Write the next bucket."""
         raise NotImplementedError
 
     def complete(self, version: int, expected: list[int]) -> None:
-        """All buckets are written, and the device has done its part."""
+        """All buckets are written, and the device has finished."""
         self.expected = expected
         self.version = version
 
     def feed(self) -> Feed:
-        """The version that is in it, for one worker."""
+        """The version in it, for one worker."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Release what is not memory."""
 
 
-class HostCopy(Copy):
+class HostCopy(VersionCopy):
     """A version in host memory, as the buckets that go on the wire.
 
     Args:
         wire_bytes: Size of each bucket.
-        device: Where buckets come from; on CUDA the memory is pinned.
+        device: Where buckets come from. On CUDA the memory is pinned.
     """
 
     def __init__(self, wire_bytes: list[int], device: torch.device):
         super().__init__()
-        # One by one: torch rounds a piece of pinned memory up to a power of two, which could double a whole version.
+        # One allocation per bucket: torch rounds pinned memory up to a power of two, which could double a full version.
         pinned = device.type == "cuda"
         self.wires = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in wire_bytes]
         self.device = device
@@ -340,7 +387,7 @@ class HostFeed:
         wire = self._copy.wires[index]
         if self._copy.device.type != "cuda":
             return wire, None
-        return wire.to(self._copy.device, non_blocking=True), None  # on the worker's stream, as the broadcast is
+        return wire.to(self._copy.device, non_blocking=True), None  # on the worker's stream, like the broadcast
 
     def let_go(self, count: int) -> None:
         pass

@@ -1,6 +1,6 @@
 """The trainer ranks' own process groups for weight sync: one for bytes, one for short messages.
 
-Neither is the default group nor shared with the model's meshes, so that a publish can run beside a training step.
+Neither is the default group or part of the model's meshes, so a push can run beside a training step.
 """
 
 import json
@@ -21,10 +21,10 @@ class Ranks:
     """Collective to construct. With one trainer rank there are no groups and nothing to wait for.
 
     Args:
-        device: Where gathered bytes lie: NCCL on CUDA, gloo on CPU. Messages always go over gloo.
-        timeout_s: Longest wait of rank 0 for the others, who have nothing else to do.
+        device: Where gathered bytes lie. They go over NCCL on CUDA and over gloo on CPU; messages always over gloo.
+        timeout_s: Longest wait of rank 0 for the others, which have nothing else to do.
         others_timeout_s: Longest wait of the others for rank 0, which may be waiting for a server. The groups' own
-            timeouts are twice that, so that the waits here, whose errors say what was waited for, fire first.
+            timeouts are twice as long: the waits here fire first, since their errors say what was waited for (I6).
     """
 
     def __init__(self, device: torch.device, timeout_s: float, others_timeout_s: float):
@@ -39,20 +39,20 @@ class Ranks:
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._bytes = dist.new_group(backend=backend, timeout=timeout)
         self._messages = dist.new_group(backend="gloo", timeout=timeout)
-        # The first collective makes NCCL's communicator: here, where all ranks are known to take part.
+        # The first collective creates NCCL's communicator. Run it here, where all ranks take part.
         mine, all_ranks = torch.zeros(1, device=device), torch.zeros(self.size, device=device)
         self.all_to_first(mine, all_ranks, [1] * self.size, "the set-up of weight sync")
 
     def all_to_first(self, own: torch.Tensor, gathered: torch.Tensor, counts: list[int], what: str) -> None:
         """Collect every rank's `own` (flat, `counts[rank]` elements) in `gathered` on rank 0, in rank order.
 
-        An all-to-all in which everyone sends to rank 0 alone: the one gather that both backends have for unequal
-        shards. `gathered` is read on rank 0 only. On CUDA the current stream is ordered after the result.
+        This is an all-to-all in which every rank sends to rank 0 only. It is the one gather of unequal shards that both
+        backends have. `gathered` is used on rank 0 only. On CUDA the current stream is ordered after the result.
 
         Raises:
-            TimeoutError: Another rank did not come in time.
+            TimeoutError: Another rank did not take part in time.
         """
-        size = own.element_size()  # as bytes, since the backends do not know every dtype
+        size = own.element_size()  # as bytes, since not every backend has every dtype
         sends = [own.numel() * size] + [0] * (self.size - 1)
         receives = [n * size for n in counts] if self.rank == 0 else [0] * self.size
         target = (gathered if self.rank == 0 else own.new_empty(0)).view(torch.uint8)
@@ -60,7 +60,7 @@ class Ranks:
         wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
 
     def share(self, value: Any, what: str) -> Any:
-        """Rank 0's JSON value on every rank; the others' argument is ignored."""
+        """Rank 0's JSON value on every rank. The others' argument is ignored."""
         if self.size == 1:
             return value
         data = _encode(value) if self.rank == 0 else None
@@ -84,12 +84,12 @@ class Ranks:
         return [_decode(row[: int(length)]) for row, length in zip(padded, lengths, strict=True)]
 
     def command(self, kind: int, check: Callable[[], None] | None = None) -> int:
-        """Rank 0's `kind` on every rank; the others wait for it, idle and bounded."""
+        """Rank 0's `kind` on every rank. The others wait for it, bounded."""
         if self.size == 1:
             return kind
         tensor = torch.tensor([kind])
         work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
-        wait(work, time.monotonic() + self._timeout_s, "a word from trainer rank 0 in weight sync", check)
+        wait(work, time.monotonic() + self._timeout_s, "a command from trainer rank 0 in weight sync", check)
         return int(tensor)
 
     def greatest(self, value: int, what: str) -> int:

@@ -1,4 +1,4 @@
-"""What a push was like, for the ledger."""
+"""What a push was like, for the ledger and the metrics."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class SyncReport:
     Attributes:
         bytes: Payload of one version, to each server.
         seconds: `snapshot`: copying the shards (device). `gather`: waiting for the other ranks' shards. `pack`:
-            assembling and checksumming buckets (device). `total`: from its start until the last server was resumed.
+            assembling and checksumming buckets (device). `total`: from the start until the last server was resumed.
         servers: By address, the seconds of each server that acknowledged; see `ServerLink.update`.
         missed: Servers that took part and did not acknowledge.
-        waited: The trainer's main thread waited for it; else it ran beside the training.
-        alone: It was one server's own, from a copy.
+        waited: The trainer's main thread waited for it. Otherwise it ran beside training.
+        alone: It went to one server alone, from a copy.
     """
 
     version: int

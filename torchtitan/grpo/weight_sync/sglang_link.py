@@ -1,13 +1,13 @@
-"""The trainer's end of one SGLang server: the same steps as `ServerLink` through SGLang's own routes.
+"""The trainer's end of one SGLang server: the steps of `ServerLink` through SGLang's own routes.
 
-Nothing of ours runs in the server: each bucket is acknowledged by its HTTP reply, a version by its name. There are no
-checksums, so that a broken byte on the wire would not be found, and a tensor that the model does not know is
-skipped; that both ends mean the same model is checked by the log-probabilities of the first step.
+None of our code runs in the server. An HTTP reply acknowledges each bucket, and the reported version name the whole
+version. There are no checksums, so a corrupted byte on the wire is not detected, and SGLang skips tensors that its
+model does not know. The check of log-probabilities in the first step finds a mismatch of models.
 """
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -26,25 +26,14 @@ _DRAIN_LOOK_S = 0.02
 
 
 class SglangLink(ServerLink):
-    """See `ServerLink`.
-
-    SGLang cannot finish running answers while new ones wait, so to drain it the trainer sends none.
-
-    Args:
-        hold: Keeps new requests from the server until it is admitted again.
-        in_flight: Requests under way there.
-    """
+    """See `ServerLink`. SGLang cannot drain while new requests wait there, so the trainer sends none meanwhile."""
 
     control: SglangControl
-
-    def __init__(self, *args, hold: Callable[[], None], in_flight: Callable[[], int]):
-        super().__init__(*args)
-        self._hold = hold
-        self._in_flight_requests = in_flight
-        self._name = ""
+    _name = ""
+    """Of the process group, "" while there is none."""
 
     def connect(self, plan_info: dict) -> None:
-        """Form a process group with the server; the plan stays here."""
+        """Form a process group with the server. The plan stays in the trainer."""
         self._update, self._given = None, False
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
@@ -54,7 +43,11 @@ class SglangLink(ServerLink):
             where = urlsplit(self.url)
             address = address_towards(where.hostname, where.port or 80)
             store, port = host_store(address, self._timeout_s)
-            prefixes = (name, f"{name}/", "cuda/" if self._backend == "nccl" else "cpu/")  # as torch nests them there
+            prefixes = (
+                name,
+                f"{name}/",
+                "cuda/" if self._backend == "nccl" else "cpu/",
+            )  # as SGLang's torch nests them
 
             def join() -> Group:
                 return Group(
@@ -70,14 +63,14 @@ class SglangLink(ServerLink):
     def _leave(self) -> None:
         name, self._name = self._name, ""
         if name:
-            with suppress(EngineError, UserError):  # a server that was restarted knows of none
+            with suppress(EngineError, UserError):  # a server that was restarted does not know the group
                 self.control.leave_group(name)
 
     def _drain(self) -> None:
         self._hold()
         limit_s = self._pause.drain_timeout_s
         deadline = time.monotonic() + limit_s
-        while self._in_flight_requests():
+        while self._requests_in_flight():
             self.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -85,11 +78,11 @@ class SglangLink(ServerLink):
                     "[async_grpo] in_flight_weight_updates = false)"
                 )
             time.sleep(_DRAIN_LOOK_S)
-        self._clear_cache = True  # nobody's keys and values are in use
+        self._clear_cache = True  # no answer is using its keys and values
         self.control.pause("keep", clear_cache=True)
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """See `ServerLink.update`; buckets go one after the other, and `apply` is 0: it is part of `wire`."""
+        """See `ServerLink.update`. Buckets go one after the other. `apply` is 0, since it is part of `wire`."""
         with self._on_stream():
             self._begin_session(feed.version)
             wire_started = time.perf_counter()
@@ -111,9 +104,9 @@ class SglangLink(ServerLink):
         self.seconds["pause"] = time.perf_counter() - self._started
 
     def _send(self, bucket: Bucket, wire: torch.Tensor, filled: torch.cuda.Event | None, version: str | None) -> None:
-        """One bucket, from the call that has the server receive it to the reply that says that it has loaded it."""
+        """Send one bucket: from the call that makes the server receive it to the reply that it has loaded it."""
         tensors = [(spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)) for spec in bucket.tensors]
-        flattened = not bucket.gaps()  # what it takes as one piece has no padding in it
+        flattened = not bucket.gaps()  # SGLang takes a bucket in one piece only if it has no padding
         sent = [wire[: bucket.payload_bytes]] if flattened else [view for _, view in bucket.views(wire)]
         with self._phase("transfer"):
             if filled is not None:
@@ -130,7 +123,7 @@ class SglangLink(ServerLink):
         self.bytes_done += bucket.payload_bytes
 
     def _forget(self) -> None:
-        """Not while answers stand still with their keys and values; `extra_key` keeps new ones apart then."""
+        """Drop cached prefixes, unless frozen answers use them. Then `extra_key` keeps versions apart."""
         if self._clear_cache:
             with self._phase("apply"):
                 self.control.forget()
@@ -145,7 +138,7 @@ class SglangDiskLink(SglangLink):
             self.control.world_size()
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Have the server read the feed's version. `wire` is 0: reading is part of `apply`."""
+        """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
         self._version, self._update = feed.version, None
         self.seconds["pause"] = time.perf_counter() - self._started
         read_started = time.perf_counter()

@@ -1,30 +1,28 @@
-"""Consistent copies of this rank's shards of the weights, cast to the dtype that servers compute in.
+"""Consistent copies of this rank's shards, cast to the dtype on the wire.
 
-Flat buffers, allocated once. Parameters lie in them in the order of the plan, so that what a rank owes to a bucket is
-one contiguous slice: the gather of a bucket is one collective without any per-parameter work.
+The copies are flat buffers, allocated once. Shards lie in them in the order of the plan, so a rank's part of a bucket
+is one contiguous slice, and gathering a bucket is one collective without any per-parameter work.
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 _CHECK_S = 0.05
 
 Slices = tuple[tuple[int, int], ...]
-"""Per tensor dimension: (start, length). One box of a full tensor."""
+"""A box of a full tensor: (start, length) in each dimension."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A rank's part of one parameter: which box of the full tensor it is."""
+    """A box of one parameter that a rank holds."""
 
     name: str
     slices: Slices
@@ -38,16 +36,15 @@ class Holding:
         return math.prod(self.shape)
 
 
-def canonical_name(name: str) -> str:
-    """The parameter's name without what activation checkpointing and compilation put into it."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
 def held_slices(parameter: torch.Tensor) -> Slices | None:
     """The box of the full tensor that this rank holds; None if it holds nothing of it.
 
-    With FSDP2 over tensor parallelism, both on one dimension, torch marks FSDP's mesh dimension as strided: the tensor
-    is split over the mesh dimensions to its right first. Applied in that order every shard is one contiguous box.
+    With FSDP2 over tensor parallelism on the same dimension, torch marks FSDP's mesh dimension as strided: the tensor
+    is split over the mesh dimensions to its right first. Applied in that order, every shard is one contiguous box.
+
+    Raises:
+        ValueError: The parameter is a partial sum.
+        RuntimeError: The local shard does not have the shape that its placements say.
     """
     if not isinstance(parameter, DTensor):
         return tuple((0, size) for size in parameter.shape)
@@ -77,14 +74,14 @@ def held_slices(parameter: torch.Tensor) -> Slices | None:
 
 
 def primary_holdings(held: list[dict[str, Slices]], shapes: dict[str, tuple[int, ...]]) -> list[list[Holding]]:
-    """Pick for each distinct box the lowest rank that holds it, so that replicas are sent once.
+    """Pick the lowest rank that holds each distinct box, so that replicas are sent once.
 
     Args:
-        held: Per rank: name -> box that it holds.
+        held: For each rank: name -> box that it holds.
         shapes: name -> full shape; its order is the order of the result.
 
     Returns:
-        Per rank: what it sends, in the order of `shapes`.
+        For each rank: what it sends, in the order of `shapes`.
 
     Raises:
         RuntimeError: The boxes of a parameter do not add up to the whole.
@@ -106,8 +103,44 @@ def primary_holdings(held: list[dict[str, Slices]], shapes: dict[str, tuple[int,
     return owned
 
 
+def overlap(a: Slices, b: Slices) -> Slices | None:
+    """The box that two boxes of one tensor share; None if they share no element."""
+    shared = []
+    for (a_start, a_length), (b_start, b_length) in zip(a, b, strict=True):
+        start, end = max(a_start, b_start), min(a_start + a_length, b_start + b_length)
+        if end <= start:
+            return None
+        shared.append((start, end - start))
+    return tuple(shared)
+
+
+def within(box: Slices, outer: Slices) -> tuple[slice, ...]:
+    """The index of `box` in a tensor that holds the box `outer` around it."""
+    return tuple(
+        slice(start - outer_start, start - outer_start + length)
+        for (start, length), (outer_start, _) in zip(box, outer, strict=True)
+    )
+
+
+def joined(pieces: Sequence[Holding]) -> list[Holding]:
+    """The same elements in the same order in fewer pieces: neighbours along the first dimension become one.
+
+    A parameter of many experts is then copied as one tensor, though it is sent as many.
+    """
+    joined: list[Holding] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and last.name == piece.name and last.slices and last.slices[1:] == piece.slices[1:]:
+            (last_start, last_length), (start, length) = last.slices[0], piece.slices[0]
+            if start == last_start + last_length:
+                joined[-1] = Holding(piece.name, ((last_start, last_length + length), *piece.slices[1:]))
+                continue
+        joined.append(piece)
+    return joined
+
+
 class SnapshotBuffer:
-    """One copy of the shards. `version` is -1 while nothing is in it or it is being written."""
+    """One copy of the shards. `version` is -1 while the buffer is empty or being written."""
 
     def __init__(self, index: int, flat: torch.Tensor):
         self.index = index
@@ -128,43 +161,39 @@ class SnapshotBuffer:
 
 
 class Snapshots:
-    """This rank's shards at the newest versions, in `count` persistent buffers.
+    """This rank's shards at the newest versions, in `count` persistent buffers (I2).
 
-    The trainer's thread takes them, the sync thread holds one at a time while it reads it. A version is never taken
-    into a buffer that is held, so two buffers are enough for a trainer that never waits: one being sent, one newest.
-
-    Make it after `fully_shard`, `to_empty` and the optimizer, since it keeps references to the sharded parameters
-    (FSDP2 swaps what the modules show while they are gathered, but updates and keeps these).
+    The trainer's thread takes snapshots. The sync thread holds one at a time while it reads it. A version is never
+    written into a buffer that is held, so two buffers are enough for a trainer that never waits: one is being sent, the
+    other takes the newest version.
 
     Args:
-        model: The parallelised model.
-        names: Parameters to take, by canonical name, in the order in which they are to be sent.
+        parameters: What to take, by name, in the order in which it is sent; see `published.PublishedWeights`.
         dtype: What to cast to.
         count: Buffers.
 
     Attributes:
+        held: name -> the box of that parameter that this rank holds.
+        shapes: name -> full shape.
         newest: The newest version taken, -1 before the first.
     """
 
-    def __init__(self, model: nn.Module, names: list[str], dtype: torch.dtype, count: int = 2):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation may have left parameters gathered
-        parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    def __init__(self, parameters: dict[str, torch.Tensor], dtype: torch.dtype, count: int = 2):
         self.dtype = dtype
-        self.shapes = {name: tuple(parameters[name].shape) for name in names}
-        self._parameters = {name: parameters[name] for name in names}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self._parameters = parameters
         self.held: dict[str, Slices] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters.items():
             slices = held_slices(parameter)
             if slices is not None:
                 self.held[name] = slices
-        self.device = next(iter(self._parameters.values())).device
+        self.device = next(iter(parameters.values())).device
         self.buffers: list[SnapshotBuffer] = []
         self.newest = -1
         self._count = count
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        # Its own stream, shared with nothing: a snapshot must not queue behind a transfer.
+        self._parts: list[tuple[slice, ...] | None] = []
+        # A stream of its own: a snapshot must not queue behind a transfer.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._changed = threading.Condition()
         self._last: SnapshotBuffer | None = None
@@ -173,17 +202,22 @@ class Snapshots:
         self._awaited: int | None = None
         self._arrived: SnapshotBuffer | None = None
 
-    def allocate(self, owned: list[Holding]) -> None:
-        """Allocate the buffers for what this rank sends (`primary_holdings` of all ranks' `held`)."""
-        size = sum(holding.numel for holding in owned)
+    def allocate(self, pieces: Sequence[Holding]) -> None:
+        """Allocate the buffers for what this rank sends, in this order: parts of what it holds."""
+        pieces = joined(pieces)
+        self._parts = [
+            None if piece.slices == self.held[piece.name] else within(piece.slices, self.held[piece.name])
+            for piece in pieces
+        ]
+        size = sum(piece.numel for piece in pieces)
         for index in range(self._count):
             flat = torch.empty(size, dtype=self.dtype, device=self.device)
-            targets = flat.split([holding.numel for holding in owned])
+            targets = flat.split([piece.numel for piece in pieces])
             self.buffers.append(SnapshotBuffer(index, flat))
             self._copies.append(
                 (
-                    [target.view(holding.shape) for target, holding in zip(targets, owned, strict=True)],
-                    [self._parameters[holding.name] for holding in owned],
+                    [target.view(piece.shape) for target, piece in zip(targets, pieces, strict=True)],
+                    [self._parameters[piece.name] for piece in pieces],
                 )
             )
 
@@ -191,16 +225,16 @@ class Snapshots:
     def take(self, version: int, timeout_s: float = 0.0) -> None:
         """Copy the weights as they are now, without waiting for the device.
 
-        On CUDA the copy is ordered after all work that the calling thread's stream holds (the optimizer step). Before
-        the weights change again, call `order_writes_after`.
+        On CUDA the copy is ordered after all work on the calling thread's stream (the optimizer step). Call
+        `order_writes_after` before the weights change again.
 
         Args:
             version: Greater than any before.
-            timeout_s: Longest wait for a buffer that is not being sent. With two there is one, except for the second
-                version that is taken while the ranks exchange one message (`hold`).
+            timeout_s: Longest wait for a buffer that is not being sent. With two buffers one is free, except for the
+                second version that is taken while the ranks exchange one message (`hold`).
 
         Raises:
-            TimeoutError: There was none.
+            TimeoutError: No buffer became free.
         """
         with self._changed:
             if version <= self.newest:
@@ -230,7 +264,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def order_writes_after(self) -> None:
-        """Make the calling thread's stream (the next optimizer step) wait for the last `take`; the host goes on."""
+        """Make the calling thread's stream (the next optimizer step) wait for the last `take`. The host does not."""
         if self._last is not None and self._last.taken is not None:
             torch.cuda.current_stream(self.device).wait_event(self._last.taken)
 
@@ -238,20 +272,22 @@ class Snapshots:
     def hold(
         self, agree: Callable[[int], int], timeout_s: float, check: Callable[[], None]
     ) -> Iterator[SnapshotBuffer]:
-        """Keep the version that all ranks agree on while it is read. On CUDA the current stream is ordered after the
-        copy, and the buffer's next use after what the current stream then holds.
+        """Keep the version that all ranks agree on while it is read.
+
+        On CUDA the current stream is ordered after the copy. The buffer's next use is ordered after the work that is on
+        the current stream when the block ends.
 
         Args:
-            agree: Given this rank's newest version, returns the greatest of all ranks'. This rank has that version, or
-                is the one that will take it next: every rank takes every version.
-            timeout_s: Longest wait for this rank to come to that version.
+            agree: Takes this rank's newest version, returns the greatest of all ranks'. Every rank takes every version,
+                so this rank has that version or will take it next.
+            timeout_s: Longest wait for this rank to take that version.
             check: Called while waiting; may raise.
 
         Raises:
-            TimeoutError: This rank did not come to that version in time.
+            TimeoutError: This rank did not take that version in time.
         """
-        # Held already now, since this rank may take more versions before the others have answered. Not while one is
-        # being taken: it overwrites the one before, which another rank may be at.
+        # Hold the newest version before the ranks agree: this rank may take more versions meanwhile. Wait first if one
+        # is being taken, since it overwrites a version that another rank may be at.
         self._wait(self._hold_newest, timeout_s, check, "first snapshot")
         buffer = self._agreeing
         try:
@@ -275,20 +311,20 @@ class Snapshots:
                 buffer.released = torch.cuda.Event()
                 buffer.released.record()
             with self._changed:
-                # A version that arrived after the wait for it was given up has a reader, too.
+                # If the wait for a version was given up and it arrived later, it has a reader too.
                 for held in {buffer, self._arrived} - {None}:
                     held.readers -= 1
                 self._agreeing = self._awaited = self._arrived = None
                 self._changed.notify_all()
 
     def _free(self) -> list[SnapshotBuffer]:
-        """Buffers that may be overwritten. While the ranks agree, the version that comes after the one in `_agreeing`
-        may turn out to be theirs, too. Under the lock."""
+        """Buffers that may be overwritten. While the ranks agree, they may settle on the version in `_agreeing` or on
+        the one after it, so both stay. Under the lock."""
         agreeing = self._agreeing.version if self._agreeing is not None else math.inf
         return [buffer for buffer in self.buffers if not buffer.readers and buffer.version < agreeing]
 
     def _hold_newest(self) -> bool:
-        """If there is one, and no newer one is being taken. Under the lock."""
+        """Hold the newest version, if there is one and none is being taken. Under the lock."""
         newest = max(self.buffers, key=lambda b: b.version)
         if newest.version < 0 or self._taking:
             return False
@@ -297,7 +333,7 @@ class Snapshots:
         return True
 
     def _hold_awaited(self) -> None:
-        """As soon as the awaited version is there, before anything can overwrite it. Under the lock."""
+        """Hold the awaited version as soon as it is there, before it can be overwritten. Under the lock."""
         for buffer in self.buffers:
             if self._awaited is not None and buffer.version == self._awaited:
                 buffer.readers += 1
@@ -315,4 +351,6 @@ class Snapshots:
     def _copy(self, buffer: SnapshotBuffer) -> None:
         targets, parameters = self._copies[buffer.index]
         if targets:
-            torch._foreach_copy_(targets, [p.to_local() if isinstance(p, DTensor) else p for p in parameters])
+            shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+            parts = [s if part is None else s[part] for s, part in zip(shards, self._parts, strict=True)]
+            torch._foreach_copy_(targets, parts)

@@ -1,8 +1,6 @@
-"""Weights reach the servers while the trainer trains: snapshot, common pushes, copies for those that fall behind.
+"""Weights reach the servers while the trainer trains: snapshots, common pushes, copies for servers that fall behind.
 
-`publish` copies this rank's shards and returns. One sync thread a rank does the rest (`sync_thread.py`). The main
-threads never agree on anything, and with `[weight_sync] async_weight_update` never wait for a server, a transfer or
-another rank.
+docs/weight_sync.md has the picture and the invariants I1 to I7.
 """
 
 import logging
@@ -11,18 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.nn as nn
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError, in_thread
-from torchtitan.grpo.weight_sync.packer import Sender
-from torchtitan.grpo.weight_sync.push import HostCopy
+from torchtitan.grpo.weight_sync.packer import Packer
+from torchtitan.grpo.weight_sync.published import PublishedWeights
+from torchtitan.grpo.weight_sync.push import HostCopy, VersionCopy
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
@@ -44,41 +41,60 @@ def device_memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class WeightSync:
-    """How weights leave the trainer. Construct, `connect`, `publish` and `close` on every trainer rank.
+def wire_dtype(config: job_config.WeightSync, device: torch.device) -> torch.dtype:
+    """`[weight_sync] dtype`; "auto" is bfloat16 on CUDA, float32 on CPU."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
 
-    Every rank publishes every version, in the same order. If a push is under way when the next version is published,
-    the newest wins: versions in between are never sent.
+
+class WeightSync:
+    """Brings each version of the weights to every server.
+
+    Every trainer rank makes the same calls, in the same order:
+
+        sync = WeightSync(published, config, fleet, device)
+        sync.connect()                    # plan the buckets, form one group per server, start the threads
+        for version in range(1, steps + 1):
+            sync.order_writes_after()     # the device finishes the last copy before the weights change
+            optimizer.step()
+            sync.publish(version)         # copy this rank's shards and return; a thread sends them
+        sync.drain()                      # until all servers have the newest version
+        sync.close()
+
+    A thread on each rank gathers, packs and sends a version while the next step trains. If more versions are published
+    meanwhile, the newest wins and those in between are never sent (I5). A server serves a version only after all of its
+    bytes have arrived and were acknowledged (I3). With `[weight_sync] async_weight_update`, main threads never wait for
+    a server, a transfer or another rank (I1).
 
     Args:
-        model: Parallelised model, with its optimizer made.
-        adapter: State-dict adapter to Hugging Face names.
+        published: What the servers get.
         config: `[weight_sync]`.
         fleet: The servers, on rank 0; None elsewhere.
         device: The trainer's device.
-        tied: The model's output is its embedding.
         max_lag: With `cadence = "auto"`, by how many versions the servers may be behind.
         in_flight: `[async_grpo] in_flight_weight_updates`, see `link.Pause`.
         recompute_kv: `[async_grpo] recompute_kv_cache_after_weight_updates`.
         drain_timeout_s: `[rollout] request_timeout_seconds`: without `in_flight`, how long a server may take to finish
             its running answers.
+
+    Raises:
+        UserError: The weights are not on the trainer's device, or `transport` needs another one.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        adapter: Any,
+        published: PublishedWeights,
         config: job_config.WeightSync,
         fleet: Fleet | None,
         device: torch.device,
-        tied: bool,
         max_lag: int = 1,
         in_flight: bool = True,
         recompute_kv: bool = True,
         drain_timeout_s: float = 600.0,
     ):
         on_cuda = device.type == "cuda"
-        self._model, self._adapter, self._config, self._tied = model, adapter, config, tied
+        self._published, self._config = published, config
         self._fleet = fleet
         self._device = device
         self._max_lag = max(1, max_lag)
@@ -86,8 +102,11 @@ class WeightSync:
         self._backend = config.transport if config.transport != "auto" else "nccl" if on_cuda else "gloo"
         if self._backend == "nccl" and not on_cuda:
             raise UserError('[weight_sync] transport = "nccl" needs a trainer on CUDA: use "auto" or "gloo"')
-        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_cuda else "float32"
-        self._dtype = getattr(torch, dtype)
+        if published.device.type != device.type:
+            raise UserError(
+                f"[training] enable_cpu_offload: the weights lie on {published.device}, the trainer computes on "
+                f"{device}; weight sync needs them on the trainer's device"
+            )
         self._thread: Leader | Follower | None = None
         self._board: Board | None = None
         self._newest = -1
@@ -95,53 +114,52 @@ class WeightSync:
     # -------------------------------------------------------------------------------------------- the trainer's
 
     def connect(self) -> None:
-        """Plan the buckets, form one group per server and start the threads. Collective over the trainer's ranks;
+        """Plan the buckets, form one group per server and start the threads. Collective over the trainer's ranks,
         bounded. All servers must join.
 
         Raises:
-            UserError, WeightSyncError: One did not; on every rank.
+            UserError, WeightSyncError: A server did not join; raised on every rank.
         """
         config = self._config
         self._ranks = Ranks(self._device, config.timeout_seconds, PHASES * config.timeout_seconds)
         limit = bucket_bytes(
             device_memory_bytes(self._device), config.buffer_memory_ratio, config.num_buffers, config.bucket_mib_max
         )
-        self._sender = Sender(
-            self._model,
-            self._adapter,
+        self._packer = Packer(
+            self._published,
             self._ranks,
-            self._dtype,
             limit,
             config.num_buffers,
             config.verify,
             snapshots=2 if config.async_weight_update else 1,
         )
-        self._check_model()
+        self._warn_of_large_tensors()
         self._on_rank0_then_share("connect", self._connect_servers)
-        # Threads that compute in Python keep the interpreter for this long. With Python's 5 ms the main thread would
-        # wait for ours that long, and more than once, in a publish.
+        # A thread that computes in Python keeps the interpreter for this long. Python's default of 5 ms would delay the
+        # main thread by that much, more than once, in a publish.
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         if self._board is not None:
-            self._thread = Leader(self._ranks, self._sender, config, self._board, self._worker, self._max_lag)
+            self._thread = Leader(self._ranks, self._packer, config, self._board, self._worker, self._max_lag)
         else:
-            self._thread = Follower(self._ranks, self._sender, config.timeout_seconds, lambda error: None)
+            self._thread = Follower(self._ranks, self._packer, config.timeout_seconds, lambda error: None)
         self._thread.start()
 
     def publish(self, version: int, wait: bool = False) -> None:
-        """Give the servers the weights as they are now; `version` is greater than any before.
+        """Give the servers the weights as they are now. `version` is greater than any before.
 
-        Returns at once. With `wait`, and without `[weight_sync] async_weight_update`, rank 0 returns when every server
-        in the push has acknowledged this version and is resumed, or has been withdrawn; the others when rank 0 has
-        their shards. Did they go on before, their next collective would wait on the device for rank 0, who waits for
-        these shards, and NCCL promises nothing for collectives of several communicators at a time: two GPUs hung.
+        Returns at once (I1). With `wait`, or without `[weight_sync] async_weight_update`, rank 0 returns when every
+        server in the push has acknowledged this version and is resumed, or has been withdrawn. The other ranks return
+        when rank 0 has their shards: if they went on earlier, their next collective would wait on the device for rank
+        0, which waits for these shards. NCCL gives no guarantee for concurrent collectives of several communicators.
 
         Raises:
             FleetError: Fewer servers are left than `[rollout] min_servers`; on rank 0.
-            Anything that a sync thread raised since the last call.
+            TimeoutError: No snapshot buffer became free, or a wait for the push ran out of time.
+            Whatever a sync thread raised since the last call.
         """
         self.check()
-        # One buffer is enough for a trainer that waits; what may still read it is another rank, or a host copy.
-        self._sender.snapshots.take(version, self._config.timeout_seconds)
+        # A trainer that waits has one buffer. Another rank's gather, or a copy, may still be reading it.
+        self._packer.snapshots.take(version, self._config.timeout_seconds)
         self._newest = version
         wait = wait or not self._config.async_weight_update
         if self._board is not None:
@@ -152,11 +170,12 @@ class WeightSync:
             self._wait_for_push(version)
 
     def order_writes_after(self) -> None:
-        """Call before the weights change: orders the calling thread's CUDA stream after the snapshot. Never waits."""
-        self._sender.snapshots.order_writes_after()
+        """Call before the weights change: orders the calling thread's CUDA stream after the snapshot (I2). The host
+        never waits."""
+        self._packer.snapshots.order_writes_after()
 
     def drain(self) -> None:
-        """Wait until the newest version has reached all servers in common pushes. Bounded; call it on every rank."""
+        """Wait, bounded, until all servers that take part in pushes have the newest version. Call on every rank."""
         if self._board is None:
             self._wait_for_push(self._newest)
             return
@@ -165,7 +184,7 @@ class WeightSync:
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
-        """On rank 0: somebody waits for the newest version, so versions are pushed whatever the cadence."""
+        """On rank 0: the block waits for the newest version, so versions are pushed whatever the cadence."""
         self._thread.hurry = True
         self._board.notify()
         try:
@@ -178,22 +197,18 @@ class WeightSync:
         return self._thread is None or not self._thread.busy
 
     def finished(self) -> list[SyncReport]:
-        """Pushes that ended since the last call; none on ranks other than 0."""
-        if self._board is None:
-            return []
-        with self._board.changed:
-            reports, self._board.reports = self._board.reports, []
-        return reports
+        """Pushes that ended since the last call. Rank 0 has them all, other ranks none."""
+        return self._board.take_reports() if self._board is not None else []
 
     def check(self) -> None:
-        """Raise what a sync thread raised, or that too few servers are left."""
+        """Raise what a sync thread raised, or FleetError if too few servers are left."""
         if self._thread is not None and self._thread.error is not None:
             raise self._thread.error
         if self._fleet is not None:
             self._fleet.check()
 
     def close(self) -> None:
-        """End the threads and leave all groups; what is under way is given up. Bounded by a few seconds."""
+        """End the threads and leave all groups. Pushes under way are given up. Takes a few seconds at most."""
         deadline = time.monotonic() + _CLOSE_S
         threads = [self._thread] if self._thread else []
         if self._board is None and self._thread is not None:
@@ -201,9 +216,7 @@ class WeightSync:
         if self._thread is not None:
             self._thread.closing = True
         if self._board is not None:
-            self._board.closing = True
-            self._board.notify()
-            self._board.wake_workers()
+            self._board.close()
             threads += [worker for worker in self._board.workers if worker.ident]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -238,20 +251,9 @@ class WeightSync:
 
     # -------------------------------------------------------------------------------------------------- set-up
 
-    def _check_model(self) -> None:
-        sender = self._sender
-        if sender.device.type != self._device.type:
-            raise UserError(
-                f"[training] enable_cpu_offload: the weights lie on {sender.device}, the trainer computes on "
-                f"{self._device}; weight sync needs them on the trainer's device"
-            )
-        sends_output = any(spec.name == "lm_head.weight" for b in sender.buckets for spec in b.tensors)
-        if sends_output == self._tied:
-            raise UserError(
-                f"[model] tied is {self._tied}, but the adapter {'gives' if sends_output else 'drops'} lm_head.weight"
-            )
+    def _warn_of_large_tensors(self) -> None:
         limit = self._config.bucket_mib_max << 20
-        for bucket in sender.buckets:
+        for bucket in self._packer.buckets:
             if bucket.payload_bytes > limit and self._ranks.rank == 0:
                 logger.warning(
                     "%s is larger than [weight_sync] bucket_mib_max = %d: its bucket takes %d MiB",
@@ -261,34 +263,46 @@ class WeightSync:
                 )
 
     def _connect_servers(self) -> None:
-        config, buckets = self._config, self._sender.buckets
-        board = Board(
-            self._fleet, buckets, config.num_buffers, config.timeout_seconds, config.straggler_seconds, self._pause
-        )
-        board.plan_info = {
+        config, buckets = self._config, self._packer.buckets
+        copies_only = self._backend == "disk"
+        plan_info = {
             "protocol": PROTOCOL,
             "num_buffers": config.num_buffers,
             "verify": config.verify,
             "plan": plan_to_json(buckets),
         }
-        self._board = board
+        board = self._board = Board(
+            self._fleet,
+            buckets,
+            config.num_buffers,
+            config.timeout_seconds,
+            config.straggler_seconds,
+            self._pause,
+            plan_info,
+            self._copy(),
+            copies_only,
+        )
         board.workers = [self._worker(server) for server in self._fleet.servers]
-        if self._backend == "disk":
-            board.copy, board.copies_only = DiskCopy(config.disk_folder, buckets), True
-        elif len(board.workers) > 1 or self._fleet.may_grow:
-            board.copy = HostCopy([bucket.wire_bytes for bucket in buckets], self._device)
         joining = [in_thread(worker.connect, "weight-sync-connect") for worker in board.workers]
         for future in joining:
             future.result()
         for worker in board.workers:
-            worker.mode = Mode.ALONE if board.copies_only else Mode.COMMON
+            worker.mode = Mode.ALONE if copies_only else Mode.COMMON
             worker.start()
+
+    def _copy(self) -> VersionCopy | None:
+        """Where servers that are fed alone read a version from; None for one server that is never alone."""
+        if self._backend == "disk":
+            return DiskCopy(self._config.disk_folder, self._packer.buckets)
+        if len(self._fleet.servers) > 1 or self._fleet.may_grow:
+            return HostCopy([bucket.wire_bytes for bucket in self._packer.buckets], self._device)
+        return None
 
     def _worker(self, server: Server) -> ServerWorker:
         return ServerWorker(server, self._board, self._backend, self._device)
 
     def _on_rank0_then_share(self, what: str, call: Callable[[], None]) -> None:
-        """Call it on rank 0; its error is raised on every rank."""
+        """Call it on rank 0. If it raises an error, every rank raises one."""
         if self._ranks.rank != 0:
             shared = self._ranks.share(None, what)
             if shared is not None:

@@ -1,4 +1,5 @@
-"""The sync threads: rank 0's leads, and sends versions to the servers when they are due; the others follow its word."""
+"""The sync threads, one on each trainer rank: rank 0's is the leader and sends versions to the servers when they are
+due; the others follow its commands."""
 
 import logging
 import threading
@@ -10,49 +11,49 @@ import torch
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Server
-from torchtitan.grpo.weight_sync.packer import Sender
+from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.push import Push
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer
-from torchtitan.grpo.weight_sync.worker import Board, Closing, Mode, ServerWorker
+from torchtitan.grpo.weight_sync.worker import Board, Closing, ServerWorker
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
 PHASES = 8
-"""Phases of rank 0, each bounded by `timeout_seconds`, that another rank may sit through in one wait: connecting anew,
-pause, start, a bucket on the wire, acknowledgement, finish, version, resume."""
+"""Phases of rank 0, each bounded by `timeout_seconds`, that another rank may sit through in one wait (I6): connecting
+again, pause, start, a bucket on the wire, acknowledgement, finish, version, resume."""
 
 _BEAT_S = 2.0
 _STANDSTILL_SHARE = 0.05
 
-# Rank 0's words to the other ranks' sync threads.
+# Commands of rank 0 to the other ranks' sync threads.
 _CLOSE, _BEAT, _SEND = 0, 1, 2
 
 
 class SyncThread(threading.Thread):
-    """One on each trainer rank, on process groups and a stream of its own.
+    """One on each trainer rank, on process groups and a stream of its own. Ranks agree here and nowhere else (I5).
 
     Args:
-        on_error: Called with what ended the thread, unless it was closed.
+        on_error: Called with the error that ended the thread, unless it was closed.
 
     Attributes:
         error: What ended the thread.
-        closing: Set it to end the thread; the leader must be woken, too.
+        closing: Set it to end the thread. The leader must be woken too.
         busy: Weights are on their way from this rank.
     """
 
-    def __init__(self, ranks: Ranks, sender: Sender, timeout_s: float, on_error: Callable[[BaseException], None]):
+    def __init__(self, ranks: Ranks, packer: Packer, timeout_s: float, on_error: Callable[[BaseException], None]):
         super().__init__(name="weight-sync", daemon=True)
         self.error: BaseException | None = None
         self.closing = False
         self.busy = False
-        self._ranks, self._sender, self._timeout_s, self._on_error = ranks, sender, timeout_s, on_error
+        self._ranks, self._packer, self._timeout_s, self._on_error = ranks, packer, timeout_s, on_error
 
     def run(self) -> None:
         try:
-            with self._sender.on_stream():
+            with self._packer.on_stream():
                 self._work()
         except Closing:
             pass
@@ -65,9 +66,9 @@ class SyncThread(threading.Thread):
 
     @contextmanager
     def _hold(self) -> Iterator[SnapshotBuffer]:
-        """The newest version that any rank has, on all ranks, to be sent."""
+        """Hold the newest version that any rank has, on all ranks, to send it."""
         what = "agreeing on a version to publish"
-        held = self._sender.snapshots.hold(
+        held = self._packer.snapshots.hold(
             lambda newest: self._ranks.greatest(newest, what), PHASES * self._timeout_s, self._raise_if_closed
         )
         with held as snapshot:
@@ -83,11 +84,11 @@ class SyncThread(threading.Thread):
 
 
 class Follower(SyncThread):
-    """Ranks 1..: does what rank 0 says. A word comes every few seconds; without one rank 0 is gone.
+    """Ranks 1..: does what rank 0 says. A command comes every few seconds; without one, rank 0 is gone.
 
     Attributes:
-        followed: The newest version that this rank has given its shards of.
-        changed: Notified when `followed` is.
+        followed: The newest version whose shards this rank has given to rank 0.
+        changed: Notified when `followed` changes.
     """
 
     followed = -1
@@ -97,40 +98,40 @@ class Follower(SyncThread):
         self.changed = threading.Condition()
 
     def _work(self) -> None:
-        while (word := self._ranks.command(_BEAT, self._raise_if_closed)) != _CLOSE:
-            if word == _SEND:
+        while (command := self._ranks.command(_BEAT, self._raise_if_closed)) != _CLOSE:
+            if command == _SEND:
                 with self._hold() as snapshot:
-                    for bucket in self._sender.buckets:
-                        self._sender.gather(bucket, snapshot)
+                    for bucket in self._packer.buckets:
+                        self._packer.gather(bucket, snapshot)
                     with self.changed:
                         self.followed = snapshot.version
                         self.changed.notify_all()
 
 
 class Leader(SyncThread):
-    """Rank 0: pushes the newest version when it is due, and makes a copy of it when a worker wants one.
+    """Rank 0: pushes the newest version when it is due, and makes a copy of it when a worker asks for one.
 
     Args:
         config: `[weight_sync]`.
-        board: Where the workers meet it.
-        make_worker: For servers that join later.
+        board: Where the leader meets the workers.
+        make_worker: Makes the worker of a server that joins later.
         max_lag: With `cadence = "auto"`, by how many versions the servers may be behind.
 
     Attributes:
-        hurry: Somebody waits for the newest version: push it, whatever the cadence.
-        waited_for: The newest version that the main thread waited for.
+        hurry: The main thread waits for the newest version: push it, whatever the cadence.
+        waited_for: The newest version that the main thread has waited for.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        sender: Sender,
+        packer: Packer,
         config: job_config.WeightSync,
         board: Board,
         make_worker: Callable[[Server], ServerWorker],
         max_lag: int,
     ):
-        super().__init__(ranks, sender, config.timeout_seconds, board.fleet.fail)
+        super().__init__(ranks, packer, config.timeout_seconds, board.fleet.fail)
         self.hurry = False
         self.waited_for = -1
         self._cadence = config.cadence
@@ -142,7 +143,7 @@ class Leader(SyncThread):
         self._next_beat = 0.0
 
     def settled(self, version: int) -> bool:
-        """Whether nothing more is to come of pushes up to this version. Under the board's lock."""
+        """Whether all pushes up to this version have ended. Under the board's lock."""
         board = self._board
         if self._push is not None or board.sent < version:
             return False
@@ -169,22 +170,22 @@ class Leader(SyncThread):
 
     @contextmanager
     def _send(self) -> Iterator[SnapshotBuffer]:
-        """Hold the newest version on all ranks, which gather bucket after bucket of it."""
+        """Hold the newest version on all ranks. They gather it bucket by bucket."""
         self._ranks.command(_SEND)
         with self._hold() as snapshot:
             yield snapshot
 
     def _next_job(self) -> Callable[[], None] | None:
-        """What to do now, under the board's lock; None if there was nothing for a while, or at the end."""
+        """What to do now. None if there was nothing to do for a while, or at the end. Under the board's lock."""
         board, deadline = self._board, time.monotonic() + _BEAT_S
         while time.monotonic() < deadline and not self.closing:
-            newest = self._sender.snapshots.newest
+            newest = self._packer.snapshots.newest
             due = newest >= 0 and self._due(newest)
-            if newest >= 0 and board.in_common() and (board.push_wanted or due):
+            if newest >= 0 and board.in_common() and (board.push_is_wanted() or due):
                 return self._push_in_common
-            wanted = board.copy_wanted or (board.copies_only and due)
+            wanted = board.copy_is_wanted() or (board.copies_only and due)
             if newest >= 0 and wanted and board.copy is not None and not board.copy_in_use():
-                board.copy.version = -1  # from now on nobody takes hold of it
+                board.copy.invalidate()
                 return self._make_copy
             board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
         return None
@@ -195,21 +196,21 @@ class Leader(SyncThread):
             return False
         if self._cadence == "every" or behind >= self._max_lag or self.hurry:
             return True
-        # The servers stood still for `push_s`: let them work twenty times as long before they do so again.
+        # The servers were paused for `push_s`: let them generate for twenty times as long before the next pause.
         return time.monotonic() - self._push_started > self._board.push_s / _STANDSTILL_SHARE
 
     def _push_in_common(self) -> None:
-        if self._board.pause.in_flight:  # servers are stopped when the ranks have agreed: that may take a step
+        if self._board.pause.in_flight:  # ranks agree first, which may take a training step; servers pause then
             with self._send() as snapshot:
                 self._push_buckets(self._new_push(snapshot.version), snapshot)
             return
-        push = self._new_push(self._sender.snapshots.newest)
+        push = self._new_push(self._packer.snapshots.newest)
         try:
             push.wait_until_still(self._beat)
             with self._send() as snapshot:
                 self._push_buckets(push, snapshot)
-        except BaseException as error:
-            push.fail(error)
+        except BaseException:
+            push.fail()
             raise
 
     def _beat(self) -> None:
@@ -218,28 +219,18 @@ class Leader(SyncThread):
             self._next_beat = time.monotonic() + _BEAT_S
 
     def _new_push(self, version: int) -> Push:
-        """Call everyone who takes part."""
         board = self._board
+
+        def make(servers: list[str], on_drop: Callable[[str, str], None]) -> Push:
+            drain_s = None if board.pause.in_flight else board.pause.drain_timeout_s
+            return Push(version, len(board.buckets), board.num_buffers, servers, board.straggler_s, on_drop, drain_s)
+
         with board.changed:
-            workers = {worker.url: worker for worker in board.in_common()}
-            push = Push(
-                version,
-                len(board.buckets),
-                board.num_buffers,
-                list(workers),
-                board.straggler_s,
-                lambda url, why: workers[url].drop(why),
-                None if board.pause.in_flight else board.pause.drain_timeout_s,
-            )
-            self._push, self._push_started = push, time.monotonic()
-            board.push_wanted = False
-            for worker in workers.values():
-                worker.push = push
-                worker.wake.notify()
-        return push
+            self._push, self._push_started = board.begin_push(make), time.monotonic()
+        return self._push
 
     def _push_buckets(self, push: Push, snapshot: SnapshotBuffer) -> None:
-        board, sender = self._board, self._sender
+        board, packer = self._board, self._packer
         try:
             with board.changed:
                 board.sent = snapshot.version
@@ -248,23 +239,24 @@ class Leader(SyncThread):
             for bucket in board.buckets:
                 push.wait_for_buffer(bucket.index)
                 gather_s += self._gather(bucket, snapshot)
-                push.offer(sender.pack(bucket, snapshot), self._mark())
-            expected = sender.expected_acknowledgement(snapshot.version)
+                push.offer(packer.pack(bucket, snapshot), self._mark())
+            expected = packer.expected_acknowledgement(snapshot.version)
             seconds = {"gather": gather_s, "pack": 0.0, "snapshot": snapshot.seconds()}
-            push.complete(expected, seconds | sender.stopwatch.take())
-        except BaseException as error:
-            push.fail(error)
+            push.complete(expected, seconds | packer.stopwatch.take())
+        except BaseException:
+            push.fail()
             raise
         push.on_settled(lambda: self._report(push))
 
     def _report(self, push: Push) -> None:
         board, total_s = self._board, time.perf_counter() - push.started
         with board.changed:
-            board.push_s = total_s
-            board.report(
+            if self._push is push:
+                self._push = None
+            board.push_settled(
                 SyncReport(
                     push.version,
-                    self._sender.bytes,
+                    self._packer.bytes,
                     len(board.buckets),
                     push.seconds | {"total": total_s},
                     push.servers,
@@ -272,43 +264,39 @@ class Leader(SyncThread):
                     waited=push.version <= self.waited_for,
                 )
             )
-            if self._push is push:
-                self._push = None
-            board.changed.notify_all()
 
     def _make_copy(self) -> None:
-        """Write the newest version down for servers that are fed alone."""
+        """Copy the newest version for servers that are fed alone."""
         with self._send() as snapshot:
             self._copy(snapshot)
 
     def _copy(self, snapshot: SnapshotBuffer) -> None:
-        board, sender, copy = self._board, self._sender, self._board.copy
+        board, packer, copy = self._board, self._packer, self._board.copy
         started, gather_s = time.perf_counter(), 0.0
         self._push_started = time.monotonic()
         copy.begin()
         for bucket in board.buckets:
             gather_s += self._gather(bucket, snapshot)
-            copy.store(bucket.index, sender.pack(bucket, snapshot))
-        expected = sender.expected_acknowledgement(snapshot.version)  # waits for the device: the copies are done
+            copy.store(bucket.index, packer.pack(bucket, snapshot))
+        expected = packer.expected_acknowledgement(snapshot.version)  # waits for the device, so the copies are done
         copy.complete(snapshot.version, expected)
-        seconds = {"gather": gather_s, "snapshot": snapshot.seconds()} | sender.stopwatch.take()
+        seconds = {"gather": gather_s, "snapshot": snapshot.seconds()} | packer.stopwatch.take()
         seconds["total"] = time.perf_counter() - started
         with board.changed:
-            board.copy_wanted = False
             if board.copies_only:
                 board.sent = snapshot.version
                 waited = snapshot.version <= self.waited_for
-                board.report(SyncReport(snapshot.version, sender.bytes, len(board.buckets), seconds, {}, waited=waited))
-            board.changed.notify_all()
-            board.wake_workers(Mode.ALONE)
+                size = packer.bytes
+                board.add_report(SyncReport(snapshot.version, size, len(board.buckets), seconds, {}, waited=waited))
+            board.copy_made()
 
     def _gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> float:
         started = time.perf_counter()
-        self._sender.gather(bucket, snapshot)
+        self._packer.gather(bucket, snapshot)
         return time.perf_counter() - started
 
     def _mark(self) -> torch.cuda.Event | None:
-        if self._sender.device.type != "cuda":
+        if self._packer.device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record()
@@ -320,7 +308,7 @@ class Leader(SyncThread):
         with board.changed:
             gone = [worker for worker in board.workers if worker.server in removed]
             new = [self._make_worker(server) for server in added]
-            board.workers = [worker for worker in board.workers if worker not in gone] + new
+            board.replace_workers(gone, new)
         for worker in gone:
             worker.remove()
         for worker in new:

@@ -1,6 +1,7 @@
-"""One thread per server, and the board on which the lead and the workers meet. Rank 0 only."""
+"""One thread per server, and the board on which the leader and the workers meet. Rank 0 only."""
 
 import logging
+import pkgutil
 import threading
 import time
 from collections.abc import Callable
@@ -9,21 +10,19 @@ from enum import Enum
 import torch
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError
-from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.disk import DiskLink
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
-from torchtitan.grpo.weight_sync.push import Copy, Dropped, Push
+from torchtitan.grpo.weight_sync.push import Dropped, Push, VersionCopy
 from torchtitan.grpo.weight_sync.report import SyncReport
-from torchtitan.grpo.weight_sync.sglang_link import SglangDiskLink, SglangLink
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
 HEALTH_S = 5.0
-"""How often an idle server is asked whether it is well. Shorter than an engine takes to start, so that a server that
-was restarted between two pushes is not taken for the one with our weights."""
+"""How often an idle server's health is asked. Shorter than the time that an engine takes to start, so that a server
+that was restarted between two pushes is not mistaken for the one that has our weights."""
 
 _HEALTH_FAILURES_MAX = 3
 _SUSPECT_LOOK_S = 0.5
@@ -40,30 +39,28 @@ class Mode(Enum):
     """How a server gets its weights."""
 
     LOST = "lost"
-    """Not at all: it is being connected anew."""
+    """Not at all: it is being connected again."""
     ALONE = "alone"
-    """From a host copy, at its own pace."""
+    """From a copy, at its own pace."""
     COMMON = "common"
     """In pushes together with the others."""
 
 
 class Board:
-    """What the lead (the sync thread of rank 0) and the workers share, under one lock.
+    """What the leader (the sync thread of rank 0) and the workers share, under one lock.
 
-    The lead and the main thread wait for `changed`, each worker for a condition of its own on the same lock: with many
-    servers, what one does must not wake all the others.
+    The leader and the main thread wait for `changed`. Each worker waits for a condition of its own on the same lock:
+    with many servers, what one does must not wake all the others.
 
     Args:
-        pause: How servers are stopped.
+        pause: How servers are paused.
+        plan_info: What every link needs to connect; see `ServerLink.connect`.
+        copy: Where a version is kept for servers in mode ALONE. None if there is none.
+        copies_only: There are no common pushes: every server is fed from the copy (transport "disk").
 
     Attributes:
-        sent: The version of the newest common push; a server must have it, or a newer one, to be admitted.
-        copy: A version for servers in mode ALONE. None where there can be none.
-        copies_only: There are no common pushes: every server is fed from the copy (transport "disk").
-        copy_wanted: A worker waits for a newer copy than there is.
-        push_wanted: A server has joined that has no newest version yet, and no other server has either.
-        push_s: Seconds of the last common push, over all its servers; with `copies_only`, of the last server.
-        reports: Pushes that ended and were not asked for yet.
+        sent: The version of the newest common push. A server needs it, or a newer one, to be admitted (I3).
+        push_s: Seconds of the last common push over all its servers; with `copies_only`, of the last server.
     """
 
     def __init__(
@@ -74,6 +71,9 @@ class Board:
         timeout_s: float,
         straggler_s: float,
         pause: Pause,
+        plan_info: dict,
+        copy: VersionCopy | None,
+        copies_only: bool,
     ):
         self.fleet = fleet
         self.buckets = buckets
@@ -81,18 +81,18 @@ class Board:
         self.timeout_s = timeout_s
         self.straggler_s = straggler_s
         self.pause = pause
-        self.plan_info: dict = {}
+        self.plan_info = plan_info
+        self.copy = copy
+        self.copies_only = copies_only
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.workers: list[ServerWorker] = []
-        self.closing = False
         self.sent = -1
         self.push_s = 0.0
-        self.push_wanted = False
-        self.copy: Copy | None = None
-        self.copies_only = False
-        self.copy_wanted = False
-        self.reports: list[SyncReport] = []
+        self._closing = False
+        self._push_wanted = False
+        self._copy_wanted = False
+        self._reports: list[SyncReport] = []
         fleet.add_listener(self._on_fleet_change)
 
     def notify(self) -> None:
@@ -100,11 +100,92 @@ class Board:
             self.changed.notify_all()
 
     def wake_workers(self, mode: Mode | None = None) -> None:
-        """Those in a mode, or all."""
+        """Wake the workers in a mode, or all."""
         with self.changed:
             for worker in self.workers:
                 if mode is None or worker.mode is mode:
                     worker.wake.notify_all()
+
+    def close(self) -> None:
+        """Every wait of the leader and the workers ends with Closing."""
+        with self.changed:
+            self._closing = True
+            self.changed.notify_all()
+            self.wake_workers()
+
+    def check(self) -> None:
+        """Raise Closing once `close` was called."""
+        if self._closing:
+            raise Closing
+
+    # Workers ask, the leader answers.
+
+    def ask_for_push(self) -> None:
+        """A server joins common pushes, and no other server would have to wait: push even if no push is due."""
+        with self.changed:
+            self._push_wanted = True
+            self.changed.notify_all()
+
+    def ask_for_copy(self) -> None:
+        """A worker needs a newer copy than there is."""
+        with self.changed:
+            self._copy_wanted = True
+            self.changed.notify_all()
+
+    def push_is_wanted(self) -> bool:
+        """Whether to push now although no push is due. Under the lock."""
+        return self._push_wanted
+
+    def copy_is_wanted(self) -> bool:
+        """Whether to make a copy, if none is in use. Under the lock."""
+        return self._copy_wanted
+
+    def begin_push(self, make: Callable[[list[str], Callable[[str, str], None]], Push]) -> Push:
+        """Invite all workers in mode COMMON to a push. `make` gets their addresses, and what to call on a drop."""
+        with self.changed:
+            workers = {worker.url: worker for worker in self.in_common()}
+            push = make(list(workers), lambda url, why: workers[url].drop(why))
+            self._push_wanted = False
+            for worker in workers.values():
+                worker.invite(push)
+        return push
+
+    def push_settled(self, report: SyncReport) -> None:
+        """Every server has acknowledged a common push, or has left it."""
+        with self.changed:
+            self.push_s = report.seconds["total"]
+            self.add_report(report)
+            self.changed.notify_all()
+
+    def copy_made(self) -> None:
+        """The copy holds a new version."""
+        with self.changed:
+            self._copy_wanted = False
+            self.changed.notify_all()
+            self.wake_workers(Mode.ALONE)
+
+    def add_report(self, report: SyncReport) -> None:
+        with self.lock:
+            self._reports = [*self._reports[-_REPORTS_MAX:], report]
+
+    def take_reports(self) -> list[SyncReport]:
+        """Pushes that ended since the last call."""
+        with self.lock:
+            reports, self._reports = self._reports, []
+        return reports
+
+    def replace_workers(self, gone: list["ServerWorker"], new: list["ServerWorker"]) -> None:
+        """The list of servers has changed."""
+        with self.lock:
+            self.workers = [worker for worker in self.workers if worker not in gone] + new
+
+    def copy_in_use(self) -> bool:
+        """Whether a worker reads the copy, or is about to. A newer copy must not deprive it of its turn each time."""
+        return self.copy.readers > 0 or any(worker.may_take(self.copy) for worker in self.workers)
+
+    def in_common(self) -> list["ServerWorker"]:
+        """The workers that take part in common pushes."""
+        return [worker for worker in self.workers if worker.mode is Mode.COMMON and not worker.dropped]
 
     def _on_fleet_change(self) -> None:
         with self.changed:
@@ -113,25 +194,15 @@ class Board:
                 if worker.server.suspected:
                     worker.wake.notify_all()
 
-    def check(self) -> None:
-        """Raises Closing at the end."""
-        if self.closing:
-            raise Closing
-
-    def report(self, report: SyncReport) -> None:
-        """Under the lock."""
-        self.reports = [*self.reports[-_REPORTS_MAX:], report]
-
-    def copy_in_use(self) -> bool:
-        """Whether a worker reads the copy, or has been woken to: a newer one must not take its turn away each time."""
-        return self.copy.readers > 0 or any(worker.may_take(self.copy) for worker in self.workers)
-
-    def in_common(self) -> list["ServerWorker"]:
-        return [worker for worker in self.workers if worker.mode is Mode.COMMON and not worker.dropped]
-
 
 class ServerWorker(threading.Thread):
-    """Keeps one server at the newest version: in common pushes, alone, or by connecting anew."""
+    """Keeps one server at the newest version: in common pushes, alone, or by connecting again (I4).
+
+    Attributes:
+        mode: How the server gets its weights now.
+        dropped: Why the leader goes on without this server, until it has connected again; "" if it does not.
+        wake: Notified when there is something to do.
+    """
 
     def __init__(self, server: Server, board: Board, backend: str, device: torch.device):
         super().__init__(name=f"weight-sync {server.url}", daemon=True)
@@ -139,15 +210,12 @@ class ServerWorker(threading.Thread):
         self.url = server.url
         self.link = self._make_link(server, backend, device, board)
         self.mode = Mode.LOST
-        self.push: Push | None = None
-        """The push to take part in, set by the lead."""
         self.dropped = ""
-        """Why the lead goes on without this server, until it has connected anew."""
         self.wake = threading.Condition(board.lock)
+        self._push: Push | None = None
         self._board = board
-        self.has = -1
-        self.awaits_copy = False
-        """It waits for a copy of a version after `has`."""
+        self._has = -1
+        self._awaits_copy = False  # of a version after `_has`
         self._given = -1  # on this connection
         self._removed = False
         self._retry_at = 0.0
@@ -157,21 +225,32 @@ class ServerWorker(threading.Thread):
 
     @staticmethod
     def _make_link(server: Server, backend: str, device: torch.device, board: Board) -> ServerLink:
-        args = (server.control, backend, device, board.timeout_s, board.pause, board.check)
-        if not isinstance(server.control, SglangControl):
-            return (DiskLink if backend == "disk" else ServerLink)(*args)
-        link = SglangDiskLink if backend == "disk" else SglangLink
-        return link(*args, hold=lambda: board.fleet.hold(server), in_flight=lambda: server.in_flight)
+        path = server.engine.disk_link if backend == "disk" else server.engine.link
+        return pkgutil.resolve_name(path)(
+            server.control,
+            backend,
+            device,
+            board.timeout_s,
+            board.pause,
+            board.check,
+            hold=lambda: board.fleet.hold(server),
+            requests_in_flight=lambda: server.in_flight,
+        )
 
     def connect(self) -> None:
-        """Form the process group. By the main thread before the worker starts, by the worker afterwards."""
+        """Form the process group. The main thread calls it before the worker starts, the worker afterwards."""
         self._given = -1
         self.link.connect(self._board.plan_info)
         self._backoff_s = _BACKOFF_S
         self._health_failures = 0
 
+    def invite(self, push: Push) -> None:
+        """Take part in this push. Under the board's lock."""
+        self._push = push
+        self.wake.notify()
+
     def drop(self, why: str) -> None:
-        """The lead goes on without this server, which may still be busy with the push before."""
+        """The leader goes on without this server, which may still be busy with the previous push."""
         self.dropped = why
         self._board.fleet.withdraw(self.server, why, lost=False)
 
@@ -180,6 +259,10 @@ class ServerWorker(threading.Thread):
         with self._board.lock:
             self._removed = True
             self.wake.notify_all()
+
+    def may_take(self, copy: VersionCopy) -> bool:
+        """Whether it waits for a copy, and this one is newer than what the server has and not older than `sent`."""
+        return self._awaits_copy and copy.version > self._has and copy.version >= self._board.sent
 
     def run(self) -> None:
         board = self._board
@@ -196,16 +279,16 @@ class ServerWorker(threading.Thread):
             self._leave_push()
             self.link.close()
 
-    # ------------------------------------------------------------------------------------------------ its modes
+    # ---------------------------------------------------------------------------------------- one step of each mode
 
     def _take_part(self) -> None:
         board = self._board
-        if not self._wait(lambda: self.push is not None):
+        if not self._wait(lambda: self._push is not None):
             if -1 < self._given < board.sent:
-                self.mode = Mode.ALONE  # it missed a version, and the next one is long in coming
+                self.mode = Mode.ALONE  # it missed a version, and the next push is not due yet
             self._look_after_health()
             return
-        push = self.push
+        push = self._push
         seat = push.seat(self.url, board.timeout_s, board.check)
 
         def check() -> None:
@@ -221,7 +304,7 @@ class ServerWorker(threading.Thread):
             seat.stopped()
             seconds = self.link.update(seat, board.buckets, board.num_buffers)
         except Dropped as why:
-            # Its weights are a mix: connect anew, at once.
+            # The server has a mix of two versions: connect again, at once.
             self.dropped = ""
             self._leave_push(push)
             board.fleet.withdraw(self.server, str(why), lost=False)
@@ -235,8 +318,8 @@ class ServerWorker(threading.Thread):
             if not self.dropped:
                 board.fleet.admit(self.server, push.version)
             with board.changed:
-                if self.push is push:  # else the next one has come already
-                    self.push = None
+                if self._push is push:  # else the next one is here already
+                    self._push = None
             push.ended(self.url, seconds)
         finally:
             self.link.check = board.check
@@ -245,14 +328,13 @@ class ServerWorker(threading.Thread):
         board = self._board
         with board.changed:
             if not (board.copies_only or board.in_common()):
-                self.mode, board.push_wanted = Mode.COMMON, True
-                board.changed.notify_all()
+                self._join_pushes()
                 return
-        self.has, self.awaits_copy = self.server.version if self.server.in_traffic else -1, True
+        self._has, self._awaits_copy = self.server.version if self.server.in_traffic else -1, True
         try:
             taken = self._wait(self._takes_copy)
         finally:
-            self.awaits_copy = False
+            self._awaits_copy = False
         if not taken:
             self._look_after_health()
             return
@@ -266,7 +348,7 @@ class ServerWorker(threading.Thread):
             return
         finally:
             with board.changed:
-                copy.readers -= 1
+                copy.release()
                 board.changed.notify_all()
         self._given = version
         with board.changed:
@@ -274,30 +356,25 @@ class ServerWorker(threading.Thread):
             if board.copies_only:
                 board.push_s = seconds["total"]
             elif seconds["total"] - seconds.get("drain", 0.0) <= board.push_s + board.straggler_s:
-                # As quick as the others by itself: it keeps them waiting no more. If they were sent a newer version
-                # meanwhile, it gets the next one with them, and is admitted then.
+                # Fast enough for common pushes. If the others were sent a newer version meanwhile, the server gets the
+                # next one with them and is admitted then.
                 self.mode = Mode.COMMON
             size = sum(bucket.payload_bytes for bucket in board.buckets)
             total = {"total": seconds["total"]}
-            board.report(SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True))
+            board.add_report(SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True))
         if not board.copies_only:
             logger.info("%s has caught up with version %d in %.2f s", self.url, version, seconds["total"])
         if newest:
             board.fleet.admit(self.server, version)
         board.notify()
 
-    def may_take(self, copy: Copy) -> bool:
-        """It waits, and the copy is newer than what it has and not older than what the others were sent."""
-        return self.awaits_copy and copy.version > self.has and copy.version >= self._board.sent
-
     def _takes_copy(self) -> bool:
         board, copy = self._board, self._board.copy
         if copy is not None and self.may_take(copy):
-            copy.readers += 1
+            copy.hold()
             return True
-        if board.sent > self.has:
-            board.copy_wanted = True
-            board.changed.notify_all()
+        if board.sent > self._has:
+            board.ask_for_copy()
         return False
 
     def _reconnect(self) -> None:
@@ -315,14 +392,15 @@ class ServerWorker(threading.Thread):
             self._lose(error)
             return
         with board.changed:
-            self.mode = Mode.ALONE if board.copies_only or board.in_common() else Mode.COMMON
-            if self.mode is Mode.COMMON:
-                board.push_wanted = True
-            board.changed.notify_all()
+            if board.copies_only or board.in_common():
+                self.mode = Mode.ALONE
+                board.changed.notify_all()
+            else:
+                self._join_pushes()
         logger.info("%s is connected again; it gets the newest weights first", self.url)
 
     def _look_after_health(self) -> None:
-        """Is it there, and is it the one that we gave weights to?"""
+        """Check that the server is there, and that it is the one that we gave weights to."""
         server = self.server
         self._next_look = time.monotonic() + _SUSPECT_LOOK_S
         try:
@@ -332,7 +410,7 @@ class ServerWorker(threading.Thread):
             reported = server.control.weight_version()
         except (EngineError, UserError) as error:
             self._health_failures += 1
-            if "no reply" not in str(error) or self._health_failures >= _HEALTH_FAILURES_MAX:
+            if not isinstance(error, NoReply) or self._health_failures >= _HEALTH_FAILURES_MAX:
                 self._lose(error)
             return
         self._health_failures = 0
@@ -341,10 +419,15 @@ class ServerWorker(threading.Thread):
         elif server.suspected and self._given >= self._board.sent:
             self._board.fleet.admit(server, self._given)
 
-    # ------------------------------------------------------------------------------------------------ its parts
+    # ---------------------------------------------------------------------------------------------- parts of steps
+
+    def _join_pushes(self) -> None:
+        """No other server would have to wait: take part in common pushes, from one right now. Under the lock."""
+        self.mode = Mode.COMMON
+        self._board.ask_for_push()
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float = HEALTH_S) -> bool:
-        """Wait under the board's lock; False after `timeout_s`, or as soon as there is something else to do."""
+        """Wait under the board's lock. False after `timeout_s`, or as soon as there is something else to do."""
         board, deadline = self._board, time.monotonic() + timeout_s
         with board.changed:
             while not ready():
@@ -363,11 +446,11 @@ class ServerWorker(threading.Thread):
         self._retry_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_MAX_S)
         self._board.fleet.withdraw(self.server, str(reason))
-        self._board.wake_workers(Mode.ALONE)  # there may be nobody left whom they would keep waiting
+        self._board.wake_workers(Mode.ALONE)  # perhaps no other server is left that would have to wait for them
 
     def _leave_push(self, push: Push | None = None) -> None:
         """Leave this push, and the one that may have come since."""
         with self._board.changed:
-            given, self.push = self.push, None
-        for each in {push, given} - {None}:
+            invited, self._push = self._push, None
+        for each in {push, invited} - {None}:
             each.ended(self.url, None)

@@ -1,0 +1,10 @@
+"""Both ends of the wire: the trainer imports it, and so does every server. It needs torch and safetensors only.
+
+    buckets.py         the plan: which tensor travels at which byte of which bucket; trailers and checksums
+    transport.py       a process group between trainer rank 0 and one server, with bounded waits
+    receiver.py        the server's end: receive buckets, verify each, hand the tensors to the engine, acknowledge
+    bucket_files.py    a bucket as a safetensors file, for transport "disk"
+
+The trainer computes the plan once and sends it when it connects. A version is then its buckets, in order, and one
+acknowledgement. The trainer's end is weight_sync/. The server's end is in inside_vllm/ and engines/embedded/.
+"""

@@ -18,7 +18,7 @@ PREFILL_TOKENS = 16384
 
 
 @dataclass(eq=False)
-class Row:
+class AnswerRow:
     """One answer in the making.
 
     Attributes:
@@ -60,14 +60,14 @@ class Request:
     params: SamplingParams
     top_logprobs: int = 0
     flat_logprobs: bool = False
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AnswerRow] = field(default_factory=list)
     unfinished: int = 0
     cancelled: bool = False
     error: str | None = None
 
     def __post_init__(self) -> None:
         seed = self.params.seed if self.params.seed is not None else random.SystemRandom().getrandbits(63)
-        self.rows = [Row(self, noise_key(seed, i)) for i in range(self.params.n)]
+        self.rows = [AnswerRow(self, noise_key(seed, i)) for i in range(self.params.n)]
         self.unfinished = len(self.rows)
 
 
@@ -106,8 +106,8 @@ class Generator:
         token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
         self.cache_tokens = cache_bytes // token_bytes
         self._cache = RowCache(config.num_hidden_layers)
-        self._running: list[Row] = []  # running[r] is row r of the cache
-        self._waiting: deque[Row] = deque()
+        self._running: list[AnswerRow] = []  # running[r] is row r of the cache
+        self._waiting: deque[AnswerRow] = deque()
 
     @property
     def running(self) -> int:
@@ -174,7 +174,7 @@ class Generator:
         """Take rows off the queue while they fit, and yield them in batches of at most PREFILL_TOKENS."""
         longest = max((row.tokens_max for row in self._running), default=0)
         free = self.max_sequences - len(self._running)
-        batch: list[Row] = []
+        batch: list[AnswerRow] = []
         prompts, width, admitted = 0, 0, 0
         while self._waiting and admitted < free:
             row = self._waiting[0]
@@ -192,7 +192,7 @@ class Generator:
         if batch:
             yield batch
 
-    def _prefill(self, batch: list[Row]) -> list[Request]:
+    def _prefill(self, batch: list[AnswerRow]) -> list[Request]:
         """Compute the batch's tokens so far, append the rows to the running ones and sample a token for each."""
         inputs: list[list[int]] = []
         sources: list[int] = []
@@ -278,7 +278,7 @@ class Generator:
             self._keep([row.finish_reason is None for row in self._running])
         return finished
 
-    def _finish(self, row: Row, reason: FinishReason) -> list[Request]:
+    def _finish(self, row: AnswerRow, reason: FinishReason) -> list[Request]:
         row.finish_reason = reason
         row.request.unfinished -= 1
         return [row.request] if row.request.unfinished == 0 else []
@@ -295,5 +295,5 @@ class Generator:
         del self._running[count:]
 
 
-def _shares_prompt(row: Row, previous: Row) -> bool:
+def _shares_prompt(row: AnswerRow, previous: AnswerRow) -> bool:
     return row.request is previous.request and not row.token_ids and not previous.token_ids

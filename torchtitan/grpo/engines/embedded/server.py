@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from torchtitan.grpo.engines.embedded.generator import Generator, Request, Row
+from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
 from torchtitan.grpo.engines.embedded.worker import GenerationWorker
-from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-COHORT_HEADER = "X-Rollout-Cohort"
 COHORT_TIMEOUT_S = 10.0
 BODY_BYTES_MAX = 64 << 20
 TOP_LOGPROBS_MAX = 20
@@ -305,7 +304,7 @@ class EmbeddedApp:
         return web.json_response({"weight_version": self.generator.version})
 
 
-def _choice(index: int, row: Row) -> dict:
+def _choice(index: int, row: AnswerRow) -> dict:
     ends = [start for _, start in row.version_starts[1:]] + [len(row.token_ids)]
     return {
         "index": index,
@@ -324,7 +323,7 @@ def _choice(index: int, row: Row) -> dict:
     }
 
 
-def _logprobs(row: Row) -> dict:
+def _logprobs(row: AnswerRow) -> dict:
     """As vLLM with our plug-in answers them (`flat_logprobs.py`)."""
     if row.request.flat_logprobs:
         return {"logprobs": None, "token_logprobs": row.logprobs}

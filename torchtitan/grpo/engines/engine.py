@@ -1,0 +1,28 @@
+"""What the trainer has to know of an inference engine: one row of the registry."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.engines.protocol import EngineClient
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        control: Control routes.
+        client: Generation route. Called with address, API key (or None), seconds that a request may take, and a
+            function that returns the newest weight version that the server has acknowledged.
+        link, disk_link: How weights get there, over a process group and over files: subclasses of
+            `weight_sync.link.ServerLink` as "module:Class". These are names since weight_sync/ imports this folder.
+        repeats_in_flight: Seeded requests repeat their answers even when requests and weight updates arrive at other
+            times than before, as they do with `[async_grpo]`. Decides what `[rollout] seeded_requests = "auto"` means.
+    """
+
+    control: type[HttpControl]
+    client: Callable[[str, str | None, float, Callable[[], int]], EngineClient]
+    link: str
+    disk_link: str
+    repeats_in_flight: bool

@@ -1,0 +1,145 @@
+"""What the servers get: named tensors, and how the trainer's sharded parameters become them.
+
+The rest of weight sync sees a `PublishedWeights` and knows nothing of models, state-dict adapters or tied weights.
+`model_weights` makes one of a model. Anything else that servers can load (LoRA adapters, experts that are one
+parameter in the trainer and many tensors in a checkpoint) is published by making another.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.snapshot import Slices
+from torchtitan.grpo.weight_wire.buckets import TensorSpec
+
+
+@dataclass(frozen=True)
+class PublishedTensor:
+    """One tensor on the wire, and the part of a parameter that it is made from.
+
+    Attributes:
+        spec: Hugging Face name, dtype and shape.
+        parameter: Name of the parameter in `PublishedWeights.parameters`.
+        box: The part of the full (unsharded) parameter: (start, length) in each dimension.
+        rearrange: Turns the values of the box, in the box's shape, into a tensor of `spec.shape`. None if the tensor
+            holds the same elements in the same (row-major) order.
+    """
+
+    spec: TensorSpec
+    parameter: str
+    box: Slices
+    rearrange: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        return tuple(length for _, length in self.box)
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Everything that a server gets with one version.
+
+    Construct it on every rank with the same names, shapes and order: the plan of the transfer follows from them (I7).
+    It keeps references to the sharded parameters, so construct it after `fully_shard`, `to_empty` and the optimizer.
+    FSDP2 replaces what the modules show while they are gathered, but it updates and keeps these.
+
+    Attributes:
+        parameters: The trainer's tensors, by any name that is unique: DTensors, or plain tensors that every rank has in
+            full. All on one device.
+        tensors: What is sent, in this order. All of one dtype, to which parameters are cast.
+
+    Raises:
+        ValueError: The parts contradict each other.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    tensors: tuple[PublishedTensor, ...]
+
+    def __post_init__(self) -> None:
+        names = {tensor.spec.name for tensor in self.tensors}
+        if not names or len(names) < len(self.tensors):
+            raise ValueError(f"{len(self.tensors)} tensors to publish have {len(names)} names")
+        if len(dtypes := {tensor.spec.dtype for tensor in self.tensors}) > 1:
+            raise ValueError(f"tensors to publish have several dtypes: {sorted(map(str, dtypes))}")
+        for tensor in self.tensors:
+            shape = self.parameters[tensor.parameter].shape
+            inside = len(tensor.box) == len(shape) and all(
+                start >= 0 and start + length <= size for (start, length), size in zip(tensor.box, shape, strict=True)
+            )
+            if not inside or math.prod(tensor.box_shape) != math.prod(tensor.spec.shape):
+                raise ValueError(
+                    f"{tensor.spec.name} {tensor.spec.shape} cannot be the part {tensor.box} of {tensor.parameter} "
+                    f"{tuple(shape)}"
+                )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """On the wire."""
+        return self.tensors[0].spec.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[self.tensors[0].parameter].device
+
+
+def canonical_name(name: str) -> str:
+    """The parameter's name without the parts that activation checkpointing and compilation add to it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def whole(shape: torch.Size | tuple[int, ...]) -> Slices:
+    """The box that is all of a parameter."""
+    return tuple((0, size) for size in shape)
+
+
+def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool) -> PublishedWeights:
+    """All weights of a model, in the model's order.
+
+    The adapter is called with meta tensors to learn names and shapes: no weights move. A parameter that it drops (a
+    tied output layer) is not sent.
+
+    Args:
+        model: Parallelised model, with its optimizer made.
+        adapter: torchtitan's state-dict adapter; `to_hf` takes partial state dicts.
+        dtype: Precision on the wire.
+        tied: The model's output layer is its embedding.
+
+    Raises:
+        UserError: `tied` contradicts the adapter, or one parameter becomes several tensors (mixture of experts).
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation may have left parameters gathered
+    parameters, tensors = {}, []
+    for raw_name, parameter in model.named_parameters():
+        name = canonical_name(raw_name)
+        probe = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        converted = adapter.to_hf({name: probe})
+        if len(converted) > 1:
+            raise UserError(
+                f"[model] {name} becomes {len(converted)} Hugging Face tensors: weight sync sends one per parameter, "
+                "so mixture-of-experts models are not supported"
+            )
+        for hf_name, value in converted.items():
+            parameters[name] = parameter
+            rearrange = None if value is probe else functools.partial(_converted, adapter, name)
+            spec = TensorSpec(hf_name, dtype, tuple(value.shape))
+            tensors.append(PublishedTensor(spec, name, whole(parameter.shape), rearrange))
+    sends_output = any(tensor.spec.name == "lm_head.weight" for tensor in tensors)
+    if sends_output == tied:
+        raise UserError(
+            f"[model] tied is {tied}, but the adapter {'gives' if sends_output else 'drops'} lm_head.weight"
+        )
+    return PublishedWeights(parameters, tuple(tensors))
+
+
+def _converted(adapter: Any, name: str, full: torch.Tensor) -> torch.Tensor:
+    (value,) = adapter.to_hf({name: full}).values()
+    return value
