@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torchtitan.grpo.engines.http_control import HttpControl, ServerError
+from torchtitan.grpo.engines.http_control import HttpControl, NoReply, ServerError
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.errors import UserError
@@ -67,3 +67,16 @@ def test_what_to_do_about_a_server_that_does_not_get_well(listens, hint):
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=rf"{url}: not healthy after 0.5 s .*{hint}.* start_timeout_seconds"):
             ServerControl(url).wait_healthy(0.5)
+
+
+def test_a_busy_server_and_one_that_is_gone_are_different_errors():
+    """Weight sync gives the first another chance."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        control = ServerControl(f"http://127.0.0.1:{taken.getsockname()[1]}", timeout_s=0.2)
+        with pytest.raises(ServerError, match="nobody listens there") as gone:
+            control.weight_version()
+        assert not isinstance(gone.value, NoReply)
+        taken.listen()
+        with pytest.raises(NoReply, match=r"no reply to /weight_info within 0\.2 s"):
+            control.weight_version()

@@ -1,6 +1,6 @@
-"""Which inference servers there are, which of them may be asked, and which weights each of them has.
+"""The inference servers of a run: which may get requests, and which weights each has.
 
-The collector asks here where a request may go; weight sync's workers say here what became of a server. The list of
+The router asks here where a request may go. Weight sync's workers report here what became of a server. The list of
 servers may change during a run (`[rollout] urls_file`).
 """
 
@@ -21,25 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 class FleetError(RuntimeError):
-    """Fewer servers are left than `[rollout] min_servers`. The message names every lost one and why it was lost."""
+    """Fewer servers are left than `[rollout] min_servers`. The message names each lost server and the reason."""
 
 
 @dataclass(eq=False)
 class Server:
-    """One server as the trainer knows it. Its `Fleet` changes it; others read.
+    """One server as the trainer knows it. Its `Fleet` changes it; others only read.
 
     Attributes:
-        url: Base address, without a slash at its end.
+        url: Base address, without a trailing slash.
         control: Its control routes, for weight sync.
         client: Its generation route, for the collector, which closes it.
-        check: Asks it whether it is set up as the trainer needs it; raises UserError if not.
+        engine: Its row of the registry. Weight sync needs it.
+        check: Checks that the server is set up as the trainer needs it. Raises UserError if not.
         version: The newest weight version that it has acknowledged, -1 for none.
         in_traffic: Requests may go there.
         lost: It failed. It counts against `[rollout] min_servers` until it is admitted again.
-        held: No new requests go there until it is admitted again; it finishes those under way.
-        suspected: A request failed there. Weight sync's worker finds out what is wrong, and admits or withdraws it.
+        held: It gets no new requests until it is admitted again. It finishes the running ones.
+        suspected: A request failed there. Weight sync's worker finds the cause, then admits or withdraws it.
         reason: Why it is out of traffic, "" while it is in traffic.
-        in_flight: Our requests under way there; the collector's event loop alone writes it.
+        in_flight: Our running requests there. Only the collector's event loop writes it.
     """
 
     url: str
@@ -65,16 +66,16 @@ class Server:
 
 
 class Fleet:
-    """The servers of a run, in the order of their list. Any method may be called from any thread; none waits.
+    """The servers of a run, in the order of their list. Any thread may call any method; none waits.
 
-    A server is out of traffic until it is admitted with the version that it acknowledged. From then on it is in
-    traffic until it is withdrawn (weight sync found it slow or gone), suspected (a request failed there) or no longer
-    listed; only `admit` brings it back. A server that left the list is no longer in `servers`, is never picked again,
-    and whatever a worker still says about it changes nothing; requests under way there may end.
+    A server is out of traffic until it is admitted with the version that it acknowledged. It stays in traffic until it
+    is withdrawn (weight sync found it slow or gone), suspected (a request failed there) or no longer listed. Only
+    `admit` brings it back. A server that left the list is not in `servers` and gets no more requests. Nothing that a
+    worker still reports about it has an effect. Its running requests may end.
 
     Args:
-        urls: Base addresses, one per server. Left alone if there is an `urls_file`.
-        make: Makes the server of an address; must not block, nor call the fleet.
+        urls: Base addresses, one per server. Ignored if there is a `urls_file`.
+        make: Makes the server of an address. It must not block or call the fleet.
         min_servers: `[rollout] min_servers`, see `check`.
         urls_file: `[rollout] urls_file`, see `read_urls` and `reread`.
 
@@ -101,17 +102,17 @@ class Fleet:
 
     @property
     def servers(self) -> list[Server]:
-        """The servers of the list as it is now; a copy."""
+        """The servers that are listed now; a copy."""
         with self._lock:
             return list(self._servers)
 
     @property
     def may_grow(self) -> bool:
-        """Servers may be added."""
+        """Whether servers may be added."""
         return bool(self._urls_file)
 
     def admit(self, server: Server, version: int) -> None:
-        """Into traffic: the server has acknowledged `version` and is resumed."""
+        """Put it into traffic: the server has acknowledged `version` and is resumed (I3)."""
         with self._lock:
             if server not in self._servers:
                 return
@@ -124,14 +125,16 @@ class Fleet:
         self._notify()
 
     def hold(self, server: Server) -> None:
-        """Send it nothing new until it is admitted again, for an update that its running answers must not see."""
+        """Send it nothing new until it is admitted again, so that it can finish its answers before an update."""
         with self._lock:
             server.held = True
 
     def withdraw(self, server: Server, reason: str, lost: bool = True) -> None:
-        """Out of traffic until admitted again. `lost`: it failed; False: it is slow, or busy with its weights.
+        """Take it out of traffic until it is admitted again.
 
-        A lost server stays lost until it is admitted, whatever `lost` says.
+        Args:
+            lost: The server failed. False: it is slow, or busy with an update. A lost server stays lost until it is
+                admitted, whatever this says.
         """
         with self._lock:
             if server not in self._servers:
@@ -146,9 +149,9 @@ class Fleet:
         self._notify()
 
     def suspect(self, server: Server, error: Exception) -> None:
-        """Out of traffic until weight sync has found out: `error` is how a request failed there.
+        """Take it out of traffic until weight sync knows why a request failed there with `error`.
 
-        Of a server that is out of traffic already this says nothing new, and changes nothing.
+        For a server that is out of traffic already this has no effect.
         """
         with self._lock:
             if server not in self._servers or not server.in_traffic:
@@ -159,17 +162,17 @@ class Fleet:
         self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """No server will get newer weights, for this reason: whoever waits for one is told so by `check`."""
+        """No server will get newer weights, because of this error. `check` raises it for everyone who waits."""
         with self._lock:
             self._error = self._error or error
         self._notify()
 
     def check(self) -> None:
-        """Check that enough servers are left, and that they are looked after.
+        """Check that enough servers are left, and that weight sync still works.
 
         Raises:
             FleetError: Fewer than `[rollout] min_servers` are listed and not lost.
-            What `fail` was given.
+            The error that `fail` was given.
         """
         if self._error is not None:
             raise self._error
@@ -188,19 +191,19 @@ class Fleet:
             return [server for server in self._servers if server.serves(min_version)]
 
     def describe(self) -> str:
-        """Every server with its state, in one line."""
+        """All servers with their states, in one line."""
         with self._lock:
             return "; ".join(server.describe() for server in self._servers)
 
     def reread(self) -> tuple[list[Server], list[Server]]:
-        """Take up `urls_file` if it has changed since it was last read; otherwise this costs one `stat`.
+        """Read `urls_file` again if it has changed. If it has not, this costs one `stat`.
 
-        A file that is missing or has a bad line is logged once and changes nothing until it changes again. Write the
-        new list beside the old one and rename it: a list that is written in place may be read half.
+        A missing file or a bad line is logged once and has no effect. To change the list, write a new file and rename
+        it: a list that is written in place may be read before it is complete.
 
         Returns:
             (added, removed): New servers, which are not in traffic yet, and those that are no longer listed. A server
-            that stays listed keeps its object; one that comes back to the list is a new one.
+            that stays listed keeps its object. One that returns to the list gets a new object.
         """
         stamp = _stamp(self._urls_file)
         with self._lock:
@@ -212,7 +215,7 @@ class Fleet:
         except UserError as error:
             problem = error
         if _stamp(self._urls_file) != stamp:
-            return [], []  # being written just now: the next call takes it up
+            return [], []  # being written right now: the next call reads it
         if problem:
             logger.error("%s. The servers stay as they are.", problem)
         with self._lock:
@@ -250,10 +253,10 @@ class Fleet:
 
 
 def read_urls(path: str | Path) -> list[str]:
-    """The addresses in a text file: one `http://host:port` a line; empty lines and what follows a # do not count.
+    """The addresses in a text file, one `http://host:port` per line. Empty lines and # comments are ignored.
 
     Raises:
-        UserError: The file cannot be read, lists no server or has a bad line; the message names the line.
+        UserError: The file cannot be read, lists no server or has a bad line. The message names the line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
@@ -276,7 +279,7 @@ def read_urls(path: str | Path) -> list[str]:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Changes when the file does; None if there is none. The inode tells a renamed file of the same size and time."""
+    """A value that changes with the file; None if there is no file. The inode reveals a renamed file."""
     try:
         status = os.stat(path)
     except OSError:

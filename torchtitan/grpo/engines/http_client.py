@@ -1,4 +1,4 @@
-"""The HTTP side of an `EngineClient`: one connection pool, one deadline, errors that say what to change."""
+"""The HTTP side of an `EngineClient`: a connection pool, a deadline per request, errors that say what to change."""
 
 import asyncio
 from typing import Any
@@ -12,16 +12,16 @@ from torchtitan.grpo.errors import UserError
 
 
 class HttpClient:
-    """Requests to one server's generation route. All calls of one client are made from one asyncio event loop.
+    """Requests to one server's generation route. All calls of a client come from one asyncio event loop.
 
     Args:
         url: The server's base address.
         api_key: Sent as a bearer token; None sends none.
-        request_timeout_s: Longest wait for one answer, from sending to the last byte.
+        request_timeout_s: Longest wait for one answer, from sending the request to the last byte.
     """
 
     route_hint = ""
-    """What to change where the server does not offer the route."""
+    """What to change if the server does not have the route."""
 
     def __init__(self, url: str, api_key: str | None, request_timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -46,15 +46,15 @@ class HttpClient:
 
         Raises:
             EngineError: The server failed, is gone, or did not answer in time.
-            UserError: It refuses the request for a reason that the user can mend.
+            UserError: It refuses the request for a reason that the user can fix.
         """
         if self._session is None:
-            # Made here, inside the event loop. No limit on connections: the collector limits requests.
+            # Created here, inside the event loop. Connections have no limit, since the collector limits requests.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
         timeout = aiohttp.ClientTimeout(total=remaining_s)
-        data = msgspec.json.encode(body)  # which shares the interpreter with the trainer, as reading the reply does
+        data = msgspec.json.encode(body)  # fast, since it takes interpreter time from the trainer
         try:
             async with self._session.post(self.url + route, data=data, headers=headers, timeout=timeout) as reply:
                 status, payload = reply.status, await reply.read()
@@ -83,12 +83,15 @@ class HttpClient:
         raise EngineError(f"{self.url}: request {request_id}: HTTP {status}: {said}")
 
     def _check(self, request_id: str, version: int, spans: list[str], lengths: list[tuple[int, int]]) -> None:
-        """Check an answer: who sampled it, and that each token has its log-probability.
+        """Check which weights sampled an answer, and that each token has a log-probability.
 
         Args:
             version: The newest weight version that this server has acknowledged.
-            spans: Names of the weights that sampled it, as far as the server says.
-            lengths: Tokens and log-probabilities of each completion.
+            spans: Names of the weights that sampled the answer, as far as the server reports them.
+            lengths: Number of tokens and of log-probabilities of each completion.
+
+        Raises:
+            EngineError: Weights that we did not send sampled the answer, or log-probabilities are missing.
         """
         foreign = [name for name in spans if not name.isdecimal()]
         if foreign and version >= 0:

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEEPALIVE_S = 2.0
-"""Idle connections are dropped before uvicorn drops them (5 s): a request sent on a connection that the server is
-just closing is lost, and a POST is not repeated."""
+"""Idle connections are dropped after this, before uvicorn drops them (5 s). A request on a connection that the server
+is closing is lost, and a POST is not repeated."""
 _HEALTH_POLL_S = 0.25
 _HEALTH_REQUEST_S = 5.0
 _MAY_BE_MISSING = "Start the server, correct [rollout] urls, or raise"
@@ -27,7 +27,7 @@ _MAY_HANG = (
     "if it is still starting, raise"
 )
 _CONNECTIONS = 4
-"""Kept at once: the update call takes as long as the transfer, and others are made meanwhile."""
+"""Kept at once: the update call lasts as long as the transfer, and other calls run meanwhile."""
 
 
 class ServerError(EngineError):
@@ -39,19 +39,18 @@ class NoReply(ServerError):
 
 
 class HttpControl:
-    """Control of the server at `url` (its base address). Every call is bounded by `timeout_s`.
+    """Control of the server at `url` (its base address). Every call is bounded by `timeout_s` (I6).
 
-    One object may be used from several threads. Connections are kept for the calls of one update, and no longer.
-    urllib3, since a call through `requests` takes four times the interpreter time of one through what is below it, and
-    these calls run beside a training step. As with the clients of the generation route, proxies of the environment do
-    not count.
+    Several threads may use one object. Connections are kept for the calls of one update. Calls go through urllib3:
+    they run beside a training step, and `requests` takes four times the interpreter time. Proxies that the environment
+    names are ignored, as in the clients of the generation route.
 
-    Subclasses: one for each engine, with the calls below and those that its link of weight sync makes.
+    Each engine has a subclass with the calls below and those that its weight-sync link makes.
     """
 
     health_path = "/health"
     sampling_hint = ""
-    """What to change if log-probabilities are not those of the distribution that is sampled from."""
+    """What to change if log-probabilities are not those of the sampled distribution."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
         self.url = url.rstrip("/")
@@ -62,11 +61,14 @@ class HttpControl:
         self._used_at = time.monotonic()
 
     def wait_healthy(self, timeout_s: float, process: subprocess.Popen | None = None) -> None:
-        """Wait until the health route says 200; `process`, if given, is the server's, and its exit ends the wait.
+        """Wait until the health route answers 200.
+
+        Args:
+            process: The server's, if known. Its exit ends the wait.
 
         Raises:
-            UserError: No answer within `timeout_s`.
-            ServerError: The process is gone.
+            UserError: The server is not healthy within `timeout_s`.
+            ServerError: The process has ended.
         """
         started = time.monotonic()
         seen, announced = "no connection", False
@@ -91,30 +93,31 @@ class HttpControl:
         )
 
     def is_healthy(self) -> bool:
-        """Whether the health route says 200 now.
+        """Whether the health route answers 200 now.
 
         Raises:
-            ServerError: Nobody answers at that address, or not in time.
+            ServerError: No server listens at that address.
+            NoReply: The server did not reply in time.
         """
         return _ok(self._request("GET", self.health_path, "health", timeout_s=_HEALTH_REQUEST_S))
 
     def world_size(self) -> int:
-        """Worker processes that take part in a weight update."""
+        """Number of worker processes that take part in a weight update."""
         raise NotImplementedError
 
     def check(self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
-        A server that is known to be paused, as an update that was broken off leaves it, is not asked for
-        log-probabilities: it gets weights before it answers anything.
+        A server that is known to be paused, as an interrupted update leaves it, is not asked for log-probabilities. It
+        gets weights before it answers anything.
 
         Args:
-            longest_tokens: Of a prompt with its answer.
-            prompt_id: Any token that the model knows.
-            recomputes: Updates come in the midst of answers, whose keys and values are then to be computed anew.
+            longest_tokens: Longest prompt and answer together.
+            prompt_id: Any token of the model's vocabulary.
+            recomputes: Updates arrive while answers run, and their keys and values must then be computed again.
 
         Raises:
-            UserError: Its routes, its model's length or its log-probabilities do not fit; the message says what to
+            UserError: Its routes, its maximum length or its log-probabilities do not fit. The message says what to
                 change.
         """
         raise NotImplementedError
@@ -123,34 +126,39 @@ class HttpControl:
         raise NotImplementedError
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
-        """Stop at a step boundary. `keep` freezes running requests, `wait` lets them finish first, which `timeout_s`
-        may allow more time for; `clear_cache` has frozen requests recomputed on resume."""
+        """Pause at a step boundary.
+
+        Args:
+            mode: `keep` freezes running requests, `wait` lets them finish first.
+            clear_cache: Frozen requests are recomputed on resume.
+            timeout_s: Longest wait for the reply; for `wait`, which takes longer than other calls.
+        """
         raise NotImplementedError
 
     def resume(self) -> None:
         raise NotImplementedError
 
     def start_update(self) -> None:
-        """Weights will come; the server is paused."""
+        """Begin a weight update. The server is paused."""
         raise NotImplementedError
 
     def finish_update(self, version: str) -> None:
-        """All weights of this version have come."""
+        """End a weight update: all weights of this version have arrived."""
         raise NotImplementedError
 
     def weight_version(self) -> str | None:
-        """The version that the server says it serves; None if it does not say."""
+        """The version that the server reports; None if it reports none."""
         raise NotImplementedError
 
     def check_sampling(self, prompt_ids: list[int]) -> None:
         """Check that the server's log-probabilities are those of the distribution that it samples from.
 
-        At temperature T the log-probability of one token less that of another is their logits' difference over T.
-        One token is asked at T = 1 and at T = 2: the gaps must halve. A server that answers raw log-probabilities
-        gives the same gap twice, and would mislead every importance ratio.
+        The gap between the log-probabilities of two tokens is the gap between their logits, divided by the temperature.
+        The check asks for one token at temperatures 1 and 2, and the gap must halve. A server that returns raw
+        log-probabilities gives the same gap twice, which would corrupt every importance ratio.
 
         Raises:
-            UserError: The log-probabilities are not processed ones, or the server does not offer the route.
+            UserError: The log-probabilities do not follow the temperature, or the server does not have the route.
         """
         at_one, at_two = self._top_logprobs(prompt_ids, 1.0), self._top_logprobs(prompt_ids, 2.0)
         shared = sorted(at_one.keys() & at_two.keys(), key=lambda token: at_one[token])
@@ -182,7 +190,12 @@ class HttpControl:
     def _read(self, reply: urllib3.BaseHTTPResponse, path: str, phase: str, read: Callable[[Any], T]) -> T:
         try:
             return read(reply.json())
-        except (ValueError, TypeError, LookupError, AttributeError) as error:  # a proxy, say, answers for a lost server
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ) as error:  # for example from a proxy in front of a lost server
             what = f"{type(error).__name__}: {error}"
             raise ServerError(f"{self.url}: phase {phase}: {path} answers not as expected: {what}") from error
 
@@ -207,7 +220,7 @@ class HttpControl:
         self._used_at = time.monotonic()
         try:
             return self._send(method, path, timeout_s, body=body, params=params)
-        except urllib3.exceptions.NewConnectionError as error:  # refused, and yet a TimeoutError to urllib3
+        except urllib3.exceptions.NewConnectionError as error:  # refused, but urllib3 calls it a TimeoutError
             raise ServerError(f"{self.url}: phase {phase}: {path}: nobody listens there: {error}") from error
         except urllib3.exceptions.TimeoutError as error:
             raise NoReply(f"{self.url}: phase {phase}: no reply to {path} within {timeout_s:g} s") from error
@@ -224,13 +237,13 @@ class HttpControl:
         return self._pool.urlopen(method, self._path + path + query, data, headers, timeout=timeout_s)
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
-        """Connections of the one before end with the requests on them."""
+        """A fresh pool. Connections of the old one end with their requests."""
         return urllib3.connection_from_url(self.url, maxsize=_CONNECTIONS, retries=False)
 
     def _check(self, reply: urllib3.BaseHTTPResponse, phase: str, path: str) -> None:
         if _ok(reply):
             return
-        self._pool = self._new_pool()  # a server that failed may close the connection behind its answer
+        self._pool = self._new_pool()  # a server that failed may close the connection after its reply
         if reply.status == 401:
             raise UserError(
                 f"{self.url}: HTTP 401 on {path}: name the environment variable that holds the server's API key in "
@@ -241,7 +254,7 @@ class HttpControl:
         raise ServerError(f"{self.url}: phase {phase}: HTTP {reply.status} on {path}: {said}")
 
     def _explain(self, status: int, phase: str, path: str, said: str) -> None:
-        """Raise a UserError if the user can mend what the server said."""
+        """Raise a UserError if the user can fix what the server reported."""
 
 
 def _ok(reply: urllib3.BaseHTTPResponse) -> bool:

@@ -13,11 +13,11 @@ _MESSAGE_CHARS = 2000
 
 
 class EngineError(RuntimeError):
-    """A server failed, went away or took too long. The message names its address."""
+    """A server failed, is gone or took too long. The message names its address."""
 
 
 def error_text(payload: bytes) -> str:
-    """What a server said in the body of an error, without the JSON around it."""
+    """The message in the body of a server's error reply, without the JSON around it."""
     text = payload.decode(errors="replace")
     try:
         said = json.loads(text)
@@ -31,16 +31,18 @@ def error_text(payload: bytes) -> str:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a prompt is answered. Nothing but the temperature shapes the distribution: no top-p, top-k or penalties,
-    so that a trainer that divides its logits by the same temperature computes the same log-probabilities.
+    """How a prompt is answered.
+
+    Only the temperature shapes the distribution. There is no top-p, top-k or penalty, so a trainer that divides its
+    logits by the same temperature computes the same log-probabilities.
 
     Attributes:
         n: Answers to the prompt.
-        temperature: Logits are divided by it; 0 is greedy (log-probabilities are then those of temperature 1).
+        temperature: Logits are divided by it. 0 is greedy; log-probabilities are then those of temperature 1.
         max_tokens: Longest answer, stop token included.
-        stop_token_ids: Tokens that end an answer besides the model's own end tokens; they are part of the answer.
-        seed: Same seed, same prompt, same weights: same answers. None leaves it to the engine.
-        ignore_eos: Go on after the model's own end tokens; `stop_token_ids` still stop.
+        stop_token_ids: Tokens that end an answer besides the model's own end tokens. They are part of the answer.
+        seed: The same seed, prompt and weights give the same answers. None leaves the seed to the engine.
+        ignore_eos: Do not stop at the model's own end tokens; `stop_token_ids` still stop.
     """
 
     n: int
@@ -53,12 +55,12 @@ class SamplingParams:
 
 @dataclass
 class Completion:
-    """One answer: `token_ids`, `logprobs` and `versions` have one entry per answer token.
+    """One answer. `token_ids`, `logprobs` and `versions` have one entry per answer token.
 
     Attributes:
-        logprobs: log p(token) after the temperature, float32 precision.
+        logprobs: log p(token) after the temperature, in float32 precision.
         finish_reason: "stop" (a stop or end token), "length" (`max_tokens`) or "abort" (cut off by the engine).
-        versions: The weight version that sampled each token.
+        versions: The weight version that sampled each token (I8).
     """
 
     token_ids: list[int]
@@ -68,7 +70,7 @@ class Completion:
 
 
 class EngineClient(Protocol):
-    """One server. All calls of one client are made from one asyncio event loop."""
+    """One server's generation route. All calls of a client come from one asyncio event loop."""
 
     url: str
 
@@ -79,15 +81,15 @@ class EngineClient(Protocol):
 
         Args:
             request_id: Names the request in logs, and orders it within its cohort.
-            cohort: (name, number of requests) of a set of requests that the server should start as one batch, so
-                that floating-point results do not depend on arrival times. Servers may ignore it.
+            cohort: (name, number of requests) of a set of requests that the server should start as one batch. Then
+                floating-point results do not depend on arrival times. Servers may ignore it.
 
         Raises:
             EngineError: The server failed, is gone, or did not answer in time.
-            UserError: The server refuses the request for a reason that the user can mend.
+            UserError: The server refuses the request for a reason that the user can fix.
         """
         ...
 
     async def close(self) -> None:
-        """Close the connections. Requests still running are dropped."""
+        """Close the connections. Running requests are dropped."""
         ...

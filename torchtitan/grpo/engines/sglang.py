@@ -18,16 +18,16 @@ _ABORT_S = 5.0
 class SglangClient(HttpClient):
     """An `EngineClient` for one SGLang server (0.5.15 or newer).
 
-    A prompt's answers are asked as one batch of requests with a seed each: SGLang gives the samples of one request
-    (`n`) its seed unchanged, and so would answer n times the same. Seeds count only with SGLang's
-    `--enable-deterministic-inference`; without it they are ignored.
+    A prompt's answers are sent as a batch of requests with a seed each. SGLang uses one seed for all samples of one
+    request (`n`), so it would give the same answer n times. Seeds need SGLang's `--enable-deterministic-inference`;
+    without it they are ignored.
 
     Args:
         url, api_key, request_timeout_s: See `HttpClient`.
-        version: The newest weight version that this server has acknowledged. It is part of each request's key in the
-            prefix cache (`extra_key`), so that no cached key or value outlives its weights, and stands in for a token's
-            version where the server does not report one (before 0.5.19): that of the request's start, so that a token
-            is never taken to be newer than it is.
+        version: Returns the newest weight version that this server has acknowledged. It is part of each request's key
+            in the prefix cache (`extra_key`), so no cached key or value outlives its weights. It also stands in for a
+            token's version where the server does not report one (before 0.5.19). Then it is the version at the
+            request's start, so a token never counts as newer than it is.
     """
 
     route_hint = "is this an SGLang server?"
@@ -35,7 +35,7 @@ class SglangClient(HttpClient):
     def __init__(self, url: str, api_key: str | None, request_timeout_s: float, version: Callable[[], int]) -> None:
         super().__init__(url, api_key, request_timeout_s)
         self._version = version
-        self._name = uuid.uuid4().hex[:8]  # another trainer's request may still run under the same number
+        self._name = uuid.uuid4().hex[:8]  # another trainer's request with this number may be running
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -57,7 +57,7 @@ class SglangClient(HttpClient):
         try:
             payload = await self._post(GENERATE_ROUTE, body, request_id, deadline)
         except (asyncio.CancelledError, EngineError):
-            # SGLang looks for closed connections now and then; told so it stops at once.
+            # SGLang checks for closed connections only now and then. An abort takes effect at once.
             self._abort(ids)
             raise
         try:
@@ -67,7 +67,7 @@ class SglangClient(HttpClient):
         if len(answers) != params.n:
             raise EngineError(f"{self.url}: request {request_id}: {len(answers)} answers, {params.n} were asked")
         completions = [_completion(answer, version) for answer in answers]
-        if params.ignore_eos:  # SGLang then ignores `stop_token_ids` as well
+        if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
             completions = [_cut(completion, params.stop_token_ids) for completion in completions]
         self._check(
             request_id,
@@ -87,7 +87,7 @@ class SglangClient(HttpClient):
         async def tell() -> None:
             deadline = asyncio.get_running_loop().time() + _ABORT_S
             asked = [self._post(ABORT_ROUTE, {"rid": rid}, rid, deadline) for rid in ids]
-            await asyncio.gather(*asked, return_exceptions=True)  # a server that is gone answers nobody anyway
+            await asyncio.gather(*asked, return_exceptions=True)  # the server may be gone
 
         task = asyncio.get_running_loop().create_task(tell())
         self._aborts.add(task)
@@ -95,8 +95,8 @@ class SglangClient(HttpClient):
 
 
 def _sampling_params(params: SamplingParams, index: int) -> dict[str, Any]:
-    """The sampling parameters of answer `index`. All that shape the distribution are explicit: a server's defaults may
-    come from the model's generation_config.json."""
+    """The sampling parameters of answer `index`. Those that shape the distribution are explicit, since a server's
+    defaults may come from the model's generation_config.json."""
     return {
         "temperature": params.temperature,
         "max_new_tokens": params.max_tokens,
@@ -142,7 +142,7 @@ def _completion(answer: _Answer, version: int) -> Completion:
     token_ids, meta = answer.output_ids or [], answer.meta_info
     versions = [version] * len(token_ids)
     for span in meta.weight_versions or []:
-        # Ours are decimal; servers start with a name of their own ("default"), and have it while `version` is -1.
+        # Our versions are decimal. A server's own first name ("default") is not, and `version` is -1 until it is gone.
         if span.version.isdecimal():
             versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
     finish = meta.finish_reason.type if meta.finish_reason else "abort"

@@ -9,42 +9,42 @@ from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 
 OLDEST = (0, 5, 15)
-"""Older ones were not tried: they belong to torch versions that torchtitan 0.2.2 does not run on."""
+"""The oldest supported version. Older ones need torch versions that torchtitan 0.2.2 does not run on."""
 FORGETS_IN_FLIGHT = (0, 5, 21)
-"""Older ones forget no cached prefixes while answers wait to go on, and end themselves if an update asks for it."""
+"""Older versions cannot drop cached prefixes while answers are frozen, and exit if an update asks for it."""
 _TOP_LOGPROBS = 5
 _FORGET_S, _FORGET_AGAIN_S = 10.0, 0.05
 
 
 class SglangControl(HttpControl):
-    """See `HttpControl`. SGLang says nowhere whether it is paused: `is_paused` knows only what went through here."""
+    """See `HttpControl`. SGLang does not report whether it is paused, so `is_paused` knows of our own calls only."""
 
-    # Answered by the scheduler, also while it is paused; /health would generate a token then, and wait.
+    # The scheduler answers this even while paused. /health generates a token, and would wait.
     health_path = "/server_info"
     sampling_hint = "Is SGLANG_RETURN_ORIGINAL_LOGPROB set in the server's environment? Unset it."
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
         super().__init__(url, api_key, timeout_s)
         self._paused = False
-        self._given: deque[str] = deque(maxlen=2)  # the newest versions; the last may not have arrived
+        self._given: deque[str] = deque(maxlen=2)  # the two newest versions; the last may not have arrived
         self._has_sessions = True
         self._caches = True
 
     def info(self) -> dict[str, Any]:
-        """The server's arguments, as they were resolved, and its version."""
+        """The server's resolved arguments and its version."""
         return self._json("GET", "/server_info", "server info", dict)
 
     def world_size(self) -> int:
         """See `HttpControl.world_size`.
 
         Raises:
-            UserError: The server has data-parallel replicas: SGLang takes no weights over a process group then.
+            UserError: The server has data-parallel replicas. SGLang then takes no weights over a process group.
         """
         info = self.info()
         if (info.get("dp_size") or 1) > 1:
             raise UserError(
-                f"{self.url}: --dp-size {info['dp_size']}: SGLang takes no weights into data-parallel replicas; start "
-                "one server for each, and list them all in [rollout] urls"
+                f"{self.url}: --dp-size {info['dp_size']}: SGLang cannot update data-parallel replicas; start one "
+                "server for each, and list them all in [rollout] urls"
             )
         return (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
 
@@ -58,7 +58,7 @@ class SglangControl(HttpControl):
         self._caches = not info.get("disable_radix_cache")
         if recomputes and self._caches and _numbers(version) < FORGETS_IN_FLIGHT:
             raise UserError(
-                f"{self.url}: SGLang {version} does not forget cached prefixes while answers wait for an update's end: "
+                f"{self.url}: SGLang {version} cannot drop cached prefixes while answers wait for an update to end: "
                 f"start it with --disable-radix-cache, use {'.'.join(map(str, FORGETS_IN_FLIGHT))} or newer, or set "
                 "[async_grpo] recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
             )
@@ -71,7 +71,7 @@ class SglangControl(HttpControl):
             )
         if self.is_paused():  # by us
             return
-        self.resume()  # a trainer that crashed may have left it paused, and then it would answer nothing
+        self.resume()  # a trainer that crashed may have left it paused
         self.check_sampling([prompt_id])
 
     def _served_tokens(self) -> int | None:
@@ -79,7 +79,7 @@ class SglangControl(HttpControl):
         return models[0].get("max_model_len") if models else None
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
-        """See `HttpControl.pause`; SGLang has no `wait`."""
+        """See `HttpControl.pause`. SGLang has no `wait`."""
         if mode != "keep":
             raise ValueError(f"SGLang has no pause mode {mode!r}")
         self._paused = True
@@ -91,11 +91,11 @@ class SglangControl(HttpControl):
         self._paused = False
 
     def is_paused(self) -> bool:
-        """Of the server that `pause` was called for: one started anew at its address has no version from here."""
+        """Whether `pause` paused this very server: one that was restarted at its address has no version of ours."""
         return self._paused and self.weight_version() in self._given
 
     def join_group(self, name: str, backend: str, address: str, port: int, world_size: int) -> None:
-        """Have the server's workers join a process group as ranks 1..; returns when they have."""
+        """Have the server's workers join a process group as ranks 1.. . Returns when they have joined."""
         body = {"group_name": name, "backend": backend, "master_address": address, "master_port": port}
         body |= {"rank_offset": 1, "world_size": world_size}
         self._call("POST", "/init_weights_update_group", "connect", body=body)
@@ -105,7 +105,7 @@ class SglangControl(HttpControl):
         self._call("POST", "/destroy_weights_update_group", "leave", body={"group_name": name})
 
     def start_update(self) -> None:
-        """Open an update session, which SGLang has from 0.5.21 on; one that a failed update left open is ended."""
+        """Open an update session, which SGLang has from 0.5.21 on. End one that a failed update left open."""
         path, body = "/begin_weight_update", {"selector": "all"}
         if not self._has_sessions:
             return
@@ -126,13 +126,14 @@ class SglangControl(HttpControl):
         version: str | None,
         timeout_s: float,
     ) -> None:
-        """Have the server receive tensors by broadcast and load them; returns when it has.
+        """Have the server receive tensors by broadcast and load them. Returns when it has loaded them.
 
         Args:
-            name: Of the group.
+            name: Name of the process group.
             tensors: (Hugging Face name, dtype, shape), in the order in which they are sent.
-            flattened: They come as one broadcast of bytes; otherwise one by one.
-            version: Of the weights, with the last tensors of an update.
+            flattened: They come as one broadcast of bytes. Otherwise they come one by one.
+            version: The weight version, with the last tensors of an update; None with the others.
+            timeout_s: Longest wait for the reply.
         """
         if version is not None:
             self._given.append(version)
@@ -142,17 +143,17 @@ class SglangControl(HttpControl):
         self._call("POST", "/update_weights_from_distributed", "update", body=body, timeout_s=timeout_s)
 
     def load_folder(self, folder: str, version: str, timeout_s: float) -> None:
-        """Have the server load safetensors files of a folder; returns when it has. It needs no session."""
+        """Have the server load a folder of safetensors files. Returns when it has loaded them. Needs no session."""
         self._given.append(version)
         body = {"model_path": folder, "weight_version": version, "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", "update", body=body, timeout_s=timeout_s)
 
     def forget(self) -> None:
-        """Drop cached prefixes. A call of its own: refused as part of an update, it ends a server before 0.5.21."""
+        """Drop cached prefixes. This is a separate call: as part of an update it can make SGLang before 0.5.21 exit."""
         if not self._caches:
             return
         path, phase, deadline = "/flush_cache", "forget", time.monotonic() + _FORGET_S
-        # Refused while a request runs, such as one that was just aborted.
+        # SGLang refuses while a request runs, such as one that was just aborted.
         while (reply := self._request("POST", path, phase)).status == 400 and time.monotonic() < deadline:
             time.sleep(_FORGET_AGAIN_S)
         self._check(reply, phase, path)
@@ -185,10 +186,10 @@ class SglangControl(HttpControl):
                 f"{self.url}: HTTP 403 on {path}: the server has an --admin-api-key; [rollout] api_key_env must name "
                 "the variable that holds it"
             )
-        if "unhandled cuda error" in said:  # NCCL's words
+        if "unhandled cuda error" in said:  # NCCL's message
             raise UserError(
                 f"{self.url}: {said}: do both ends use NCCL's cuMem? SGLang sets NCCL_CUMEM_ENABLE=0 unless it is set: "
-                "start it by scripts/serve_sglang.sh, or with NCCL_CUMEM_ENABLE=-2, NCCL's own default"
+                "start it with scripts/serve_sglang.sh, or with NCCL_CUMEM_ENABLE=-2, NCCL's own default"
             )
 
 

@@ -1,7 +1,6 @@
-"""Asynchronous client of vLLM's token-in, token-out route, which the embedded server speaks too."""
+"""Asynchronous client of vLLM's token-in, token-out route, which the embedded server has too."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +21,11 @@ class VllmClient(HttpClient):
         url: The server's base address.
         api_key: Sent as a bearer token; None sends none.
         request_timeout_s: Longest wait for one `generate`, from sending to the last byte.
-        version: The newest weight version that this server has acknowledged. It is each request's cache salt, so
-            that no prefix cache outlives its weights, and stands in for a token's version where the server does not
-            report one (vLLM before 0.32, if `weight_sync.token_versions` could not have it do so); then it is that of
-            the request's start, so that a token is never taken to be newer than it is. From 0 on a token that was
-            sampled by weights of another name is an `EngineError`: a server names its weights so until it is given
-            any, so it was restarted and its answers are not ours.
+        version: Returns the newest weight version that this server has acknowledged. It is each request's cache salt,
+            so no cached prefix outlives its weights. It also stands in for a token's version where the server does not
+            report one (vLLM before 0.32 without `inside_vllm.token_versions`). Then it is the version at the request's
+            start, so a token never counts as newer than it is. From version 0 on, a token sampled by weights of another
+            name is an EngineError: a server has such a name only until its first update, so it was restarted.
     """
 
     route_hint = "start vLLM with --enable-scale-out (0.32 and newer)"
@@ -41,28 +39,6 @@ class VllmClient(HttpClient):
     ) -> list[Completion]:
         """See `EngineClient.generate`. Cancelling the call closes the connection, and the server drops the request."""
         deadline = asyncio.get_running_loop().time() + self.request_timeout_s
-        completions = await self._ask(prompt_ids, params, request_id, cohort, deadline)
-        if len(completions) < params.n:
-            # A version whose route reports one choice only: ask for the others one by one, with the seeds that
-            # vLLM itself derives for the choices of one request.
-            singles = [
-                dataclasses.replace(params, n=1, seed=None if params.seed is None else params.seed + i)
-                for i in range(params.n)
-            ]
-            asked = [
-                self._ask(prompt_ids, single, f"{request_id}-{i}", None, deadline) for i, single in enumerate(singles)
-            ]
-            completions = [answers[0] for answers in await asyncio.gather(*asked)]
-        return completions
-
-    async def _ask(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        request_id: str,
-        cohort: tuple[str, int] | None,
-        deadline: float,
-    ) -> list[Completion]:
         version = self._version()
         body = {
             "request_id": request_id,
@@ -76,6 +52,8 @@ class VllmClient(HttpClient):
             choices = _REPLY.decode(payload).choices
         except msgspec.MsgspecError as error:
             raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {error}") from error
+        if len(choices) != params.n:
+            raise EngineError(f"{self.url}: request {request_id}: {len(choices)} answers, {params.n} were asked")
         completions = [_completion(choice, version) for choice in sorted(choices, key=lambda choice: choice.index)]
         self._check(
             request_id,
@@ -87,8 +65,8 @@ class VllmClient(HttpClient):
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:
-    """The request's sampling parameters. All that shape the distribution are explicit: a server's defaults may come
-    from the model's generation_config.json."""
+    """The request's sampling parameters. Those that shape the distribution are explicit, since a server's defaults may
+    come from the model's generation_config.json."""
     return {
         "n": params.n,
         "temperature": params.temperature,
@@ -103,9 +81,9 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "logprobs": 0,
-        "flat_logprobs": True,  # `flat_logprobs.py`
+        "flat_logprobs": True,  # see `inside_vllm/flat_logprobs.py`
         "detokenize": False,
-        # vLLM 0.25's route keeps the default, cumulative outputs, and then reports only one of n choices.
+        # With vLLM 0.25's default, cumulative outputs, its route reports only one of n choices.
         "output_kind": _FINAL_ONLY,
     }
 
@@ -134,8 +112,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """What is read of an answer. Parsing shares the interpreter with the trainer: this is several times faster than
-    `json`, which makes a dictionary of each token."""
+    """The parts of an answer that are read. Parsing takes interpreter time from the trainer, and this is several times
+    faster than `json`, which makes a dictionary of each token."""
 
     choices: list[_Choice]
 
@@ -147,11 +125,11 @@ def _completion(choice: _Choice, version: int) -> Completion:
     token_ids = choice.token_ids or []
     versions = [version] * len(token_ids)
     for span in choice.weight_versions or []:
-        # Ours are decimal; servers start with a name of their own ("default"), and have it while `version` is -1.
+        # Our versions are decimal. A server's own first name ("default") is not, and `version` is -1 until it is gone.
         if span.version.isdecimal():
             versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
     logprobs = choice.token_logprobs
-    if logprobs is None:  # a server without our plug-in's replies
+    if logprobs is None:  # a vLLM in which our plug-in's flat replies are not installed
         logprobs = [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
     return Completion(
         token_ids=token_ids,

@@ -27,7 +27,11 @@ class ServerControl(HttpControl):
         return self._json("GET", "/get_world_size", "world size", lambda said: int(said["world_size"]), params=params)
 
     def model_info(self) -> dict[str, Any]:
-        """The served model's entry of `/v1/models`: `id`, `max_model_len` and what else the server says."""
+        """The served model's entry of `/v1/models`: `id`, `max_model_len` and more.
+
+        Raises:
+            UserError: The server lists no model.
+        """
         models = self._models()
         if not models:
             raise UserError(f"{self.url}: /v1/models lists no model")
@@ -41,8 +45,8 @@ class ServerControl(HttpControl):
                 f"{self.url}: serves at most {served} tokens (--max-model-len), the trainer asks for up to "
                 f"{longest_tokens} ([training] seq_len)"
             )
-        if self.is_paused():  # it would answer nothing until it has been given weights
-            logger.info("%s is paused, as an update that was broken off leaves it", self.url)
+        if self.is_paused():  # it answers nothing until it gets weights
+            logger.info("%s is paused, as an interrupted weight update leaves it", self.url)
             return
         self.check_sampling([prompt_id])
 
@@ -57,22 +61,30 @@ class ServerControl(HttpControl):
         return self._json("GET", "/is_paused", "pause state", lambda said: bool(said["is_paused"]))
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Have the server join the weight-transfer group; returns when it has (`weight_sync.receiver.InitInfo`)."""
+        """Have the server join the weight-transfer group. Returns when it has joined.
+
+        Args:
+            init_info: Fields of `weight_wire.receiver.InitInfo`.
+        """
         self._call("POST", "/init_weight_transfer_engine", "connect", body={"init_info": init_info})
 
     def start_update(self) -> None:
         self._call("POST", "/start_weight_update", "start")
 
     def update(self, update_info: dict[str, Any], timeout_s: float | None = None) -> None:
-        """Have the server receive one version; returns when it has loaded all of it. Bounded by `timeout_s` if given:
-        one call holds the whole transfer."""
+        """Have the server receive one version. Returns when it has loaded all of it.
+
+        Args:
+            update_info: Fields of `weight_wire.receiver.UpdateInfo`.
+            timeout_s: Longest wait for the reply: one call lasts for the whole transfer.
+        """
         self._call("POST", "/update_weights", "update", timeout_s=timeout_s, body={"update_info": update_info})
 
     def finish_update(self, version: str) -> None:
         self._call("POST", "/finish_weight_update", "finish", body={"weight_version": version})
 
     def weight_version(self) -> str | None:
-        """The version that the server says it serves; None if it has no such route (vLLM before 0.32)."""
+        """The version that the server reports; None if it does not have the route (vLLM before 0.32)."""
         phase, path = "weight version", "/weight_info"
         reply = self._request("GET", path, phase)
         if reply.status == 404:
@@ -113,7 +125,7 @@ _WRONG_BACKEND = ("Weight transfer not configured", "Invalid init_info for")
 
 
 def _token_id(entry: dict[str, Any]) -> int:
-    """vLLM 0.32 has `token_id`; 0.25 has `token` as "token_id:123"."""
+    """The token of a log-probability: vLLM 0.32 has `token_id`, 0.25 has `token` as "token_id:123"."""
     if "token_id" in entry:
         return int(entry["token_id"])
     return int(str(entry["token"]).rpartition(":")[2])

@@ -1,0 +1,38 @@
+"""Every engine is one row, and the row is all that weight sync and rollouts need."""
+
+import pkgutil
+import subprocess
+import sys
+from typing import get_args, get_type_hints
+
+import pytest
+
+from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.engines.registry import ENGINES, make_server
+from torchtitan.grpo.weight_sync.link import ServerLink
+
+
+def test_the_configuration_lists_the_engines() -> None:
+    assert set(get_args(get_type_hints(Rollout)["engine"])) == set(ENGINES)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_has_all_parts_of_an_engine(engine: str) -> None:
+    row = ENGINES[engine]
+    links = [pkgutil.resolve_name(path) for path in (row.link, row.disk_link)]
+    assert all(issubclass(link, ServerLink) for link in links)
+    assert links[0] is not links[1]
+    server = make_server(engine, "http://a:8000", None, 5.0, 7.0)
+    assert server.engine is row
+    assert isinstance(server.control, HttpControl)
+    assert (server.control.timeout_s, server.client.request_timeout_s) == (5.0, 7.0)
+
+
+def test_the_engines_need_neither_weight_sync_nor_the_weight_wire() -> None:
+    code = (
+        "import sys, torchtitan.grpo.engines.registry\n"
+        "sys.exit(str([n for n in sys.modules if n.startswith('torchtitan.grpo.weight')] or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "", done.stderr
