@@ -1,0 +1,12 @@
+"""The trainer's side of inference servers: vLLM, SGLang and the embedded one.
+
+    registry.py        one row per engine (engine.py): control, client, weight-sync links; the place to add another
+    fleet.py           the servers of a run: which may get requests, and which version each has
+    protocol.py        what every client offers: token ids in, tokens and log-probabilities out
+    http_client.py     generation, asynchronous, for the collector; vllm.py and sglang.py are the engines' clients
+    http_control.py    control routes, for threads; vllm_control.py and sglang_control.py are the engines' controls
+    embedded/          a server of our own, with vLLM's routes
+
+rollouts/ asks the fleet for servers and calls their clients. weight_sync/ pauses, updates and resumes servers through
+their controls, then admits them to the fleet with a version. This folder imports neither of the two.
+"""

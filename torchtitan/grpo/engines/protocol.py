@@ -60,7 +60,7 @@ class Completion:
     Attributes:
         logprobs: log p(token) after the temperature, in float32 precision.
         finish_reason: "stop" (a stop or end token), "length" (`max_tokens`) or "abort" (cut off by the engine).
-        versions: The weight version that sampled each token (I8).
+        versions: The weight version that sampled each token.
     """
 
     token_ids: list[int]

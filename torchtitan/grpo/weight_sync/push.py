@@ -1,9 +1,9 @@
 """One version on its way to several servers: who has which bucket, who is late, who has acknowledged.
 
 The leader fills wire buffers and offers them in order. Each server's worker sends them to its own server and lets go of
-them. A buffer is filled again when all workers have let go of it, so a push is as fast as its slowest server, and a
-server that keeps the others waiting is dropped. I4 (docs/weight_sync.md) rests on this file. It knows nothing of
-devices or networks.
+them. A buffer is filled again when all workers have let go of it, so a push is as fast as its slowest server. A server
+that keeps the others waiting is dropped. I4 (docs/weight_sync.md) rests on this file. It knows nothing of devices or
+networks.
 """
 
 import threading
@@ -202,7 +202,7 @@ class Push:
         """Wait until servers may listen."""
         # Every other server is draining by now, or will be dropped for being late.
         limit_s = self._straggler_s + (self._drain_s or 0.0) + timeout_s
-        self._wait(server, lambda: self._begun, "the other servers to stand still for", limit_s, check)
+        self._wait(server, lambda: self._begun, "the other servers to pause for", limit_s, check)
 
     def bucket(
         self, server: str, index: int, timeout_s: float, check: Callable[[], None]

@@ -1,7 +1,7 @@
 """Consistent copies of this rank's shards, cast to the dtype on the wire.
 
 The copies are flat buffers, allocated once. Shards lie in them in the order of the plan, so a rank's part of a bucket
-is one contiguous slice, and gathering a bucket is one collective without any per-parameter work.
+is one contiguous slice. Gathering a bucket is then one collective without any per-parameter work.
 """
 
 import math

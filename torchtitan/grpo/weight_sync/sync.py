@@ -208,7 +208,7 @@ class WeightSync:
             self._fleet.check()
 
     def close(self) -> None:
-        """End the threads and leave all groups. Pushes under way are given up. Takes a few seconds at most."""
+        """End the threads and leave all groups. Running pushes are given up. Takes a few seconds at most."""
         deadline = time.monotonic() + _CLOSE_S
         threads = [self._thread] if self._thread else []
         if self._board is None and self._thread is not None:
@@ -239,7 +239,7 @@ class WeightSync:
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         changed = self._board.changed if self._board is not None else self._thread.changed
         drain_s = 0.0 if self._pause.in_flight else self._pause.drain_timeout_s
-        deadline = time.monotonic() + PHASES * self._config.timeout_seconds + 2 * drain_s  # after a push under way
+        deadline = time.monotonic() + PHASES * self._config.timeout_seconds + 2 * drain_s  # a running push comes first
         with changed:
             while not ready():
                 self.check()

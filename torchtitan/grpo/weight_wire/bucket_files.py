@@ -1,7 +1,7 @@
-"""A bucket as a safetensors file, for transport "disk". Torch and safetensors only: read in servers, too.
+"""A bucket as a safetensors file, for transport "disk". Torch and safetensors only, since servers read it.
 
-The file holds the bucket's tensors under their Hugging Face names, so anything that loads a model can read it; its
-trailer (version, index, payload bytes, checksum) is in the file's metadata.
+The file holds the bucket's tensors under their Hugging Face names, so any loader of models can read it. The trailer
+(version, index, payload bytes, checksum) is in the file's metadata.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Which tensor travels at which byte of which bucket, and how a bucket is checked. Pure functions, torch only.
+"""The plan: which tensor travels at which byte of which bucket, and how a bucket is checked. Pure functions on torch.
 
-Invariant I7: order, cuts and offsets depend on the model and the config alone. The plan is computed once by the
-trainer, sent once to each server (as JSON), and both ends read every bucket by it.
+Order, cuts and offsets depend on the published tensors and the config only (I7, docs/weight_sync.md). The trainer
+computes the plan once and sends it once to each server, as JSON. Both ends read every bucket by it.
 
 A bucket on the wire is one uint8 tensor: `payload_bytes` of tensors at 16-byte aligned offsets, then a trailer of four
-int64: weight version, bucket index, payload bytes, checksum of the payload.
+int64 values: weight version, bucket index, payload bytes, checksum of the payload.
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 ALIGNMENT_BYTES = 16
-"""Offsets are multiples of this, so that a received slice can be viewed as any dtype and copied in wide words."""
+"""Offsets are multiples of this, so a received slice can be viewed as any dtype and copied in wide words."""
 
 TRAILER_FIELDS = 4
 TRAILER_BYTES = TRAILER_FIELDS * 8
@@ -25,13 +25,13 @@ WIRE_DTYPES = {
 
 _CHUNK_WORDS = 1 << 22
 _WORD_MIX = -0x61C8864680B583EB  # 2^64 / golden ratio as a signed word, odd
-_CHUNK_MIX = -0x3D4D51C2D82B14B1  # odd, so that no chunk's sum is ever lost in the product
+_CHUNK_MIX = -0x3D4D51C2D82B14B1  # odd, so multiplication by it is invertible
 _INT64_SPAN = 1 << 64
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be sent: its Hugging Face name, dtype and full (unsharded) shape."""
+    """A tensor on the wire: Hugging Face name, dtype and full (unsharded) shape."""
 
     name: str
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together; `offsets` are bytes from the start of the payload, one per tensor."""
+    """Tensors that travel together. `offsets` has one entry per tensor: bytes from the start of the payload."""
 
     index: int
     tensors: tuple[TensorSpec, ...]
@@ -53,7 +53,7 @@ class Bucket:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload and trailer: the size of the one tensor that is broadcast."""
+        """Payload and trailer: the size of the tensor that is broadcast."""
         return self.payload_bytes + TRAILER_BYTES
 
     def views(self, wire: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -64,7 +64,7 @@ class Bucket:
         ]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """(start, end) bytes of the payload that belong to no tensor: alignment. Their bytes are zero."""
+        """(start, end) of the payload's alignment padding. These bytes are zero."""
         ends = [offset + spec.bytes for spec, offset in zip(self.tensors, self.offsets, strict=True)]
         starts = [*self.offsets[1:], self.payload_bytes]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
@@ -81,7 +81,7 @@ def _aligned(n: int) -> int:
 def bucket_bytes(device_memory_bytes: int, buffer_memory_ratio: float, num_buffers: int, bucket_mib_max: int) -> int:
     """Payload limit of one bucket: the buckets in flight share `buffer_memory_ratio` of the device's memory.
 
-    At least 1 MiB, so that a small ratio slows a publish down rather than refusing it.
+    At least 1 MiB: with a small ratio a push is slow rather than impossible.
     """
     share = int(device_memory_bytes * buffer_memory_ratio / num_buffers)
     return _aligned(max(1 << 20, min(share, bucket_mib_max << 20)))
@@ -90,8 +90,8 @@ def bucket_bytes(device_memory_bytes: int, buffer_memory_ratio: float, num_buffe
 def plan_buckets(specs: Sequence[TensorSpec], limit_bytes: int) -> list[Bucket]:
     """Cut `specs`, in their order, into buckets of at most `limit_bytes` of payload.
 
-    Order is kept because an engine that reloads layer by layer finishes a layer when its last tensor arrives. A tensor
-    over the limit travels alone in a bucket of its own size.
+    The order is kept, since an engine that reloads layer by layer finishes a layer when its last tensor arrives. A
+    tensor is never cut: one that is over the limit has a bucket of its own.
     """
     buckets: list[Bucket] = []
     tensors: list[TensorSpec] = []
@@ -126,7 +126,11 @@ def plan_to_json(buckets: Sequence[Bucket]) -> list[list[list]]:
 
 
 def plan_from_json(plan: list[list[list]]) -> list[Bucket]:
-    """Inverse of `plan_to_json`; raises ValueError on a plan whose tensors overlap or whose dtype is unknown."""
+    """Inverse of `plan_to_json`.
+
+    Raises:
+        ValueError: Tensors overlap or leave gaps, a name appears twice, or a dtype is unknown.
+    """
     buckets = []
     seen: set[str] = set()
     for index, entries in enumerate(plan):
@@ -148,11 +152,11 @@ def plan_from_json(plan: list[list[list]]) -> list[Bucket]:
 
 
 class Checksum:
-    """Order-sensitive 64-bit sum of a payload, computed where the payload lies, without waiting for the device.
+    """Order-sensitive 64-bit sum of a payload, computed on the payload's device without waiting for it.
 
-    Each int64 word is multiplied by an odd number of its position and the products are added with wraparound. An odd
-    factor maps words one to one, so any change within a single word changes the sum; position-dependent factors catch
-    words that changed places. It guards against torn, stale and misplaced bytes, not against an adversary.
+    Each int64 word is multiplied by an odd factor that depends on its position, and the results are added with
+    wraparound. An odd factor maps words one to one, so any change of a single word changes the sum. Factors that depend
+    on the position detect swapped words. The sum guards against torn, stale and misplaced bytes, not an adversary.
     """
 
     def __init__(self, device: torch.device, largest_payload_bytes: int):
@@ -160,7 +164,7 @@ class Checksum:
         self._mix = torch.arange(1, words + 1, dtype=torch.int64, device=device).mul_(_WORD_MIX).bitwise_or_(1)
 
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
-        """Checksum of a uint8 tensor whose length is a multiple of 8: an int64 scalar tensor on its device."""
+        """Checksum of a uint8 tensor whose length is a multiple of 8, as an int64 scalar tensor on its device."""
         words = payload.view(torch.int64)
         total = torch.zeros((), dtype=torch.int64, device=payload.device)
         for start in range(0, words.numel(), self._mix.numel()):
@@ -170,7 +174,7 @@ class Checksum:
 
 
 def combine_checksums(checksums: Sequence[int]) -> int:
-    """One signed 64-bit number for a sequence of bucket checksums, order-sensitive."""
+    """One signed 64-bit number for the bucket checksums, in their order."""
     total = 0
     for value in checksums:
         total = (total * _CHUNK_MIX + value) % _INT64_SPAN

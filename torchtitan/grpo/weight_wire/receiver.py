@@ -1,19 +1,18 @@
 """The server's end of a weight update: receive buckets, verify each, hand tensors to the engine, acknowledge.
 
-Imports torch and safetensors only, so that it runs in any inference server's environment (torchtitan need not be
-installed there).
+Imports torch and safetensors only, so it runs in any inference server's environment, without torchtitan.
 
-Shapes of the two messages, both plain JSON, sent through the server's own HTTP routes:
+There are two messages, both plain JSON, sent through the server's own HTTP routes:
 
 `POST /init_weight_transfer_engine {"init_info": {...}}`, once per connection, with the fields of `InitInfo`:
     {"protocol": 1, "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123, "rank_offset": 1,
      "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0, "verify": true,
      "plan": [[["model.embed_tokens.weight", "float32", [512, 64], 0], ...], ...]}
 
-`POST /update_weights {"update_info": {"version": 7}}`, once per version, with the fields of `UpdateInfo`. The whole
-plan moves within this one call: the pipeline is here, not in HTTP.
+`POST /update_weights {"update_info": {"version": 7}}`, once per version, with the fields of `UpdateInfo`. All buckets
+move within this one call.
 
-With backend "disk" there is no group: `update_info` names the folder that holds the version, and the HTTP reply is the
+With backend "disk" there is no group. `update_info` names the folder that holds the version, and the HTTP reply is the
 acknowledgement.
 """
 
@@ -38,7 +37,7 @@ LoadBucket = Callable[[Bucket, torch.Tensor], None]
 
 @dataclass
 class InitInfo:
-    """What a server needs once: where to meet, its place, and the plan (`buckets.plan_to_json`)."""
+    """What a server needs to connect: the rendezvous, its ranks, and the plan (`buckets.plan_to_json`)."""
 
     protocol: int
     backend: str
@@ -61,22 +60,24 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """What a server needs per update. `folder`: of the version's files, with backend "disk"."""
+    """What a server needs per update. `folder` holds the version's files, with backend "disk"."""
 
     version: int
     folder: str = ""
 
 
 class Receiver:
-    """One server rank's end of the group with the trainer.
+    """One server rank's end of the group with the trainer. Constructing it blocks until the trainer has joined.
 
     Args:
         init_info: Fields of `InitInfo`.
         device: Where weights arrive: the device that the engine computes on.
-        rank_in_server: This worker's index among the server's `world_size - rank_offset` workers; its rank in the
+        rank_in_server: This worker's index among the server's `world_size - rank_offset` workers. Its rank in the
             group is `rank_in_server + rank_offset`.
 
-    Joins the group and blocks until the trainer has joined too; raises after `timeout_seconds`.
+    Raises:
+        ValueError: The trainer has another protocol, or its plan is broken.
+        RuntimeError: The trainer did not join within `timeout_seconds`.
     """
 
     def __init__(self, init_info: dict, device: torch.device, rank_in_server: int = 0):
@@ -101,31 +102,31 @@ class Receiver:
 
     @property
     def names(self) -> list[str]:
-        """Hugging Face names of all tensors of an update, in the order in which they come."""
+        """Hugging Face names of all tensors of an update, in their order."""
         return [spec.name for bucket in self.buckets for spec in bucket.tensors]
 
     def receive(self, update_info: dict, load: Load, complete: Callable[[], None] | None = None) -> None:
-        """Receive one version. The engine must be paused: a failure leaves it with a mix of old and new weights.
+        """Receive one version. The engine must be paused, since a failure leaves it with a mix of old and new weights.
 
         Args:
             update_info: Fields of `UpdateInfo`.
             load: Called once per bucket, in plan order, with (name, tensor) pairs in checkpoint form: full tensors,
                 Hugging Face names. Each bucket has a fresh buffer, so the engine may keep the tensors.
-            complete: Called after the last bucket and before the acknowledgement; raises if the engine knows that
-                something is missing.
+            complete: Called after the last bucket and before the acknowledgement. It raises if the engine finds that a
+                tensor is missing.
 
         Raises:
             ValueError: A bucket was torn: wrong version, index, size or checksum. It is not given to `load`.
-            TimeoutError, RuntimeError: The trainer is slow or gone. The group is given up; the trainer connects anew.
+            TimeoutError, RuntimeError: The trainer is slow or gone. The group is given up; the trainer connects again.
             Anything that `load` or `complete` raises.
 
-        After a torn bucket or a failed load the rest is received and thrown away, and the acknowledgement says "no":
-        both ends stay in step, and the trainer may repeat the update over the same group.
+        After a torn bucket or a failed load, the remaining buckets are received and discarded, and the acknowledgement
+        says "no". Both ends stay in step, and the trainer may repeat the update over the same group.
         """
         self.receive_buckets(update_info, lambda bucket, wire: load(bucket.views(wire)), complete)
 
     def receive_buckets(self, update_info: dict, load: LoadBucket, complete: Callable[[], None] | None = None) -> None:
-        """As `receive`, but `load` gets each bucket whole: its part of the plan, and its bytes (uint8)."""
+        """As `receive`, but `load` gets whole buckets: a part of the plan, and its bytes (uint8)."""
         info = UpdateInfo(**update_info)
         if self._group is None:
             self._read_buckets(info, load, complete)
@@ -151,7 +152,7 @@ class Receiver:
             where = f"bucket {bucket.index + 1} of {len(self.buckets)}"
             what = f"{where} of version {version} from the trainer, after {received_bytes} bytes"
             wait(work, deadline, what, self._group.raise_if_abandoned)
-            # The next receive is posted before this bucket is loaded, so that the wire never waits for the engine.
+            # Post the next receive before loading this bucket, so the wire never waits for the engine.
             if bucket.index + self.info.num_buffers < len(self.buckets):
                 posted.append(self._post(self.buckets[bucket.index + self.info.num_buffers]))
             if failure is not None:
@@ -159,7 +160,7 @@ class Receiver:
             try:
                 checksums.append(self._verify(bucket, wire, version))
                 load(bucket, wire)
-            except Exception as error:  # kept and raised by the caller, once both ends are in step again
+            except Exception as error:  # raised once both ends are in step again
                 failure = error
                 continue
             names += len(bucket.tensors)
@@ -185,7 +186,7 @@ class Receiver:
         return wire, self._group.broadcast(wire)
 
     def _verify(self, bucket: Bucket, wire: torch.Tensor, version: int) -> int:
-        """The bucket's checksum; ValueError if the bucket is not what the plan says it is."""
+        """The bucket's checksum. Raises ValueError if the bucket is not what the plan says."""
         fields = bucket.trailer(wire)
         if self.info.verify:
             fields = torch.cat([fields, self._checksum(wire[: bucket.payload_bytes]).view(1)])
@@ -201,7 +202,7 @@ class Receiver:
         return sent_checksum
 
     def _acknowledge(self, fields: list[int]) -> None:
-        """Add this rank's row to a [world_size, ACK_FIELDS] table that the trainer reads."""
+        """Add this rank's row to a table [world_size, ACK_FIELDS] that the trainer reads."""
         table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64)
         table[self._group.rank] = torch.tensor(fields)
         table = table.to(self.device)

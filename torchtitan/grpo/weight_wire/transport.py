@@ -1,7 +1,7 @@
-"""A process group of its own between the trainer's rank 0 and one server, and waits on it that end.
+"""A process group between trainer rank 0 and one server (I4), and bounded waits on it (I6).
 
-Built straight on torch's `ProcessGroupGloo`/`ProcessGroupNCCL` over a TCPStore: neither end needs `torch.distributed`
-to be initialised, and nothing here touches a default group. Needs torch only, so that it runs in any server.
+It is built directly on torch's `ProcessGroupGloo` or `ProcessGroupNCCL` over a TCPStore. Neither end has to initialise
+`torch.distributed`, and no default group is touched. Needs torch only, so it runs in any server.
 """
 
 import atexit
@@ -31,7 +31,7 @@ _exiting = False
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to `host`; nothing is sent."""
+    """This machine's address on the route to `host`. Sends nothing."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as probe:
         probe.connect(address)
@@ -39,7 +39,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def host_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """A rendezvous store that listens on `address` alone (a TCPStore has no password), and its port."""
+    """A rendezvous store that listens on `address` only (a TCPStore has no password), and its port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
@@ -57,8 +57,8 @@ def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 @contextmanager
 def _no_nccl_teardown():
-    # ProcessGroupNCCL reads this when it is built. By default its watchdog ends the whole process when a peer is lost;
-    # a lost server must not end the trainer, nor a lost trainer the server. Our own deadlines report the loss instead.
+    # ProcessGroupNCCL reads this variable at construction. By default, its watchdog ends the process when a peer is
+    # lost. A lost server must not end the trainer, nor a lost trainer the server: our own deadlines report the loss.
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -73,7 +73,7 @@ def _no_nccl_teardown():
 
 @atexit.register
 def _destroy_no_more() -> None:
-    # A thread that comes out of a C++ destructor while Python shuts down brings the process down with it.
+    # A thread that returns from a C++ destructor while Python shuts down crashes the process.
     global _exiting
     with _ending:
         _exiting = True
@@ -84,14 +84,14 @@ def _destroy_no_more() -> None:
 
 
 class Group:
-    """Rank 0 is the trainer's sender; ranks 1.. are one server's workers.
+    """Rank 0 is the trainer's; ranks 1.. are one server's workers.
 
-    Joining blocks until all ranks have come; gloo and the store bound it by `timeout_s`, NCCL's own set-up has no
-    bound, so a caller that must not hang joins in a thread and gives up on it.
+    Joining blocks until all ranks have joined. Gloo and the store bound it by `timeout_s`. NCCL's own set-up has no
+    bound, so a caller that must not hang joins in a thread and can give up on it.
 
-    The group's own timeout is above `timeout_s`, so that a `wait` here, whose error says what was waited for, is
-    always the first to fire. With NCCL it is far above: its watchdog must never be the one that acts. Gloo has no way
-    to cancel an operation except that timeout, so there it is only a little above.
+    The group's own timeout is longer than `timeout_s`. So a `wait` here fires first, and its error says what was waited
+    for. With NCCL it is much longer: its watchdog must never act. Gloo can cancel an operation only by that timeout, so
+    there it is only a little longer.
     """
 
     def __init__(
@@ -106,8 +106,16 @@ class Group:
         prefixes: Sequence[str] = ("torchtitan_grpo",),
         hello: bool = True,
     ):
-        """`address` is this machine's, on the route to the other end; gloo binds to it. The other end has the same
-        `prefixes` of keys in the store, wrapped in this order; without `hello` it takes part in no first collective."""
+        """Join the group.
+
+        Args:
+            address: This machine's, on the route to the other end; gloo binds to it.
+            prefixes: Prefixes of keys in the store, wrapped in this order. The other end has the same ones.
+            hello: Run a first all-reduce; the other end must do so too.
+
+        Raises:
+            TimeoutError, RuntimeError: The other end did not join in time, or failed.
+        """
         self.backend = backend
         self.rank = rank
         self.size = size
@@ -116,7 +124,7 @@ class Group:
             store = dist.PrefixStore(prefix, store)
         self._store = store
         self._next_look = 0.0
-        self._works: list[dist.Work] = []  # gloo's that may be under way
+        self._works: list[dist.Work] = []  # gloo operations that may be running
         if backend == "nccl":
             torch.cuda.set_device(device)
             options = dist.ProcessGroupNCCL.Options()
@@ -133,7 +141,7 @@ class Group:
             raise ValueError(f"weight transfer backend {backend!r}: expected nccl or gloo")
         if not hello:
             return
-        # The first collective makes NCCL's communicator: do it here, where both ends are known to be present.
+        # The first collective creates NCCL's communicator. Run it here, where both ends are present.
         hello = torch.ones(1, dtype=torch.int64, device=device)
         wait(self.all_reduce(hello), time.monotonic() + timeout_s, "the first all_reduce of a weight-transfer group")
         if hello.item() != size:
@@ -156,10 +164,10 @@ class Group:
         return work
 
     def raise_if_abandoned(self) -> None:
-        """For waits of ranks 1..: rank 0 has given the group up. With NCCL nothing else would tell.
+        """For waits of ranks 1..: raise if rank 0 has given up the group. NCCL itself does not report that.
 
         Raises:
-            RuntimeError: Rank 0 said so, or its store is gone.
+            RuntimeError: Rank 0 has given up, or its store is gone.
         """
         if time.monotonic() < self._next_look:
             return
@@ -168,10 +176,10 @@ class Group:
             raise RuntimeError("the trainer has given this transfer up")
 
     def abort(self) -> None:
-        """Give the group up without waiting for its peers: what is under way fails or is left to its own timeout.
+        """Give up the group without waiting for its peers. Running operations fail, or end by their own timeout.
 
-        A thread does it, since NCCL's abort waits for its kernels to stop, and nothing but the group's timeout ends an
-        operation of gloo's, for which its destructor waits. The end of the process waits for neither.
+        A thread does the work: NCCL's abort waits for its kernels to stop, and gloo's destructor waits for operations
+        that only the group's timeout ends. The end of the process waits for neither.
         """
         pg, self._pg = self._pg, None
         if pg is None:
@@ -189,7 +197,7 @@ class Group:
                 if not _exiting:
                     _destroying.add(threading.current_thread())
             if threading.current_thread() not in _destroying:
-                threading.Event().wait()  # for ever: what this frame holds is never destroyed
+                threading.Event().wait()  # forever, so that this frame's objects are never destroyed
             if self.backend == "nccl":
                 torch.cuda.set_device(self.device)
                 holder[0].abort()
@@ -201,13 +209,13 @@ class Group:
 
 
 def wait(work: dist.Work, deadline: float, what: str, check: Callable[[], None] | None = None) -> None:
-    """Wait for `work` until `deadline` (time.monotonic seconds); on CUDA also order the current stream after it.
+    """Wait for `work` until `deadline` (time.monotonic seconds). On CUDA, also order the current stream after it.
 
-    `check` is called between polls and may raise, to stop waiting when another channel says that it is useless.
+    `check` is called between polls. It may raise to end the wait, when another channel says that waiting is useless.
 
     Raises:
-        TimeoutError: The deadline passed; the message says `what` was waited for. The work is still under way:
-            abort its group.
+        TimeoutError: The deadline passed. The message says `what` was waited for. The work is still running: abort its
+            group.
         RuntimeError: The transport failed (the peer closed the connection, for example).
     """
     pause_s = _POLL_S

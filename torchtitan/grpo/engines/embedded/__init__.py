@@ -1,0 +1,13 @@
+"""The embedded server: one model of transformers behind vLLM's routes, spawned with a run or started by hand.
+
+    spawn.py           starts it as a child of the trainer
+    __main__.py        its command line
+    server.py          HTTP: parses requests, gathers cohorts, takes weight updates (weight_wire/receiver.py)
+    worker.py          the thread that owns generator and model; a pause takes effect between two of its steps
+    generator.py       continuous batching: rows join and leave between two forward passes
+    kv_cache.py        keys and values of the running rows
+    sampling.py        noise per row and position, so that seeded answers repeat in any batch
+    model.py           loads the model, and takes one version's tensors into it
+
+A request goes from server.py to worker.py and back. A version goes from server.py through the receiver to model.py.
+"""

@@ -66,7 +66,7 @@ async def serve(app: EmbeddedApp, arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # handler_cancellation: a request whose client is gone must free its place in the batch.
+    # handler_cancellation: a request must leave the batch when its client is gone.
     runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
     site = web.TCPSite(runner, arguments.host, arguments.port)

@@ -19,12 +19,12 @@ PREFILL_TOKENS = 16384
 
 @dataclass(eq=False)
 class AnswerRow:
-    """One answer in the making.
+    """One answer that is being generated: a row of the batch.
 
     Attributes:
-        key: Names the row's noise, see `sampling.uniform`.
+        key: Key of the row's noise, see `sampling.uniform`.
         version_starts: (weight version, index of the first token that it sampled).
-        top_logprobs: If the request asks for k of them, for each token k (token, log-probability) pairs: the sampled
+        top_logprobs: If the request asks for k of them: k (token, log-probability) pairs for each token, the sampled
             token first, then the most likely others.
     """
 
@@ -48,11 +48,11 @@ class AnswerRow:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its `params.n` answers. Set `cancelled` from any thread to have it dropped at the next step.
+    """One prompt and its `params.n` answers. Any thread may set `cancelled`, to drop it at the next step.
 
     Attributes:
-        top_logprobs: So many of the likeliest tokens are answered beside each sampled one.
-        flat_logprobs: The sampled tokens' log-probabilities are answered as one list.
+        top_logprobs: How many of the most likely tokens to return with each sampled token.
+        flat_logprobs: Return the sampled tokens' log-probabilities as one list.
     """
 
     request_id: str
@@ -72,19 +72,21 @@ class Request:
 
 
 class Generator:
-    """Answers requests batch-wise. Not thread-safe: one thread calls everything.
+    """Generates answers with continuous batching. Not thread-safe: one thread makes all calls.
 
-    `step` is one token for every running row: finished rows leave, waiting rows join (first come, first served) and
-    their prompts are computed in one batch, answers to one prompt sharing its computation. A row's noise depends on its
-    request's seed and its own number only, so its tokens do not depend on what else is in the batch, up to
-    floating-point rounding of the logits (matrix kernels may round differently for another batch size).
+    `step` generates one token for every running row. Finished rows leave; waiting rows join, first come, first served.
+    New prompts are computed in one batch, and answers to one prompt share its computation.
+
+    A row's noise depends only on its request's seed and its own number. So its tokens do not depend on the rest of the
+    batch, up to floating-point rounding of the logits: matrix multiplications may round differently at another batch
+    size.
 
     Args:
         model: A causal language model of transformers with full attention in every layer.
         max_sequences: Most rows in the batch.
         max_model_len: Most tokens of prompt and answer together.
-        end_token_ids: Tokens that end an answer unless its request says `ignore_eos`.
-        cache_bytes: Most memory for keys and values. Rows are admitted by what they may need at their longest.
+        end_token_ids: Tokens that end an answer unless its request sets `ignore_eos`.
+        cache_bytes: Most memory for keys and values. A row is admitted if its longest possible answer fits.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Generator:
         return bool(self._running or self._waiting)
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raise ValueError if no such request can ever be served."""
+        """Raise ValueError if such a request can never be served."""
         limit = f"--max-model-len is {self.max_model_len}"
         if prompt_tokens >= self.max_model_len:
             raise ValueError(f"the prompt has {prompt_tokens} tokens, {limit}: no room for an answer")
@@ -136,13 +138,13 @@ class Generator:
             self._waiting.extend(request.rows)
 
     def preempt(self) -> None:
-        """Throw the cache away: running rows go back to the front of the queue, keep their tokens, and are computed
-        anew from the first token when they are admitted again (as vLLM does on a pause with `clear_cache`)."""
+        """Discard the cache. Running rows return to the front of the queue and keep their tokens. They are computed
+        again from the first token when they are admitted again, as in vLLM after a pause with `clear_cache`."""
         self._waiting.extendleft(reversed(self._running))
         self._running = []
 
     def drop(self, finish_reason: FinishReason = "abort", error: str | None = None) -> list[Request]:
-        """End every request now, with what it has, and return them."""
+        """End every request now, with the tokens that it has, and return them."""
         rows = [*self._running, *self._waiting]
         self._running, self._waiting = [], deque()
         finished = []
@@ -153,8 +155,14 @@ class Generator:
 
     @torch.inference_mode()
     def step(self, admit: bool = True) -> list[Request]:
-        """Sample one more token for every running row (two for those just admitted) and return the requests that
-        are complete. `admit` False lets no waiting row in."""
+        """Sample one more token for every running row (two for new rows) and return the complete requests.
+
+        Args:
+            admit: Whether waiting rows may join.
+
+        Raises:
+            FloatingPointError: The model's logits are NaN.
+        """
         self._remove_cancelled()
         finished: list[Request] = []
         if admit:
@@ -171,7 +179,7 @@ class Generator:
             self._waiting = deque(row for row in self._waiting if not row.request.cancelled)
 
     def _admissible(self):
-        """Take rows off the queue while they fit, and yield them in batches of at most PREFILL_TOKENS."""
+        """Take rows from the queue while they fit, and yield them in batches of at most PREFILL_TOKENS."""
         longest = max((row.tokens_max for row in self._running), default=0)
         free = self.max_sequences - len(self._running)
         batch: list[AnswerRow] = []
@@ -185,7 +193,7 @@ class Generator:
             if batch and not shares and (prompts + 1) * max(width, row.tokens) > PREFILL_TOKENS:
                 yield batch
                 batch, prompts, width = [], 0, 0
-                continue  # rows of the yielded batch may have finished: look at the limits again
+                continue  # rows of the yielded batch may have finished: check the limits again
             batch.append(self._waiting.popleft())
             admitted += 1
             prompts, width = prompts + (not shares), max(width, row.tokens)
@@ -193,7 +201,7 @@ class Generator:
             yield batch
 
     def _prefill(self, batch: list[AnswerRow]) -> list[Request]:
-        """Compute the batch's tokens so far, append the rows to the running ones and sample a token for each."""
+        """Compute the batch's tokens so far, append its rows to the running rows and sample a token for each."""
         inputs: list[list[int]] = []
         sources: list[int] = []
         for i, row in enumerate(batch):
@@ -202,7 +210,7 @@ class Generator:
             sources.append(len(inputs) - 1)
         device = self.model.device
         width = max(len(tokens) for tokens in inputs)
-        # Padding is on the right, where causal attention keeps it out of every real token's sight.
+        # Padding is on the right, where causal attention hides it from every real token.
         tokens = torch.tensor([t + [0] * (width - len(t)) for t in inputs], device=device)
         columns = torch.arange(width, device=device)
         last = torch.tensor([len(t) - 1 for t in inputs], device=device)
@@ -222,7 +230,7 @@ class Generator:
         device = self.model.device
         width = max(row.tokens for row in self._running)
         self._cache.reserve(len(self._running), width, keep=True)
-        # The newest token of a row is not in the cache yet: it is the input, and its position is its column.
+        # A row's newest token is the input. It is not in the cache yet, and its position is its column.
         inputs = torch.tensor([(row.token_ids[-1], row.tokens - 1) for row in self._running]).to(device)
         tokens, positions = inputs[:, :1], inputs[:, 1:]
         self._cache.decode(positions.squeeze(1), width)
@@ -242,13 +250,13 @@ class Generator:
         return output.last_hidden_state
 
     def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        """Additive attention mask in the model's dtype. Four dimensions, once they are added, mean "as it is"."""
+        """Additive attention mask in the model's dtype. transformers uses a mask of four dimensions as it is."""
         return torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device).masked_fill_(
             ~visible, -math.inf
         )
 
     def _sample(self, logits: torch.Tensor, first: int) -> list[Request]:
-        """Append a token to the running rows from `first` on, given their logits [R, V]; return finished requests."""
+        """Append a token to the running rows from `first` on, given their logits [R, V]. Return finished requests."""
         rows = self._running[first:]
         noise = torch.tensor([(row.key, len(row.token_ids)) for row in rows]).to(logits.device)
         temperatures = torch.tensor([row.request.params.temperature for row in rows]).to(logits.device)
@@ -284,7 +292,7 @@ class Generator:
         return [row.request] if row.request.unfinished == 0 else []
 
     def _keep(self, keep: list[bool]) -> None:
-        """Drop running rows and close the gaps: rows from the end move into the places that came free."""
+        """Drop running rows and close the gaps: rows from the end move into the free places."""
         count = sum(keep)
         holes = [i for i in range(count) if not keep[i]]
         movers = [i for i in range(count, len(keep)) if keep[i]]

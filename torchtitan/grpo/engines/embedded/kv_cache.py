@@ -1,11 +1,11 @@
-"""Keys and values of the rows being decoded, in transformers' cache interface."""
+"""Keys and values of the running rows, in transformers' cache interface."""
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 
 class _RowLayer(DynamicLayer):
-    """One layer's keys and values, [rows, kv_heads, tokens, head_dim] each, in buffers that outlive a step."""
+    """One layer's keys and values, [rows, kv_heads, tokens, head_dim] each, in buffers that are kept between steps."""
 
     def __init__(self, cache: "RowCache") -> None:
         super().__init__()
@@ -16,7 +16,7 @@ class _RowLayer(DynamicLayer):
         if self.keys is None:
             _, heads, _, width = key_states.shape
             shape = (cache.row_capacity, heads, cache.token_capacity, width)
-            # Zeros: what is masked out is still multiplied by 0, and 0 times stale NaN is NaN.
+            # Zeros, since masked values are still multiplied by 0, and 0 times NaN is NaN.
             self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
         if cache.prefill_rows is not None:
             tokens = key_states.shape[2]
@@ -42,11 +42,13 @@ class _RowLayer(DynamicLayer):
 
 
 class RowCache(Cache):
-    """A cache whose rows come and go: row r holds its tokens at columns 0..length-1, so rows of any length decode
-    together without padding on the left and without moving anything when one joins.
+    """A cache whose rows join and leave.
+
+    Row r holds its tokens in columns 0..length-1. So rows of any length decode together, without padding on the left,
+    and nothing moves when one joins.
 
     Call `prefill` or `decode` before the model's forward to say where its keys and values go. The rows in use are
-    always the first ones; `move` fills the holes that finished rows leave.
+    always the first ones. `move` fills the gaps that finished rows leave.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -56,12 +58,12 @@ class RowCache(Cache):
         self.prefill_rows: slice | None = None
 
     def reserve(self, rows: int, tokens: int, keep: bool) -> None:
-        """Make room for `rows` rows of `tokens` tokens; what is stored stays if `keep`."""
+        """Make room for `rows` rows of `tokens` tokens. Stored values stay if `keep`."""
         if not keep and (self.row_capacity > 4 * rows or self.token_capacity > 4 * tokens):
-            self._drop()  # much larger than what is asked for now: give the memory back
+            self._drop()  # much larger than needed now: free the memory
         if rows <= self.row_capacity and tokens <= self.token_capacity:
             return
-        # Twice the old size where it grows, so that copying costs a constant per token.
+        # Grow to at least twice the old size, so that copying costs a constant per token.
         if rows > self.row_capacity:
             rows = max(rows, 2 * self.row_capacity)
         if tokens > self.token_capacity:
@@ -75,13 +77,13 @@ class RowCache(Cache):
                 layer.grow(rows, tokens)
 
     def prefill(self, first_row: int, sources: torch.Tensor) -> None:
-        """The next forward has one input row per distinct prompt; input row `sources[i]` fills row `first_row` + i."""
+        """The next forward has one input row per distinct prompt. Input row `sources[i]` fills row `first_row` + i."""
         self.prefill_rows = slice(first_row, first_row + len(sources))
         self.prefill_sources = sources
 
     def decode(self, positions: torch.Tensor, tokens: int) -> None:
-        """The next forward has one token for each of the first rows: it goes to column `positions` [R] of its row,
-        and attention sees the first `tokens` columns."""
+        """The next forward has one token for each of the first rows. It goes to column `positions` [R] of its row, and
+        attention sees the first `tokens` columns."""
         self.prefill_rows = None
         self.decode_positions = positions
         self.decode_row_count = len(positions)

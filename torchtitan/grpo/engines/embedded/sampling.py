@@ -1,4 +1,4 @@
-"""Sampling whose noise belongs to the row and the position, not to the batch."""
+"""Sampling with noise that depends on the row and the position, not on the batch."""
 
 import hashlib
 import struct
@@ -6,7 +6,7 @@ import struct
 import torch
 
 CHUNK_ELEMENTS = 1 << 25
-"""Most logits turned into float64 cumulative probabilities at once (256 MiB)."""
+"""Most logits that become float64 cumulative probabilities at once (256 MiB)."""
 
 _WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -14,7 +14,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def noise_key(seed: int, sample: int) -> int:
-    """The int64 key of one answer's noise: answer number `sample` of a request with this seed."""
+    """The int64 key of the noise of answer number `sample` to a request with this seed."""
     message = struct.pack("<qq", seed, sample)
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True)
 
@@ -26,8 +26,8 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Uniform numbers in [0, 1), float64 [R], a pure function of key and position (int64 [R] each).
 
-    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) used as a counter-based
-    generator; int64 arithmetic wraps around as its uint64 does.
+    It is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) as a counter-based
+    generator. int64 arithmetic wraps around in the same way as its uint64.
     """
     x = keys + (positions + 1) * _WEYL
     x = (x ^ _shift_right(x, 30)) * _MIX_1
@@ -41,14 +41,14 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Draw one token per row by inverting the cumulative distribution at the row's own uniform number.
 
-    One number per row and position means that a row draws the same token in any batch, as long as its logits are
-    the same to rounding. Temperature 0 takes the most likely token and reports log-probabilities at temperature 1.
+    Each row and position has its own number. So a row draws the same token in any batch, as long as its logits are
+    equal up to rounding. Temperature 0 takes the most likely token and reports log-probabilities at temperature 1.
 
     Args:
         logits: [R, V], any float dtype.
         temperatures: [R] float32.
         keys, positions: [R] int64, see `uniform`.
-        top: How many of the most likely tokens to return besides.
+        top: How many of the most likely tokens to return as well.
 
     Returns:
         tokens [R] int64, log-probabilities [R] float32, and for `top` > 0 the most likely tokens' ids and
@@ -63,10 +63,10 @@ def sample(
         rows = slice(start, start + rows_per_chunk)
         chunk = torch.log_softmax(logits[rows].float() / divisors[rows, None], dim=-1)
         cumulative = chunk.exp().cumsum(dim=-1, dtype=torch.float64)
-        # number < 1, so the target is under the last entry, and `right` skips tokens of probability 0.
+        # A number is < 1, so the target is below the last entry. `right` skips tokens of probability 0.
         targets = numbers[rows] * cumulative[:, -1]
         drawn = torch.searchsorted(cumulative, targets[:, None], right=True).squeeze(1)
-        # Only NaN logits reach past the end; the clamp leaves their NaN log-probability for the caller to see.
+        # Only NaN logits reach past the end. The clamp keeps their NaN log-probability, which the caller reports.
         drawn = torch.where(greedy[rows], chunk.argmax(dim=-1), drawn.clamp(max=logits.shape[1] - 1))
         tokens.append(drawn)
         logprobs.append(chunk.gather(1, drawn[:, None]).squeeze(1))

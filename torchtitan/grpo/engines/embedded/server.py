@@ -1,4 +1,4 @@
-"""An inference server of our own: vLLM's routes for token generation and weight updates, over one model."""
+"""The embedded inference server: vLLM's routes for token generation and weight updates, over one model."""
 
 import asyncio
 import hmac
@@ -33,7 +33,7 @@ NEUTRAL = {
     "detokenize": (False, True),
     "output_kind": (0, 1, 2),
 }
-"""Sampling parameters that are understood only at the values that change nothing."""
+"""Sampling parameters that are accepted only at values that have no effect."""
 
 
 class BadRequest(ValueError):
@@ -41,7 +41,7 @@ class BadRequest(ValueError):
 
 
 class Cohort:
-    """Requests that are to start as one batch, in the order of their ids, whenever each of them arrives."""
+    """Requests that start as one batch, in the order of their ids, whenever each of them arrives."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -53,8 +53,9 @@ class EmbeddedApp:
     """The HTTP application.
 
     Routes, bodies and replies are those of vLLM 0.32 (its development and scale-out routes), as far as a trainer uses
-    them, so one client serves both. Not vLLM's: weight updates are refused unless the server is paused, a server with
-    a half-done update does not resume, and `X-Rollout-Cohort: <name>/<size>` makes requests start as one batch.
+    them, so one client serves both. Three things differ from vLLM. Weight updates are refused unless the server is
+    paused. A server with an unfinished update does not resume (I3). Requests with the same `COHORT_HEADER` start as one
+    batch.
     """
 
     def __init__(self, generator: Generator, model_name: str, api_key: str | None = None) -> None:
@@ -132,7 +133,7 @@ class EmbeddedApp:
                 self.worker.add([request])
             await done
         finally:
-            # Also when the client is gone: aiohttp then cancels this handler.
+            # This also runs when the client is gone, since aiohttp then cancels the handler.
             del self._waiting[request]
             request.cancelled = True
         if request.error:
@@ -194,7 +195,7 @@ class EmbeddedApp:
         }
 
     def _on_finished(self, requests: list[Request]) -> None:
-        """On the generation thread: one wake-up of the event loop for all of a step's finished requests."""
+        """Runs on the generation thread. Wakes the event loop once for all requests that a step has finished."""
         if requests:
             self._loop.call_soon_threadsafe(self._deliver, requests)
 
@@ -238,7 +239,7 @@ class EmbeddedApp:
         return web.json_response({"status": "resumed"})
 
     async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
-        # Imported here: a server that never gets an update needs no process groups.
+        # Imported here: a server that never gets an update does not need process groups.
         from torchtitan.grpo.weight_wire.receiver import Receiver
 
         init_info = (await _json(http)).get("init_info")
@@ -264,7 +265,7 @@ class EmbeddedApp:
             raise BadRequest("call /start_weight_update first")
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
-        # A failed update is closed: start again. Until one succeeds the weights are torn.
+        # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
         self._torn, self._update = True, None
         await self._call(lambda: self._receiver.receive(update_info, update.load, update.check_complete))
         self._update = update
@@ -324,7 +325,7 @@ def _choice(index: int, row: AnswerRow) -> dict:
 
 
 def _logprobs(row: AnswerRow) -> dict:
-    """As vLLM with our plug-in answers them (`flat_logprobs.py`)."""
+    """In the form of vLLM with our plug-in (`inside_vllm/flat_logprobs.py`)."""
     if row.request.flat_logprobs:
         return {"logprobs": None, "token_logprobs": row.logprobs}
     content = [
@@ -361,7 +362,7 @@ def _number(sampling: dict, name: str, default: Any, kind: Any, minimum: float) 
 
 
 def cache_budget_bytes(device: torch.device) -> int:
-    """Memory for keys and values: half of what is free on the device, now that the model is there."""
+    """Memory for keys and values: half of the device's free memory, now that the model is loaded."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

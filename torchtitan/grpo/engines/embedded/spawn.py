@@ -20,12 +20,12 @@ _PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
 def choose_device(embedded_device: str, trainer: torch.device, trainers_here: int) -> tuple[str, bool]:
-    """Where the embedded server runs, and whether NCCL can reach it: NCCL joins no two processes on one GPU.
+    """Where the embedded server runs, and whether NCCL can reach it. NCCL does not join two processes on one GPU.
 
     Args:
         embedded_device: `[rollout] embedded_device`. On CUDA the server takes the first GPU that no trainer process
-            has; if there is none it shares rank 0's.
-        trainers_here: Trainer processes on this machine; process i has GPU i.
+            has. If there is none, it shares rank 0's.
+        trainers_here: Trainer processes on this machine. Process i has GPU i.
     """
     kind = trainer.type if embedded_device == "auto" else embedded_device
     if kind == "cpu":
@@ -35,7 +35,7 @@ def choose_device(embedded_device: str, trainer: torch.device, trainers_here: in
 
 
 class EmbeddedServer:
-    """One embedded server: `start` it, talk to it at `url`, `close` it. It ends itself when this process is gone."""
+    """One embedded server. `start` it, use it at `url`, `close` it. It exits when this process is gone."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -53,7 +53,7 @@ class EmbeddedServer:
             The server's base address.
 
         Raises:
-            UserError: It did not start, or not in time; the message ends with the end of its log.
+            UserError: It did not start in time. The message ends with the end of its log.
         """
         dtype = rollout.embedded_dtype
         if dtype == "auto":
@@ -68,8 +68,8 @@ class EmbeddedServer:
             if rollout.api_key_env:
                 command += ["--api-key-env", rollout.api_key_env]
             with log_path.open("ab") as log:
-                # A group of its own: Ctrl-C reaches the trainer alone, which then closes the server in order. Not a
-                # session: Linux shares the cores out among sessions first (sched_autogroup_enabled).
+                # A process group of its own: Ctrl-C reaches only the trainer, which then closes the server. Not a
+                # session of its own: Linux first divides the cores among sessions (sched_autogroup_enabled).
                 self.process = subprocess.Popen(
                     command, env=_environment(), stdout=log, stderr=subprocess.STDOUT, process_group=0
                 )
@@ -110,10 +110,10 @@ class EmbeddedServer:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without what torchrun adds for its workers, and with this package importable.
+    """This process's environment without torchrun's variables for its workers, and with this package importable.
 
-    OpenMP threads sleep rather than spin while they wait for each other: trainer and server share the cores, and
-    spinning threads that outnumber them slow decoding down by a factor of 10 and more (measured on 2 busy cores).
+    OpenMP threads sleep instead of spinning while they wait. Trainer and server share the cores, and on 2 busy cores
+    more spinning threads than cores made decoding 10 times slower.
     """
     env = dict(os.environ)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):

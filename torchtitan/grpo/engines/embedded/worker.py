@@ -14,12 +14,12 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class GenerationWorker(threading.Thread):
-    """Runs a generator's steps, and between two steps whatever other threads ask for with `call`.
+    """Runs a generator's steps, and between two steps the functions that other threads pass to `call`.
 
-    So nothing ever touches generator or model while a step is under way, and a pause is over when its future is.
+    So nothing touches generator or model during a step, and the server is paused when a pause's future is done.
 
     Args:
-        on_finished: Called on this thread with the requests that are complete.
+        on_finished: Called on this thread with the complete requests.
     """
 
     def __init__(self, generator: Generator, on_finished: Callable[[list[Request]], None]) -> None:
@@ -33,7 +33,7 @@ class GenerationWorker(threading.Thread):
         self._draining: list[tuple[Future, bool]] = []
 
     def call(self, function: Callable[[], Any]) -> Future:
-        """Have the thread call `function` between two steps; the future has its result. Calls keep their order."""
+        """Have the thread call `function` between two steps. The future has its result. Calls keep their order."""
         future = _uncancellable()
         with self._changed:
             if self._closing:
@@ -47,9 +47,14 @@ class GenerationWorker(threading.Thread):
         return self.call(lambda: self.generator.add(requests))
 
     def pause(self, mode: PauseMode, clear_cache: bool) -> Future:
-        """Stop at a step boundary: "abort" ends all requests with what they have, "wait" lets those running finish,
-        "keep" freezes them. Requests that come later wait. With `clear_cache` frozen requests are computed anew
-        from their first token on resume, else they go on with the keys and values of the old weights."""
+        """Pause at a step boundary. Requests that arrive later wait.
+
+        Args:
+            mode: "abort" ends all requests with the tokens that they have, "wait" lets running ones finish, "keep"
+                freezes them.
+            clear_cache: Frozen requests are computed again from their first token on resume. Otherwise they continue
+                with the keys and values of the old weights.
+        """
         done = _uncancellable()
 
         def begin() -> None:
@@ -73,7 +78,7 @@ class GenerationWorker(threading.Thread):
         return self.call(resume)
 
     def close(self, timeout_s: float) -> None:
-        """End all requests with what they have and stop; waits at most `timeout_s` for the step under way."""
+        """End all requests with the tokens that they have, and stop. Waits at most `timeout_s` for the current step."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -103,7 +108,7 @@ class GenerationWorker(threading.Thread):
         try:
             finished = self.generator.step(admit=not self._draining)
         except Exception as error:
-            # Without an answer every client would wait for its own timeout. The next requests start afresh.
+            # Answer at once, since clients would wait for their timeouts. The next requests start afresh.
             logger.exception("generation failed")
             finished = self.generator.drop("abort", error=f"generation failed: {error}")
         self._on_finished(finished)
@@ -120,7 +125,7 @@ class GenerationWorker(threading.Thread):
 
 
 def _uncancellable() -> Future:
-    """A future that a waiter who gives up cannot take from under the thread that will set it."""
+    """A future that a waiter cannot cancel while another thread is about to set it."""
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future
