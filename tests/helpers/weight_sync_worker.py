@@ -51,7 +51,7 @@ SETTLE_S = 40.0
 
 
 class WatchedFleet(Fleet):
-    """Writes down what it is told."""
+    """Records its events."""
 
     events: list[list]
 
@@ -89,7 +89,7 @@ def damage(kind: str):
 
 
 def flip_at_random(chance: float, rng: random.Random):
-    """Have any bucket to any server leave with a random bit flipped, now and then."""
+    """Flip a random bit of any bucket to any server, with this probability."""
     kept: list[torch.Tensor] = []
 
     def broadcast(self: Group, tensor: torch.Tensor) -> dist.Work:
@@ -161,7 +161,7 @@ def main(job: dict) -> None:
     dtype = getattr(torch, job["sync"]["dtype"])
 
     def step(version: int) -> dict[str, list]:
-        """What an optimizer step is to weight sync; returns what servers must hold from now on."""
+        """An optimizer step, as weight sync sees it. Returns what servers must hold from now on."""
         sync.order_writes_after()
         change(model, version)
         return digests(model, source, dtype)

@@ -36,7 +36,7 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 TINY = ROOT / "train_configs" / "tiny_qwen3"
 EXACT = 1e-4
 DIFFERENT = 0.1
-"""Mean difference in nat from which weights, or keys and values, count as others."""
+"""Mean difference in nat from which on weights, or keys and values, count as different."""
 PROMPT = [5 + i % 400 for i in range(140)]
 """Longer than a block of vLLM's cache (128 tokens on CPU): a request that shares it finds it there."""
 LONG = SamplingParams(n=2, temperature=1.0, max_tokens=600, ignore_eos=True)
@@ -201,7 +201,7 @@ def test_a_prompt_that_is_too_long_is_refused(served: Served):
 
 
 def test_a_cancelled_request_ends_at_the_server(served: Served):
-    """Sixteen long answers fill the server; cancelled, they must not keep others from being answered."""
+    """Sixteen long answers fill the server. Once cancelled, they must not delay other requests."""
     many = SamplingParams(n=16, temperature=1.0, max_tokens=800, ignore_eos=True)
 
     async def run() -> tuple[float, float]:
@@ -300,7 +300,7 @@ def across_update(served: Served, trainer: Trainer) -> list[Completion]:
 
 
 def test_running_answers_can_finish_under_their_weights(served: Served):
-    """Without in-flight updates an answer is one version's, and what is asked meanwhile waits for the next."""
+    """Without in-flight updates, one version samples the whole answer. New requests wait for the next version."""
     with Trainer(served, in_flight=False, drain_timeout_s=60.0) as trainer:
 
         async def scenario() -> tuple[list[Completion], list[Completion]]:
@@ -325,8 +325,8 @@ def test_running_answers_can_finish_under_their_weights(served: Served):
     assert max(served.differences("B", answer).max() for answer in after) <= EXACT
 
 
-def test_a_torn_update_takes_the_server_out_and_a_whole_one_mends_it(served: Served, monkeypatch):
-    """The trainer fails between two buckets of a version. The server has half of it, and answers nobody with that."""
+def test_a_torn_update_takes_the_server_out_and_a_complete_one_brings_it_back(served: Served, monkeypatch):
+    """The trainer fails between two buckets of a version. The server has half of it and must not answer with it."""
     with Trainer(served) as trainer:
         trainer.publish(1, "A")
         packer = trainer.sync._packer
@@ -375,7 +375,7 @@ def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(serv
 
 
 def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, start):
-    """kill -9, then the same port with its first weights: the trainer gives it the newest by itself."""
+    """kill -9, then a new server at the same port with the first weights: the trainer sends it the newest ones."""
     greedy = SamplingParams(1, 0.0, 12, ignore_eos=True)
 
     async def until(what: str, seen: Callable[[], bool], limit_s: float) -> float:

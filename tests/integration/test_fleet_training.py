@@ -18,7 +18,7 @@ from torchtitan.grpo.engines.vllm_control import ServerControl
 
 STRAGGLER_S = 1.5
 STEP_S = 1.0
-"""A step's least length: over half of STRAGGLER_S, so that no push that waits for a straggler skips a version."""
+"""Shortest step: over half of STRAGGLER_S, so a push that waits for a straggler skips no version."""
 FLAGS = BACKGROUND | {
     "--rollout.engine": "embedded",
     "--rollout.request_timeout_seconds": "5",
@@ -57,7 +57,7 @@ class RecordingServer:
         self.process.kill()
 
     def did(self, what: str, since: float = 0.0) -> list[dict]:
-        """What it wrote down under this name, in order, from that time on."""
+        """The values that it recorded under this name since that time, in order."""
         lines = [json.loads(line) for line in self._record.read_text().splitlines()]
         return [line for line in lines if line["did"] == what and line["time"] >= since]
 
@@ -86,7 +86,7 @@ def servers(tmp_path: Path) -> Iterator[Callable[[str], list[RecordingServer]]]:
 
 @pytest.fixture(autouse=True)
 def paced_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward that takes its time: 16 answers on two workers make a step of STEP_S."""
+    """A slow reward: 16 answers on two workers make a step of STEP_S."""
     (tmp_path / "paced.py").write_text(
         f"import time\n\ndef paced(answer, prompt):\n    time.sleep({STEP_S / 8})\n    return 0.0\n"
     )
@@ -119,7 +119,7 @@ def wait_for_steps(run: EndlessRun, count: int) -> None:
 
 
 def assert_first_asked_with_newest(server: RecordingServer, other: RecordingServer, since: float) -> None:
-    """From `since` on it was asked nothing until it had the version that `other` had at that moment."""
+    """From `since` on it got no request until it had the version that `other` had at that time."""
     first = server.did("asked", since)[0]
     (took, *_) = server.did("took", since)
     assert first["time"] > took["time"]
@@ -127,7 +127,7 @@ def assert_first_asked_with_newest(server: RecordingServer, other: RecordingServ
     assert int(first["version"]) >= other.version_at(first["time"]) - 1
 
 
-def test_a_frozen_and_a_killed_server_hold_up_neither_the_run_nor_the_others(servers, tmp_path):
+def test_a_frozen_and_a_killed_server_delay_neither_the_run_nor_the_others(servers, tmp_path):
     well, frozen, killed, fine = started = servers("abcd")
     with endless(tmp_path / "run", FLAGS | urls(*started)) as run:
         step_times = StepTimes(run)
@@ -177,7 +177,7 @@ def test_a_frozen_and_a_killed_server_hold_up_neither_the_run_nor_the_others(ser
     assert all(line["policy/mismatch_abs"] < 0.05 for line in lines), [line["policy/mismatch_abs"] for line in lines]
 
 
-def test_servers_join_and_leave_a_run_under_way(servers, tmp_path):
+def test_servers_join_and_leave_during_a_run(servers, tmp_path):
     stays, leaves, joins = started = servers("abc")
     listed = tmp_path / "servers.txt"
 

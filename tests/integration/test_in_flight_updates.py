@@ -1,4 +1,4 @@
-"""What an update does to running answers: the embedded server under WeightSync, with long answers under way."""
+"""What an update does to running answers: WeightSync with the embedded server and long answers."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 CPU = torch.device("cpu")
 PROMPT = [3, 4]
 TOKENS = 600
-"""Of an answer that is under way when the weights change: at least 0.5 s."""
+"""Length of an answer that is running when the weights change: at least 0.5 s."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def trainer(folders, urls, timeout_s: float = 20.0, **modes) -> Iterator[Trainer
 
 
 def answer_across(url: str, update, tokens: int = TOKENS) -> tuple[Completion, object]:
-    """An answer that is under way while `update` runs, and what that returned."""
+    """An answer that runs across `update`, and what `update` returned."""
 
     async def scenario() -> tuple[Completion, object]:
         client = VllmClient(url, None, 60.0, lambda: 1)
@@ -104,7 +104,7 @@ def answer_across(url: str, update, tokens: int = TOKENS) -> tuple[Completion, o
 
 @torch.no_grad()
 def worst_difference(folder: Path, completion: Completion, start: int) -> float:
-    """Between the served log-probabilities from token `start` on and the model's for the whole answer."""
+    """Largest difference of the served log-probabilities, from token `start` on, from the model's for the answer."""
     model = Qwen3ForCausalLM.from_pretrained(folder).eval()
     logits = model(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1] / 0.7
     expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
@@ -124,8 +124,8 @@ def test_in_flight_an_answer_goes_on_under_the_new_weights(folders, urls, recomp
     assert exact is recompute_kv, "kept keys and values are those of the old weights"
 
 
-def test_running_answers_finish_under_their_weights_and_make_nobody_a_straggler(folders, urls):
-    """One server is idle, the other in a long answer, for longer than `straggler_seconds` and `timeout_seconds`."""
+def test_running_answers_finish_under_their_weights_and_draining_is_not_straggling(folders, urls):
+    """One server is idle. The other answers for longer than `straggler_seconds` and `timeout_seconds`."""
     with trainer(folders, urls, timeout_s=0.4, in_flight=False, drain_timeout_s=30.0) as ours:
         ours.publish(1)
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Weights from real trainer ranks to real receivers in other processes, over gloo: what arrives, and what fails how."""
+"""Weights from real trainer ranks to receivers in other processes, over gloo: what arrives, and how it fails."""
 
 import json
 import random
@@ -92,7 +92,7 @@ class Trainer:
 
 
 def assert_only_whole_versions(receivers: Receivers, urls: list[str], loop: dict) -> None:
-    """Whatever a server took into service is, byte for byte, what the trainer had when it published that version."""
+    """Every version that a server took into service equals what the trainer published, byte for byte (I3)."""
     for url in urls:
         for version, digest in receivers.taken(url):
             assert digest == loop["expected"][str(version)], f"{url} served something else as version {version}"
@@ -277,7 +277,7 @@ def test_random_delays_kills_restarts_and_flips(tmp_path, receivers):
 
 
 def test_the_end_in_the_middle_of_a_push(tmp_path, receivers):
-    """The server is frozen, and may be waited for for a minute: nothing of that delays the end."""
+    """The server is frozen and `timeout_seconds` is a minute, but the end takes seconds."""
     folder = save_model(tmp_path / "model", "qwen3", False)
     url = receivers.start("--fault", "stop", "2", "0")
     sync = SYNC | {"async_weight_update": True, "timeout_seconds": 60.0}

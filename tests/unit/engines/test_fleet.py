@@ -1,4 +1,4 @@
-"""The fleet: who is in traffic, who is lost, and the list of servers that may change."""
+"""The fleet: which servers are in traffic or lost, and a list of servers that changes."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ class UrlsFile:
         self.path = path
 
     def write(self, text: str) -> None:
-        """Replaced as a user should: written beside, then renamed."""
+        """Replace the file as a user should: write another, then rename it."""
         beside = self.path.with_suffix(".new")
         beside.write_text(text)
         os.replace(beside, self.path)
@@ -312,7 +312,7 @@ def test_a_list_that_cannot_be_read(tmp_path) -> None:
 
 
 def test_many_threads(urls_file) -> None:
-    """Workers, a collector and a reader of the list at once: no error, and the last word of each worker counts."""
+    """Workers, a collector and a reader of the list at once: no error, and each worker's last call wins."""
     urls = [f"http://s{i}:80" for i in range(8)]
     fleet = listed_fleet(urls_file, "\n".join(urls))
     kept = fleet.servers[:4]

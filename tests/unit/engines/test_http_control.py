@@ -1,4 +1,4 @@
-"""Control calls against something that answers 200 to everything, and is no engine: a proxy before a lost server."""
+"""Control calls to something that is not an engine but answers 200, like a proxy in front of a lost server."""
 
 import http.server
 import socket
@@ -59,7 +59,7 @@ def test_a_reply_that_is_not_as_expected_is_the_servers_failure(kind, call, said
 
 
 @pytest.mark.parametrize(("listens", "hint"), [(True, "if it hangs"), (False, "Start the server")])
-def test_what_to_do_about_a_server_that_does_not_get_well(listens, hint):
+def test_the_error_of_an_unhealthy_server_says_what_to_do(listens, hint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         if listens:

@@ -62,7 +62,7 @@ def test_versions_are_compared_by_number(version, numbers):
 
 
 class Answering(SglangControl):
-    """Says what /server_info would."""
+    """Has the reply of /server_info."""
 
     def __init__(self, **info):
         super().__init__(URL, None, 1.0)
@@ -95,7 +95,7 @@ def test_a_server_that_cannot_serve_is_refused(info, said):
         ({"version": "0.5.21"}, True, True),
     ],
 )
-def test_an_old_sglang_is_not_asked_to_forget_while_answers_wait(info, recomputes, taken, monkeypatch):
+def test_an_old_sglang_is_not_asked_to_drop_prefixes_while_answers_wait(info, recomputes, taken, monkeypatch):
     called, replies = [], iter([400, 200])
 
     def request(self, method, path, phase, **_):
@@ -119,18 +119,18 @@ def test_all_of_a_servers_workers_take_part_in_an_update():
     assert Answering().world_size() == 1
 
 
-def test_nccls_complaint_names_what_to_change():
+def test_an_nccl_error_says_what_to_change():
     said = "Failed to update parameter online: NCCL error: unhandled cuda error, Cuda failure 'invalid argument'"
     with pytest.raises(UserError, match="NCCL_CUMEM_ENABLE=-2"):
         SglangControl(URL)._explain(400, "update", "/update_weights_from_distributed", said)
 
 
-def test_a_pause_that_sglang_has_not_is_no_silent_other_one():
+def test_a_pause_mode_that_sglang_lacks_is_an_error():
     with pytest.raises(ValueError, match="no pause mode 'wait'"):
         SglangControl(URL).pause("wait")
 
 
-def test_a_server_started_anew_at_the_address_of_a_paused_one_is_not_paused(monkeypatch):
+def test_a_server_restarted_at_the_address_of_a_paused_one_is_not_paused(monkeypatch):
     control, serves = SglangControl(URL), "default"
     monkeypatch.setattr(SglangControl, "_call", lambda *_, **__: None)
     monkeypatch.setattr(SglangControl, "weight_version", lambda _: serves)

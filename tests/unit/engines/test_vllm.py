@@ -1,4 +1,4 @@
-"""The client against a server that answers what the test says: which weights sampled a token."""
+"""The client against a server whose replies the test chooses: which weights sampled a token."""
 
 import asyncio
 import http.server
@@ -13,7 +13,7 @@ from torchtitan.grpo.engines.vllm import VllmClient
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """Answers every request with four tokens and `spans`, the weights that sampled them (None: does not say)."""
+    """Answers every request with four tokens and `spans`, the weights that sampled them (None: not reported)."""
 
     spans: list[dict] | None = None
     flat = False

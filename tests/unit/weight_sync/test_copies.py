@@ -1,4 +1,4 @@
-"""Versions through copies alone (`transport = "disk"`): a real sync thread and worker, on a link that takes time."""
+"""Versions through copies only (`transport = "disk"`): a real sync thread and worker, with a slow link."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ COPY_S, UPDATE_S, AGREE_S = 0.02, 0.02, 0.01
 
 
 class Folder(VersionCopy):
-    """Notes what is done to it while somebody reads."""
+    """Records writes to it while it has readers."""
 
     def __init__(self) -> None:
         super().__init__()

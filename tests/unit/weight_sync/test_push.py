@@ -1,4 +1,4 @@
-"""The common push with threads as servers' workers: what each gets, who is dropped and when, and how it ends."""
+"""The common push with threads as workers: what each server gets, which are dropped and when, and how it ends."""
 
 import random
 import threading
@@ -71,7 +71,7 @@ class Worker:
 
 @dataclass
 class Lead:
-    """Fills wire buffers in halves, with a pause between them, so that one filled too early is seen."""
+    """Fills wire buffers in halves, with a pause in between, so that a buffer filled too early is noticed."""
 
     push: Push
     wires: list[torch.Tensor]
@@ -130,8 +130,8 @@ def assert_whole(worker: Worker, buckets: int, version: int = 7) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_who_finishes_has_every_bucket_as_it_was(seed):
-    """Any number of servers, buckets and buffers, at any pace; some leave, some stall for longer than is allowed."""
+def test_a_server_that_finishes_has_every_bucket_unchanged(seed):
+    """Any number of servers, buckets and buffers, at any pace. Some leave, some stall for longer than allowed."""
     rng = random.Random(seed)
     buckets, num_buffers = rng.randint(1, 14), rng.randint(1, 5)
     workers, stalled = [], set()
@@ -162,7 +162,7 @@ def test_who_finishes_has_every_bucket_as_it_was(seed):
     assert outcome.push.seconds == {"gather": 0.5}
 
 
-def test_one_that_keeps_another_waiting_is_dropped_by_name_and_the_other_goes_on():
+def test_a_straggler_is_dropped_by_name_and_the_other_server_continues():
     quick = Worker("quick")
     slow = Worker("slow", lambda index: 1.0 if index == 3 else 0.0)
     outcome = run_push([quick, slow], buckets=8, num_buffers=2, straggler_s=0.25)
@@ -183,7 +183,7 @@ def test_the_last_buckets_and_the_only_bucket_can_be_late_too():
         assert outcome.lead_s < 0.8
 
 
-def test_nobody_is_dropped_while_all_are_equally_late():
+def test_no_server_is_dropped_while_all_are_equally_late():
     workers = [Worker(f"server{n}", lambda index: 0.5 if index == 2 else 0.0) for n in range(3)]
     outcome = run_push(workers, buckets=5, num_buffers=2, straggler_s=0.2)
     assert outcome.dropped == {}
@@ -191,20 +191,20 @@ def test_nobody_is_dropped_while_all_are_equally_late():
         assert_whole(worker, 5)
 
 
-def test_nobody_is_dropped_for_the_leads_own_slowness():
+def test_no_server_is_dropped_because_the_leader_is_slow():
     workers = [Worker("one", in_flight=1), Worker("two", lambda index: 0.001, in_flight=1)]
     outcome = run_push(workers, buckets=3, num_buffers=1, straggler_s=0.1, pack_s=lambda: 0.3)
     assert outcome.dropped == {}
 
 
-def test_one_alone_is_never_dropped():
+def test_a_single_server_is_never_dropped():
     alone = Worker("alone", lambda index: 0.4)
     outcome = run_push([alone], buckets=3, num_buffers=2, straggler_s=0.1)
     assert outcome.dropped == {}
     assert_whole(alone, 3)
 
 
-def test_the_wait_starts_again_when_who_was_ready_has_left():
+def test_the_wait_starts_again_when_the_ready_server_has_left():
     push = Push(7, 4, 1, ["ready", "late", "later"], 0.4, lambda server, why: dropped.append(server))
     dropped: list[str] = []
     push.offer(content(7, 0), None)
@@ -223,7 +223,7 @@ def test_the_wait_starts_again_when_who_was_ready_has_left():
     assert dropped == []
 
 
-def test_two_late_ones_are_dropped_together():
+def test_two_late_servers_are_dropped_together():
     quick, *slow = [Worker("quick"), *(Worker(f"slow{n}", lambda index: 0.8) for n in range(2))]
     outcome = run_push([quick, *slow], buckets=4, num_buffers=2, straggler_s=0.2)
     assert outcome.dropped.keys() == {"slow0", "slow1"}
@@ -297,7 +297,7 @@ def test_a_failed_push_wakes_everyone():
             wait()
 
 
-def test_a_bucket_that_never_comes_is_named_and_the_end_is_noticed():
+def test_a_timeout_names_the_missing_bucket_and_closing_ends_the_wait():
     push = Push(7, 3, 2, ["one"], 10.0, lambda server, why: None)
     with pytest.raises(TimeoutError, match="bucket 2 of version 7"):
         push.offer(content(7, 0), None)
@@ -312,7 +312,7 @@ def test_a_bucket_that_never_comes_is_named_and_the_end_is_noticed():
         push.seat("one", 5, closing).bucket(1)
 
 
-def test_settled_once_by_whoever_is_last():
+def test_a_push_settles_once_on_the_last_thread():
     for last in ("worker", "lead"):
         push, settled = Push(7, 1, 1, ["one", "two"], 10.0, lambda server, why: None), []
         push.ended("two", None)
@@ -346,7 +346,7 @@ def test_a_host_copy_feeds_what_was_stored():
 
 
 class Standstill:
-    """A push whose servers finish their answers first: it begins, at `version`, when `lead` has ended."""
+    """A push whose servers finish their answers first. It begins, with version 9, when `lead` has ended."""
 
     def __init__(self, names: list[str], straggler_s: float, drain_s: float):
         self.dropped: dict[str, str] = {}
@@ -371,7 +371,7 @@ class Standstill:
                 seat.stopped()
             except Dropped:
                 return
-            assert seat.version == 9, "what is sent is the newest version when all stand still"
+            assert seat.version == 9, "the newest version once all are paused is sent"
             self.push.ended(name, {"total": 1.0})
 
         thread = threading.Thread(target=run, daemon=True)
@@ -379,7 +379,7 @@ class Standstill:
         return thread
 
 
-def test_long_answers_make_nobody_a_straggler():
+def test_draining_does_not_count_as_straggling():
     still = Standstill(["quick", "long"], straggler_s=0.1, drain_s=5.0)
     threads = [still.server("quick", 0.0, 0.0), still.server("long", 0.0, 0.6)]
     for thread in [*threads, still.lead]:
@@ -390,7 +390,7 @@ def test_long_answers_make_nobody_a_straggler():
     assert still.push.servers.keys() == {"quick", "long"}
 
 
-def test_one_that_does_not_even_stop_is_dropped_while_another_drains():
+def test_a_server_that_is_not_told_to_pause_is_dropped_while_another_drains():
     still = Standstill(["quick", "long", "absent"], straggler_s=0.2, drain_s=5.0)
     threads = [still.server("quick", 0.0, 0.0), still.server("long", 0.0, 0.8), still.server("absent", 1.5, 0.0)]
     time.sleep(0.5)
@@ -403,7 +403,7 @@ def test_one_that_does_not_even_stop_is_dropped_while_another_drains():
     assert still.push.servers.keys() == {"quick", "long"}
 
 
-def test_one_that_fails_while_it_drains_is_waited_for_no_longer():
+def test_a_server_that_fails_while_draining_is_not_waited_for():
     still = Standstill(["quick", "long"], straggler_s=0.2, drain_s=5.0)
     quick = still.server("quick", 0.0, 0.0)
     still.push.seat("long", 5.0, nothing).stopping()

@@ -56,7 +56,7 @@ def received(packer: Packer, buffer: SnapshotBuffer) -> dict[str, torch.Tensor]:
 
 
 def same(newest: int) -> int:
-    """What a rank that is alone agrees on."""
+    """How a single rank agrees."""
     return newest
 
 
@@ -66,7 +66,7 @@ def nothing() -> None:
 
 @contextmanager
 def running(call):
-    """`call` in a thread; what it raises is raised here."""
+    """Run `call` in a thread, and raise its error here."""
     errors = []
 
     def run() -> None:
@@ -85,7 +85,7 @@ def running(call):
 
 
 def small_snapshots(count: int, numel: int = 16) -> tuple[nn.Module, Snapshots]:
-    """Of a model whose one parameter is filled with the version, by `fill`."""
+    """Snapshots of a model whose only parameter `fill` sets to the version."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(numel))
     snapshots = Snapshots({"weight": model.weight}, torch.float32, count)
@@ -100,7 +100,7 @@ def fill(model: nn.Module, version: int) -> None:
 
 
 def slow_copies(snapshots: Snapshots, seconds) -> None:
-    """Have a copy take `seconds()` in its middle, as a large one does."""
+    """Make each copy pause for `seconds()` in the middle, like a large one."""
 
     def copy(buffer) -> None:
         ((target,), (parameter,)) = snapshots._copies[buffer.index]
@@ -112,7 +112,7 @@ def slow_copies(snapshots: Snapshots, seconds) -> None:
     snapshots._copy = copy
 
 
-def test_take_is_a_copy_of_one_moment():
+def test_a_snapshot_is_one_moment():
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
     names = [name for name, _ in model.named_parameters()]
     parameters = dict(model.named_parameters())
@@ -137,7 +137,7 @@ def test_take_is_a_copy_of_one_moment():
         snapshots.take(5)
 
 
-def test_a_held_version_stands_while_newer_ones_are_taken():
+def test_a_held_version_does_not_change_while_newer_ones_are_taken():
     model, snapshots = small_snapshots(2)
     fill(model, 1)
     snapshots.take(1)
@@ -153,7 +153,7 @@ def test_a_held_version_stands_while_newer_ones_are_taken():
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_bytes_are_of_the_version_held_in_any_interleaving(seed, count):
-    """The trainer takes at random moments; a sync thread holds, and agrees with ranks that may be ahead."""
+    """The trainer takes snapshots at random moments. A sync thread holds them. Other ranks may be ahead."""
     rng = random.Random(100 * count + seed)
     model, snapshots = small_snapshots(count, 4096)
     slow_copies(snapshots, lambda: rng.choice([0, 0, 0.002]))
@@ -184,7 +184,7 @@ def test_bytes_are_of_the_version_held_in_any_interleaving(seed, count):
     assert all(buffer.readers == 0 for buffer in snapshots.buffers)
 
 
-def test_a_version_that_other_ranks_are_at_is_waited_for_and_not_skipped():
+def test_a_version_that_other_ranks_agreed_on_is_waited_for_and_not_skipped():
     model, snapshots = small_snapshots(2)
     for version in (1, 2):
         fill(model, version)
@@ -209,7 +209,7 @@ def test_a_version_that_other_ranks_are_at_is_waited_for_and_not_skipped():
     assert snapshots.newest == 7
 
 
-def test_what_comes_while_the_ranks_agree_is_kept_until_they_have():
+def test_versions_taken_while_the_ranks_agree_are_kept_until_they_have():
     model, snapshots = small_snapshots(2)
     fill(model, 1)
     snapshots.take(1)
@@ -234,7 +234,7 @@ def test_what_comes_while_the_ranks_agree_is_kept_until_they_have():
         assert (buffer.version, buffer.flat.unique().tolist()) == (2, [2.0])
 
 
-def test_a_version_that_never_comes_is_named():
+def test_a_timeout_names_the_missing_version():
     _, snapshots = small_snapshots(2)
     snapshots.take(1)
     late = pytest.raises(TimeoutError, match="snapshot of version 3; its newest is 1")

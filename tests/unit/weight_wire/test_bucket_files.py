@@ -73,7 +73,7 @@ def test_a_copy_shows_whole_versions_only_and_removes_old_ones(bucket, tmp_path)
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_what_a_killed_trainer_has_left_is_removed_by_the_next_one(bucket):
+def test_the_files_of_a_killed_trainer_are_removed_by_the_next_one(bucket):
     living = DiskCopy("", [bucket])
     living.begin()
     living.complete(1, [1])

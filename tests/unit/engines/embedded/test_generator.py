@@ -206,7 +206,7 @@ def test_cancelled_requests_leave_at_the_next_step(model: PreTrainedModel) -> No
     assert_logprobs(model, [requests[1]])
 
 
-def test_preempted_rows_are_computed_anew_under_new_weights() -> None:
+def test_preempted_rows_are_computed_again_under_new_weights() -> None:
     model, other = make_model(seed=0), make_model(seed=1)
     generator = make_generator(model)
     params = SamplingParams(n=2, temperature=0.7, max_tokens=12, seed=4)
