@@ -67,7 +67,7 @@ def save_tiny_qwen2(folder: Path, *, vocab_size: int = 512, seed: int = 0) -> Pa
     return folder
 
 
-def _plugin_path(folder: Path) -> Path:
+def plugin_path(folder: Path) -> Path:
     """A folder that, on PYTHONPATH, declares this project's vLLM plug-in as if the project were installed."""
     info = folder / "torchtitan_grpo_plugin-0.dist-info"
     info.mkdir(parents=True)
@@ -175,7 +175,7 @@ def serve_vllm(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Ite
     if not os.environ.get("VLLM_PYTHON"):
         pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
     environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(_plugin_path(folder / "plugin"))]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(plugin_path(folder / "plugin"))]),
         "VLLM_CACHE_ROOT": str(folder / "cache"),
     }
     with serve("serve_vllm.sh", folder, model_dir, *flags, port=port, **environment) as server:

@@ -223,6 +223,14 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vl
     sync.close()
 
 
+def test_the_plug_in_says_what_it_changed(vllm_server: RunningServer):
+    """In a process each: the API server and the engine core."""
+    log = vllm_server.log_path.read_text(errors="replace")
+    assert log.count("Log-probabilities are sent as lists of numbers") == 1
+    assert log.count("leave the engine 32 tokens at a time") == 1
+    assert "outside the range" not in log and "is unknown" not in log and "are unknown" not in log
+
+
 def test_the_server_passes_the_sampling_check(vllm_server: RunningServer):
     ServerControl(vllm_server.url, None, 60.0).check(1024)
     with pytest.raises(UserError, match="max-model-len"):

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from torchtitan.grpo.inside_vllm.bundled_outputs import INLINE_BYTES, VARIABLE, Bundles, _tokens
+from torchtitan.grpo.inside_vllm.bundled_outputs import INLINE_BYTES, VARIABLE, Bundles, tokens_per_entry
 
 
 class Reason(enum.IntEnum):
@@ -141,10 +141,10 @@ def test_every_token_arrives_once_and_in_order(seed: int) -> None:
 
 def test_the_variable_is_a_positive_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert _tokens() == 32
+    assert tokens_per_entry() == 32
     monkeypatch.setenv(VARIABLE, "1")
-    assert _tokens() == 1
+    assert tokens_per_entry() == 1
     for wrong in ("0", "-3", "many", ""):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(ValueError, match="at least 1"):
-            _tokens()
+            tokens_per_entry()

@@ -1,0 +1,11 @@
+"""Code that runs inside a vLLM server. It imports vLLM, torch and `weight_wire`, and nothing else of this project.
+
+    process         at start                        when `--weight-transfer-config` names our backend
+    API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields
+    engine core     plugin.register: two hooks      bundled_outputs
+    worker          plugin.register: two hooks      transfer_engine
+                                                      weight_wire.receiver: buckets in, checksums verified
+                                                      direct_load, load_recording: buckets into parameters
+
+A vLLM that is started with another backend, or with none, runs unchanged. It imports only `plugin`.
+"""

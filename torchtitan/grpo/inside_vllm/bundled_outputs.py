@@ -1,17 +1,17 @@
-"""vLLM's engine hands over an answer's tokens some at a time, where nobody looks at them before the answer is complete.
+"""vLLM's engine core sends a request's tokens in bundles, not one by one.
 
-With each step vLLM's engine process sends its API server one entry for every running request: one token, and its
-log-probability in three arrays. Unpacking the entries takes one thread of the API server about as long as a small
-model's step takes the GPU, or longer (docs/benchmarks.md), and what waits for that thread, a pause for new weights too,
-waits for all that has piled up. `install` has the engine keep a request's tokens back until there are `tokens` of them,
-or the answer ends, and send them as one entry. vLLM takes several tokens in an entry (speculative decoding makes them).
+After each step vLLM's engine core sends its API server one entry for every running request: one token, and its
+log-probability in three arrays. One thread of the API server unpacks them. For a small model that takes as long as the
+GPU's step, or longer (docs/benchmarks.md), so entries pile up, and a pause for new weights waits behind them. `install`
+keeps a request's tokens back until there are `tokens_per_entry` of them or the answer ends, and then sends one entry.
+vLLM accepts several tokens in an entry, as speculative decoding makes them.
 
-Only requests of which nothing is read before the end are bundled: output kind FINAL_ONLY and no detokenization, as
-ours are, and so no stop strings, which the API server looks for. Nothing is kept back across a change of the weights'
-version, so that whoever counts tokens by version (vLLM 0.32, and `token_versions` before it) counts the same. Engines
-with data parallelism have a loop of their own and are left alone.
+Only requests that are read when they are complete are bundled: output kind FINAL_ONLY and no detokenization, as our
+trainer's are. (So they have no stop strings, which the API server would look for.) Nothing is kept back across a change
+of weight version, so counts of tokens by version do not change. Engines with data parallelism run another loop and are
+left alone.
 
-BUNDLE_TOKENS in a server's environment sets `tokens`; 1 leaves vLLM as it is.
+BUNDLE_TOKENS in a server's environment sets `tokens_per_entry`; 1 leaves vLLM as it is.
 """
 
 import functools
@@ -28,15 +28,15 @@ logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it i
 
 VARIABLE = "BUNDLE_TOKENS"
 DEFAULT = 32
-"""Unpacking costs little from here on, and what is kept back when weights change is sent in a few milliseconds."""
+"""Unpacking is cheap from here on. Sending what was kept back when weights change takes a few milliseconds."""
 
 INLINE_BYTES = 256
-"""Arrays from here on travel as parts of their own behind a message's first part. vLLM before 0.32 then takes the last
-part's departure for all parts', and may write its next message over a first part that is still being sent: one that is
-large, as when everything that was kept back is sent at once. So no bundle's array becomes as large."""
+"""No array of a bundle becomes as large as this. vLLM sends larger arrays as separate parts of a message. vLLM before
+0.32 takes the departure of the last part for that of all parts, and may then overwrite a first part that is still being
+sent. That happens to a large first part, such as everything that was kept back."""
 
 _MAY_WAIT = ("request_id", "new_token_ids", "new_logprobs")
-"""Fields of an entry that may wait. One with anything in another field is sent at once."""
+"""Fields of an entry that may wait. An entry with a value in any other field is sent at once."""
 
 
 @dataclass
@@ -53,8 +53,8 @@ class _Bundle:
             self.array_bytes += _array_bytes(entry)
 
     def into(self, entry: Any) -> Any:
-        """The entry, with all that was kept back before its own tokens. Log-probabilities join along their first
-        dimension, the tokens; the fourth of a `LogprobsLists` is None in one request's."""
+        """The entry, with the kept-back tokens before its own. Log-probabilities are joined along their first
+        dimension, the tokens. The fourth field of one request's `LogprobsLists` is None."""
         self.add(entry)
         entry.new_token_ids = self.token_ids
         if len(self.logprobs) > 1:
@@ -66,12 +66,12 @@ class _Bundle:
 
 
 class Bundles:
-    """Tokens that have not been sent, by request.
+    """Tokens that have not been sent yet, by request.
 
     Args:
-        tokens: So many are sent together.
+        tokens: Tokens per bundle.
         entry_class: vLLM's `EngineCoreOutput`, a msgspec Struct.
-        may_wait: Whether a request's tokens may be kept back. Asked at its first token that could be.
+        may_wait: Whether a request's tokens may be kept back. Called once per bundle, with the request's name.
     """
 
     def __init__(self, tokens: int, entry_class: type, may_wait: Callable[[str], bool]) -> None:
@@ -81,11 +81,11 @@ class Bundles:
         self._bundles: dict[str, _Bundle] = {}
 
     def pass_through(self, client: int, entries: Iterable[Any]) -> list[Any]:
-        """What of one step's entries is to be sent now."""
+        """Those of one step's entries that are to be sent now."""
         return [sent for entry in entries if (sent := self._entry(client, entry)) is not None]
 
     def take(self) -> dict[int, list[Any]]:
-        """All that is kept back, as entries for each client."""
+        """Everything that was kept back, as entries by client."""
         taken: dict[int, list[Any]] = {}
         for request, bundle in self._bundles.items():
             empty = self._entry_class(request_id=request, new_token_ids=[])
@@ -94,7 +94,7 @@ class Bundles:
         return taken
 
     def keep_only(self, requests: Collection[str]) -> None:
-        """Forget those that have been aborted."""
+        """Forget all other requests: they were aborted."""
         for request in [request for request in self._bundles if request not in requests]:
             del self._bundles[request]
 
@@ -110,7 +110,7 @@ class Bundles:
             if not self._may_wait(request):
                 return entry
             bundle = self._bundles[request] = _Bundle(client)
-        # Twice: there must be room for one more entry, with which the bundle is sent.
+        # Twice: the entry that completes the bundle must fit too.
         small = bundle.array_bytes + 2 * _array_bytes(entry) < INLINE_BYTES
         if small and len(bundle.token_ids) + len(entry.new_token_ids) < self._tokens:
             bundle.add(entry)
@@ -126,40 +126,26 @@ class Bundles:
 
 
 def _array_bytes(entry: Any) -> int:
-    """Of the token ids that its log-probabilities belong to: the other arrays are no larger."""
+    """Bytes of the entry's token-id array, the largest of its log-probability arrays."""
     return 0 if entry.new_logprobs is None else entry.new_logprobs[0].nbytes
 
 
-def install() -> None:
-    """Have engines of this process, or of processes forked from it, bundle. One whose parts are elsewhere stays as it
-    is, and the log says so."""
-    tokens = _tokens()
-    if tokens <= 1:
+def install(engine: Any) -> None:
+    """Bundle the outputs of one `EngineCoreProc`. If its parts are not where they are expected, it stays as it is and
+    the log says so."""
+    tokens = tokens_per_entry()
+    if tokens == 1:
         return
     try:
-        from vllm.v1.engine.core import EngineCoreProc
-
-        run = EngineCoreProc.run_busy_loop
+        _install(engine, tokens)
     except (ImportError, AttributeError) as error:
-        _say_unknown(error)
+        logger.warning("This vLLM's engine is unknown (%s): it sends its API server every token by itself.", error)
         return
-    if getattr(run, "bundles", False):
-        return
-
-    @functools.wraps(run)
-    def run_bundled(self: Any) -> None:
-        try:
-            bundle_outputs(self, tokens)
-        except (ImportError, AttributeError) as error:
-            _say_unknown(error)
-        run(self)
-
-    run_bundled.bundles = True
-    EngineCoreProc.run_busy_loop = run_bundled
+    logger.info("Answers that are read when complete leave the engine %d tokens at a time.", tokens)
 
 
-def bundle_outputs(engine: Any, tokens: int) -> None:
-    """Wrap what one `EngineCoreProc` does with outputs; all of it runs in its one thread."""
+def _install(engine: Any, tokens: int) -> None:
+    """Wrap what the engine does with outputs. All of it runs in the engine's one thread."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
@@ -198,14 +184,14 @@ def bundle_outputs(engine: Any, tokens: int) -> None:
 
     @functools.wraps(call_workers)
     def send_before_new_weights(method: Any, *args: Any, **kwargs: Any) -> Any:
-        # The server is paused: what comes later was sampled by the new weights.
+        # The server is paused. Later tokens are sampled by the new weights.
         if method == "finish_weight_update":
             send_all()
         return call_workers(method, *args, **kwargs)
 
     @functools.wraps(pause)
     def send_before_abort(mode: str = "abort", *args: Any, **kwargs: Any) -> Any:
-        if mode == "abort":  # what these requests have so far is what their clients get
+        if mode == "abort":  # clients get what their requests have so far
             send_all()
         return pause(mode, *args, **kwargs)
 
@@ -219,15 +205,11 @@ def bundle_outputs(engine: Any, tokens: int) -> None:
             set_version(weight_version)
 
         engine.set_weight_version = send_before_new_version
-    logger.info("answers that are read when they are complete leave the engine %d tokens at a time", tokens)
 
 
-def _tokens() -> int:
+def tokens_per_entry() -> int:
+    """BUNDLE_TOKENS, or its default. ValueError unless it is a positive integer."""
     text = os.environ.get(VARIABLE, str(DEFAULT))
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{VARIABLE} = {text!r}: the number of tokens that are sent together, at least 1 (1: off)")
+        raise ValueError(f"{VARIABLE} = {text!r}: set the number of tokens per bundle, at least 1 (1 turns it off)")
     return int(text)
-
-
-def _say_unknown(error: Exception) -> None:
-    logger.warning("this vLLM's engine is unknown (%s): it sends its API server each token by itself", error)

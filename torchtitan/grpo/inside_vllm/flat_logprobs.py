@@ -1,13 +1,13 @@
-"""vLLM answers log-probabilities as one list of numbers, to requests that ask for flat ones.
+"""vLLM replies with log-probabilities as one list of numbers, to requests that ask for flat ones.
 
-For each token of an answer vLLM's API server makes a dictionary and two objects, dumps them, and writes about 200 bytes
-of JSON. With the many answers of a small model that takes its one thread longer than the GPU takes for the tokens:
-requests, and pauses for new weights, wait in line behind complete answers, and the GPU stands idle.
+For each token of an answer vLLM's API server builds a dictionary and two objects and writes about 200 bytes of JSON, all
+in one thread. With many answers of a small model that takes longer than the GPU takes to sample them. Requests, and
+pauses for new weights, then wait behind complete answers while the GPU is idle.
 
-A request may set vLLM's own sampling parameter `flat_logprobs`, with which the API server collects them in one list.
-`install` has it send that list: each choice has `logprobs: null` and `token_logprobs`, one number a token. Only to
-requests such as ours, which read answers when they are complete (FINAL_ONLY), as tokens and not as text, and no other
-log-probability than the sampled token's. Without it the reply is vLLM's own, whatever the request asks.
+vLLM's own sampling parameter `flat_logprobs` has the API server collect a request's log-probabilities in one list.
+`install` has it send that list: each choice then has `logprobs: null` and `token_logprobs`, one number per token. Only
+requests like our trainer's get it: read when complete (FINAL_ONLY), as tokens and not text, with the sampled token's
+log-probability only. Without `install`, vLLM's reply ignores `flat_logprobs`.
 """
 
 import functools
@@ -21,17 +21,17 @@ logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it i
 
 KEY = "token_logprobs"
 LOWEST = -9999.0
-"""JSON has no infinities; vLLM's own replies say this in their place."""
+"""JSON has no infinities. vLLM's own replies have this number in their place."""
 
 _TAKEN = object()
 
 
 def install() -> None:
-    """In vLLM's API server. A vLLM whose parts are elsewhere stays as it is, and the log says so."""
+    """In vLLM's API server. If its parts are not where they are expected, it stays as it is and the log says so."""
     try:
         _install()
     except (ImportError, AttributeError) as error:
-        logger.warning("this vLLM's replies are unknown (%s): log-probabilities stay one object a token", error)
+        logger.warning("This vLLM's replies are unknown (%s): log-probabilities stay one object per token.", error)
 
 
 def _install() -> None:
@@ -75,10 +75,10 @@ def _install() -> None:
     reply_flat.flat = True
     ServingTokens._create_tokens_logprobs = create_unless_taken
     ServingTokens.serve_tokens_full_generator = reply_flat
-    logger.info("log-probabilities are sent as lists of numbers to requests that ask for flat ones")
+    logger.info("Log-probabilities are sent as lists of numbers to requests that ask for flat ones.")
 
 
 def of_sampled_tokens(flat: Any) -> list[float]:
-    """Of vLLM's `FlatLogprobs`: at each position the sampled token's comes first."""
+    """Log-probabilities of the sampled tokens in vLLM's `FlatLogprobs`: the first at each position."""
     found = [flat.logprobs[start] for start in flat.start_indices]
     return [value if value > LOWEST else LOWEST for value in found]  # a NaN is not greater either

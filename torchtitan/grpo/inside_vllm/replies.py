@@ -1,25 +1,15 @@
-"""More fields in the choices of vLLM's token-in, token-out replies. In the API server's process only."""
+"""Extra fields in the choices of vLLM's token-in, token-out replies."""
 
 import functools
-import multiprocessing
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-_API_SERVER = "vllm.entrypoints.openai.api_server"
-
-
-def in_api_server() -> bool:
-    """Whether this process is vLLM's API server, and not one of its children, which load the plug-in too."""
-    main = getattr(sys.modules["__main__"], "__spec__", None)
-    serves = _API_SERVER in sys.modules or (main is not None and main.name == _API_SERVER)
-    return serves and multiprocessing.parent_process() is None
-
 
 def with_field(reply: Any, key: str, values: Mapping[int, Any]) -> Any:
-    """The reply, a pydantic model, with the field `key` in each choice: its value by the choice's index, or None.
+    """The reply (a pydantic model) with a field `key` in each choice: the value at the choice's index, or None.
 
-    The choices' own class drops fields that it does not declare, and the route sends what `model_dump` returns.
+    The class of a choice drops fields that it does not declare. So the field is added to what `model_dump` returns,
+    which is what the route sends.
     """
     more = getattr(reply, "_more_fields", {}) | {key: values}
     made = _extended(type(reply)).model_construct(**dict(reply))
@@ -28,7 +18,7 @@ def with_field(reply: Any, key: str, values: Mapping[int, Any]) -> Any:
 
 
 class _MoreFields:
-    """Mark of the classes that `_extended` makes."""
+    """Marks the classes that `_extended` makes."""
 
 
 @functools.cache

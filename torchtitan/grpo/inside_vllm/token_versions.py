@@ -1,21 +1,23 @@
-"""Which weights sampled which token, for vLLM servers that do not say it themselves (before 0.32).
+"""Which weights sampled which token, for vLLM servers that do not report it (before 0.32).
 
-vLLM 0.32 answers `weight_versions` with each choice of its generate route: spans [{"version", "start", "end"}] over the
-answer's tokens. `install` has an older vLLM answer the same, by bookkeeping in the API server's process alone. That
-process sees all three things that it takes:
+**Remove when the oldest vLLM in `plugin.TESTED` is 0.32.** This module then goes, with its tests, their plug-in
+`tests/helpers/counted_versions.py` and `test_our_count_is_vllms`.
 
-- the version: in the body of `/update_weights`; it is in service once `/finish_weight_update` has returned;
-- the order of tokens and updates: the engine's outputs reach this process over one socket, in the order in which the
+vLLM 0.32 returns `weight_versions` with each choice of its generate route: spans [{"version", "start", "end"}] over the
+answer's tokens. `install` has an older vLLM return the same, by bookkeeping in its API server alone, which sees:
+
+- The version: it is in the body of `/update_weights`, and in service once `/finish_weight_update` has returned.
+- The order of tokens and updates. The engine's outputs reach the API server over one socket, in the order in which the
   engine made them. The reply to finish comes over it too, behind every token sampled before the pause, and the engine
-  makes none until it is resumed. What is then still to be processed is in one first-in, first-out queue, so that a mark
-  put at its end divides the tokens exactly, however far behind the processing is;
-- how many tokens each answer has when the mark is reached.
+  samples none until it is resumed. Outputs wait in one first-in, first-out queue, so a mark put at its end divides the
+  tokens exactly, however far behind the processing is.
+- How many tokens each answer has when the mark is reached.
 
 It costs nothing per token, and one pass over the running requests per update.
 
-Exact only for updates during which the server is paused (weight sync's always are), and only where one API server
-speaks with one engine: with data parallelism, or several API servers, replies stay as vLLM makes them, and the client
-labels an answer with the version of its start. So it does if this vLLM's internals are not those of 0.25.
+It is exact only for updates during which the server is paused, which weight sync's always are, and only with one API
+server and one engine. With data parallelism, several API servers or unknown vLLM internals, replies stay vLLM's own,
+and the client labels an answer with the version of its start.
 """
 
 import functools
@@ -28,15 +30,15 @@ from torchtitan.grpo.inside_vllm.replies import with_field
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
 KEY = "weight_versions"
-"""vLLM 0.32's name of the spans, in a choice of the reply and in `CompletionOutput`."""
+"""vLLM 0.32's name for the spans, in a choice of the reply and in `CompletionOutput`."""
 FIRST = "default"
-"""vLLM 0.32's name of the weights that a server starts with."""
+"""vLLM 0.32's name for the weights that a server starts with."""
 
 Span = dict[str, Any]
 
 
 class VersionLedger:
-    """Versions of the tokens of running requests: `serve` at each update, `take` when a request is finished."""
+    """Versions of the tokens of running requests: call `serve` at each update and `take` when a request is finished."""
 
     def __init__(self) -> None:
         self._version = FIRST
@@ -46,9 +48,9 @@ class VersionLedger:
         """From now on `version` samples.
 
         Args:
-            num_tokens: Of every request that is running: its name, and how many tokens its answer has so far.
+            num_tokens: How many tokens the answer of every running request has so far, by the request's name.
         """
-        # Requests that are not running any more, because they were aborted, are forgotten here.
+        # Requests that no longer run, because they were aborted, are forgotten here.
         self._starts = {
             request: [*self._starts.get(request, [(self._version, 0)]), (version, tokens)]
             for request, tokens in num_tokens.items()
@@ -56,7 +58,7 @@ class VersionLedger:
         self._version = version
 
     def take(self, request: str, num_tokens: int) -> list[Span]:
-        """Spans that cover the `num_tokens` tokens of a finished request; it is forgotten."""
+        """Spans that cover the `num_tokens` tokens of a finished request, which is then forgotten."""
         starts = self._starts.pop(request, [(self._version, 0)])
         ends = [start for _, start in starts[1:]] + [num_tokens]
         return [
@@ -67,14 +69,14 @@ class VersionLedger:
 
 
 class _Mark:
-    """In the queue of engine outputs: those behind it were sampled by weights `version`."""
+    """In the queue of engine outputs: the outputs behind it were sampled by weights `version`."""
 
     def __init__(self, version: str, output_processor: Any) -> None:
         self.version, self.output_processor = version, output_processor
 
 
 def reported_by_vllm() -> bool:
-    """Whether this vLLM answers the spans itself."""
+    """Whether this vLLM returns the spans itself."""
     from vllm.outputs import CompletionOutput
 
     return hasattr(CompletionOutput, KEY)
@@ -82,8 +84,8 @@ def reported_by_vllm() -> bool:
 
 @functools.cache
 def install(key: str = KEY) -> None:
-    """Have this process's vLLM answer spans as `key` of each choice. A vLLM whose parts are elsewhere stays as it is,
-    and the log says so."""
+    """Have this process's vLLM return spans as `key` of each choice. If its parts are not where they are expected, it
+    stays as it is and the log says so."""
     try:
         _install(key)
     except (ImportError, AttributeError) as error:
@@ -92,8 +94,8 @@ def install(key: str = KEY) -> None:
 
 def _say_unknown(error: Exception) -> None:
     logger.warning(
-        "this vLLM's internals are unknown (%s): answers that run across a weight update will carry the version of "
-        "their start",
+        "This vLLM's internals are unknown (%s): answers that run across a weight update carry the version of their "
+        "start.",
         error,
     )
 
@@ -134,7 +136,7 @@ def _install(key: str) -> None:
 
     @functools.wraps(get_output)
     async def skip_marks(self: AsyncMPClient) -> Any:
-        # Called by the one task that processes outputs, so that all before the mark have been processed.
+        # Called by the one task that processes outputs, so all outputs before the mark have been processed.
         while isinstance(outputs := await get_output(self), _Mark):
             if ledger is not None:
                 try:
@@ -175,7 +177,7 @@ def _install(key: str) -> None:
     AsyncMPClient.get_output_async = skip_marks
     RequestState._new_completion_output = completion_with_spans
     ServingTokens.serve_tokens_full_generator = reply_with_spans
-    logger.info("answers say which weights sampled each of their tokens")
+    logger.info("Answers say which weights sampled each token.")
 
 
 def _one_engine(engine_client: Any) -> bool:

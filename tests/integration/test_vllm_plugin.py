@@ -1,0 +1,99 @@
+"""The plug-in in a vLLM that is, or is not, started with our weight-transfer backend. No server: vLLM's own classes.
+
+test_vllm.py has a whole server with the backend.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.helpers.servers import PLUGIN_MODULE, plugin_path, save_tiny_qwen3
+
+pytestmark = pytest.mark.vllm
+
+PROGRAM = """
+import json, logging, sys
+from types import SimpleNamespace
+
+model, backend = sys.argv[1:]
+OURS = "torchtitan.grpo.inside_vllm.", "torchtitan.grpo.weight_wire"
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.v1.engine import async_llm, core
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.output_processor import RequestState
+
+def parts():
+    '''Everything that the project replaces somewhere, besides its two hooks.'''
+    classes = ServingTokens, AsyncMPClient, RequestState, async_llm.AsyncLLM
+    return {f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if name != "__init__"}
+
+before = parts()
+config = AsyncEngineArgs(
+    model, skip_tokenizer_init=True, max_model_len=64, dtype="float32", load_format="dummy",
+    weight_transfer_config={"backend": backend} if backend else None,
+).create_engine_config()
+loaded_early = sorted(name for name in sys.modules if name.startswith(OURS))
+
+class Stop(Exception): pass
+def stop(*_, **__): raise Stop
+
+async_llm.EngineCoreClient.make_async_mp_client = stop  # no engine
+try:
+    async_llm.AsyncLLM(config, None, log_stats=False)
+except Stop:
+    started = True
+
+def of(): pass
+scheduler = SimpleNamespace(requests={}, update_from_output=of, finish_requests=of)
+engine = SimpleNamespace(
+    vllm_config=config, scheduler=scheduler, collective_rpc=of, pause_scheduler=of, _handle_shutdown=lambda: False
+)
+try:
+    core.EngineCoreProc.run_busy_loop(engine)
+except SystemExit:
+    ran = True
+
+print(json.dumps({
+    "loaded_early": loaded_early,
+    "loaded": sorted(name for name in sys.modules if name.startswith(OURS)),
+    "replaced": sorted(name for name, value in parts().items() if before.get(name) is not value),
+    "bundled": scheduler.update_from_output is not of,
+    "started": started and ran,
+}))
+"""
+REPLACED = {"ServingTokens._create_tokens_logprobs", "ServingTokens.serve_tokens_full_generator"}
+
+
+def look(tmp_path: Path, backend: str, program: str) -> tuple[dict, str]:
+    """What a process of vLLM's environment says of itself, and its log."""
+    if not os.environ.get("VLLM_PYTHON"):
+        pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
+    model = save_tiny_qwen3(tmp_path / "model")
+    paths = os.pathsep.join([str(ROOT), str(plugin_path(tmp_path / "plugin"))])
+    environment = os.environ | {"PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [os.environ["VLLM_PYTHON"], "-c", program, str(model), backend]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def test_without_our_backend_vllm_is_its_own(tmp_path: Path) -> None:
+    found, log = look(tmp_path, "", PROGRAM)
+    assert found["started"]
+    assert found["replaced"] == [] and not found["bundled"]
+    assert found["loaded"] == [PLUGIN_MODULE]  # the plug-in was there, and it alone
+    assert "outside the range" not in log
+
+
+def test_with_our_backend_a_server_is_set_up_when_it_starts(tmp_path: Path) -> None:
+    found, log = look(tmp_path, "torchtitan_grpo", "import vllm; vllm.__version__ = '0.99.0'\n" + PROGRAM)
+    assert found["started"]
+    assert found["loaded_early"] == [PLUGIN_MODULE]
+    assert set(found["replaced"]) >= REPLACED and found["bundled"]
+    assert log.count("vLLM 0.99.0 is outside the range") == 1

@@ -1,0 +1,166 @@
+"""The worker's end of a weight update: vLLM's weight-transfer engine `torchtitan_grpo`.
+
+vLLM's layer-wise reload fuses checkpoint tensors, slices them for tensor parallelism, quantises them and copies them
+into the storage that CUDA graphs already use. Where all of that amounts to copies, `direct_load` makes the copies itself
+from the second update on.
+"""
+
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
+from torchtitan.grpo.weight_wire import receiver
+from torchtitan.grpo.weight_wire.buckets import Bucket
+
+logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
+
+
+@dataclass
+class InitInfo(receiver.InitInfo, WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class UpdateInfo(receiver.UpdateInfo, WeightTransferUpdateInfo):
+    pass
+
+
+def expected_names(model: torch.nn.Module, tied: bool) -> set[str]:
+    """Hugging Face names of the weights that the model is made of.
+
+    vLLM fuses checkpoint tensors (q, k and v into one); `packed_modules_mapping` says which. Its reload only warns when
+    a layer received nothing, and is silent when a layer received a part. So the names are compared here.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    names = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if tied and name.startswith("lm_head."):
+            continue
+        *path, module, kind = name.split(".")
+        parts = fused.get(module, [module])
+        names.update(".".join([*path, part, kind]) for part in parts)
+    return names
+
+
+class TorchtitanGrpoEngine(WeightTransferEngine):
+    """One worker's end of an update; the protocol is `receiver`'s."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    _receiver: receiver.Receiver | None = None
+    _direct: DirectLoading | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the trainer's group. A trainer that connects again (after a failure or a restart) replaces the last one."""
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        joined = receiver.Receiver(asdict(init_info), self.device, rank)
+        missing = sorted(expected_names(self.model, self._tied) - set(joined.names))
+        if missing and self.model_config.quantization is None and parallel.pipeline_parallel_size == 1:
+            joined.close()
+            raise ValueError(
+                f"the trainer's plan lacks {len(missing)} weights of the served model: {missing[:8]}. Serve the "
+                "folder that the trainer's [model] hf_assets_path names."
+            )
+        self._receiver = joined
+        if self._direct is None or self._direct.buckets != joined.buckets:
+            self._direct = DirectLoading(
+                self.model,
+                joined.buckets,
+                self.model.load_weights,
+                self.device,
+                excluded=self._tied_names(),
+                refused=self._not_direct(),
+                say=logger.info,
+            )
+
+    def start_weight_update(self) -> None:
+        with self._vllm_config():
+            if self._direct is None or not self._direct.begin():
+                initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self._receiver is None or self._direct is None:
+            raise RuntimeError("no trainer has connected: /init_weight_transfer_engine comes first")
+        direct = self._direct
+        loaded: set[str] = set()
+
+        def load(bucket: Bucket, wire: torch.Tensor) -> None:
+            loaded.update(direct.load(bucket, wire) or ())
+
+        def complete() -> None:
+            if direct.active:
+                if not direct.complete:
+                    raise RuntimeError("some buckets of the update were not loaded")
+                return
+            missing = sorted(self._own_names() - loaded)
+            if missing and self.model_config.quantization is None:
+                raise RuntimeError(f"{len(missing)} weights of the served model got nothing: {missing[:8]}")
+
+        with self._vllm_config():
+            self._receiver.receive_buckets(asdict(update_info), load, complete)
+
+    def finish_weight_update(self) -> None:
+        with self._vllm_config():
+            if self._direct is None:
+                self._finish_layerwise()
+            else:
+                self._direct.finish(self._finish_layerwise)
+
+    def _finish_layerwise(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._repack_output()
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args) -> None:
+        """vLLM 0.25 declares this abstract. Our trainer sends without vLLM."""
+        raise NotImplementedError("weights are sent by torchtitan.grpo.weight_sync.sync.WeightSync")
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+
+    def _own_names(self) -> set[str]:
+        """vLLM's names of this worker's weights."""
+        return {name for name, _ in self.model.named_parameters()} - self._tied_names()
+
+    def _tied_names(self) -> set[str]:
+        """Parameters of an output layer that is tied to the embedding, and so is not sent."""
+        names = (name for name, _ in self.model.named_parameters() if name.startswith("lm_head."))
+        return set(names) if self._tied else set()
+
+    def _not_direct(self) -> str:
+        """Why direct loading must not be used; empty if it may be."""
+        if self.model_config.quantization is not None:
+            return f"quantization is {self.model_config.quantization}"
+        if getattr(self.parallel_config, "enable_eplb", False):
+            return "expert load balancing moves experts between places"
+        return ""
+
+    def _repack_output(self) -> None:
+        # On CPU a tied output layer keeps a packed copy of the embedding that no reload rebuilds (vLLM 0.32).
+        for module in self.model.modules():
+            if type(module).__name__ == "ParallelLMHead":
+                module.quant_method.process_weights_after_loading(module)
+
+    def _vllm_config(self) -> AbstractContextManager:
+        # Some quantisation methods read it. vLLM 0.32 sets it around these calls, 0.25 does not.
+        return set_current_vllm_config(self.vllm_config)
