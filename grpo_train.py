@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+import torchtitan_overlay  # noqa: F401  before torchtitan: upstream's own __init__.py needs Triton
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig

@@ -59,7 +59,7 @@ def counted(text, prompt):
 
 def modules(text, prompt):
     main = sys.modules["__main__"]
-    return float("pytest" in sys.modules or getattr(main, "__file__", None) is not None)
+    return float("pytest" in sys.modules or "torch" in sys.modules or "torchtitan_overlay" not in main.__file__)
 
 def one_argument(text):
     return 1.0

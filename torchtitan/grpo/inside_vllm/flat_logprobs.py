@@ -1,8 +1,8 @@
 """vLLM replies with log-probabilities as one list of numbers, to requests that ask for flat ones.
 
-For each token of an answer vLLM's API server builds a dictionary and two objects and writes about 200 bytes of JSON, all
-in one thread. With many answers of a small model that takes longer than the GPU takes to sample them. Requests, and
-pauses for new weights, then wait behind complete answers while the GPU is idle.
+For each token of an answer vLLM's API server builds a dictionary and two objects and writes about 200 bytes of JSON.
+One thread does it all. With many answers of a small model that takes longer than the GPU takes to sample them.
+Requests, and pauses for new weights, then wait behind complete answers while the GPU is idle.
 
 vLLM's own sampling parameter `flat_logprobs` has the API server collect a request's log-probabilities in one list.
 `install` has it send that list: each choice then has `logprobs: null` and `token_logprobs`, one number per token. Only

@@ -1,7 +1,7 @@
-"""vLLM's entry point: offers the weight-transfer engine `torchtitan_grpo`, and sets up servers that are started with it.
+"""vLLM's entry point: offers the weight-transfer engine `torchtitan_grpo` and sets up servers that use it.
 
-vLLM calls `register` in its API server, its engine core and its workers, before it knows its configuration, and calls
-it in every vLLM of the environment. So `register` changes nothing by itself:
+vLLM calls `register` in its API server, its engine core and its workers, before it knows its configuration. It does so
+in every vLLM of the environment. So `register` changes nothing by itself:
 
 - The engine is registered by name. vLLM imports `transfer_engine` only in workers whose configuration names it.
 - Two hooks look at the configuration where each process first has it: `AsyncLLM.__init__` in an API server, and

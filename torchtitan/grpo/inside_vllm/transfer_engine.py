@@ -1,8 +1,8 @@
 """The worker's end of a weight update: vLLM's weight-transfer engine `torchtitan_grpo`.
 
 vLLM's layer-wise reload fuses checkpoint tensors, slices them for tensor parallelism, quantises them and copies them
-into the storage that CUDA graphs already use. Where all of that amounts to copies, `direct_load` makes the copies itself
-from the second update on.
+into the storage that CUDA graphs already use. Where all of that amounts to copies, `direct_load` makes the copies from
+the second update on.
 """
 
 import logging
@@ -62,7 +62,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
     _direct: DirectLoading | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainer's group. A trainer that connects again (after a failure or a restart) replaces the last one."""
+        """Join the trainer's group. A trainer that connects again, after a failure or restart, replaces the last."""
         self.shutdown()
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank

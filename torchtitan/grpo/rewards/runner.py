@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torchtitan_overlay
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Sample
 from torchtitan.grpo.rewards.functions import resolve
@@ -186,10 +187,14 @@ _MAIN_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the main script from a spawned process, which would import the whole trainer again."""
+    """Hide the main script from a spawned process, which would import the whole trainer again.
+
+    What the process imports first is `torchtitan_overlay` instead.
+    """
     with _MAIN_LOCK:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.modules["__main__"].__spec__ = torchtitan_overlay.__spec__
         try:
             yield
         finally:

@@ -17,6 +17,8 @@ from torchtitan.grpo.errors import UserError
 _LOG_TAIL_CHARS = 3000
 _POLL_S = 0.05
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
+_PROGRAM = "import torchtitan_overlay; from torchtitan.grpo.engines.embedded.__main__ import main; main()"
+"""`python -m torchtitan.grpo.engines.embedded`, but without upstream's `torchtitan/__init__.py`."""
 
 
 def choose_device(embedded_device: str, trainer: torch.device, trainers_here: int) -> tuple[str, bool]:
@@ -62,7 +64,7 @@ class EmbeddedServer:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="embedded-server-") as folder:
             ready = Path(folder) / f"{secrets.token_hex(8)}.json"
-            command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model_dir)]
+            command = [sys.executable, "-c", _PROGRAM, "--model", str(model_dir)]
             command += ["--device", device, "--dtype", dtype, "--ready-file", str(ready)]
             command += ["--max-sequences", str(rollout.embedded_max_sequences), "--parent-pid", str(os.getpid())]
             if rollout.api_key_env:

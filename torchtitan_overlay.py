@@ -1,0 +1,77 @@
+"""`torchtitan` as a namespace package. A process imports this module before `torchtitan`, and that is all it does.
+
+Upstream's `torchtitan/__init__.py` (0.2.2) imports torch, Triton and every quantization scheme. That is an error where
+Triton is missing. It costs seconds and 300 MiB where `torchtitan.grpo` needs none of it, as in a reward worker. Nothing
+inside `torchtitan.grpo` could prevent it, because importing that package runs upstream's file first.
+
+Here upstream's modules and `torchtitan.grpo` are found as before, and that file does not run. The first import of an
+upstream module prepares it for this machine. If upstream's package was imported earlier, it is left as it is.
+
+`grpo_train`, the embedded server, reward workers and vLLM's entry point start with this module. In a checkout
+`torchtitan/__init__.py` does too.
+"""
+
+import importlib.util
+import pkgutil
+import sys
+import types
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+
+NAME = "torchtitan"
+_KERNELS = f"{NAME}.models.moe.kernels"
+
+
+class _BeforeUpstream(MetaPathFinder):
+    """Finds nothing. It sees the first import of an upstream module, and prepares for it: not earlier, as that
+    imports torch."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.startswith(f"{NAME}.") and not f"{name}.".startswith(f"{NAME}.grpo."):
+            sys.meta_path.remove(self)
+            _prepare_upstream()
+        return None
+
+
+def _prepare_upstream() -> None:
+    """What torchtitan 0.2.2 needs where there is no Triton or no accelerator. Changes nothing on other machines.
+
+    It imports Triton for its mixture-of-experts kernels, used or not. It assumes the device type "cuda" if torch finds
+    no accelerator.
+    """
+    import torch._utils
+
+    if importlib.util.find_spec("triton") is None:
+        stand_in = types.ModuleType(_KERNELS)
+        stand_in.generate_permute_indices = _refuse_moe  # type: ignore[attr-defined]
+        sys.modules[_KERNELS] = stand_in
+
+    detect = torch._utils._get_available_device_type
+    if detect() is None:
+        # torchtitan.tools.utils reads the device type when it is first imported: say "cpu" just then.
+        torch._utils._get_available_device_type = lambda: "cpu"
+        try:
+            importlib.import_module(f"{NAME}.tools.utils")
+        finally:
+            torch._utils._get_available_device_type = detect
+
+
+def _refuse_moe(*_args: object, **_kwargs: object) -> None:
+    raise RuntimeError("torchtitan's mixture-of-experts kernels need Triton, which is not installed")
+
+
+def register_in_vllm() -> None:
+    """vLLM's entry point."""
+    from torchtitan.grpo.inside_vllm.plugin import register
+
+    register()
+
+
+if NAME not in sys.modules:
+    _spec = ModuleSpec(NAME, None, is_package=True)
+    _spec.submodule_search_locations = list(pkgutil.extend_path([], NAME))
+    sys.modules[NAME] = importlib.util.module_from_spec(_spec)
+    sys.meta_path.insert(0, _BeforeUpstream())
