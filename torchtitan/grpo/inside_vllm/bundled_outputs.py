@@ -74,7 +74,7 @@ class Bundles:
         may_wait: Whether a request's tokens may be kept back. Called once per bundle, with the request's name.
     """
 
-    def __init__(self, tokens: int, entry_class: type, may_wait: Callable[[str], bool]) -> None:
+    def __init__(self, tokens: int, entry_class: Any, may_wait: Callable[[str], bool]) -> None:
         self._tokens, self._entry_class, self._may_wait = tokens, entry_class, may_wait
         self._others = operator.attrgetter(*(set(entry_class.__struct_fields__) - set(_MAY_WAIT)))
         self._nothing = self._others(entry_class(request_id="", new_token_ids=[]))

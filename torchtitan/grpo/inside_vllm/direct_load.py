@@ -1,18 +1,18 @@
-"""Loading weights straight into an engine's own storage, once that is shown to be all that the engine's loading does.
+"""Copies received weights straight into an engine's own storage, if that is all that the engine's loading does.
 
-An engine's `load_weights` takes names and tensors through Python for every update, though for most unquantised models
-nothing comes of it but copies, always between the same places. `DirectLoading` learns those places once and then loads
-a bucket with one `_foreach_copy_` per dtype. Storage stays what it was, so CUDA graphs stay valid. It goes direct only
-after all of this held, on the very server that uses it, and otherwise stays with the engine's own loading:
+An engine's `load_weights` runs Python code for every tensor of every update. For most unquantised models the outcome is
+a set of copies, always between the same places. `DirectLoading` learns those places once. It then loads a bucket with
+one `_foreach_copy_` per dtype. Storage stays the same, so CUDA graphs stay valid. It copies directly only after all of
+these steps succeeded on the very server that uses it. Otherwise it keeps to the engine's own loading.
 
-1. Record: `load_weights` runs over stand-ins for the received tensors, with writes held back. All that it does with a
-   stand-in is take views and copy them, dtype unchanged, into parameters.
-2. Coverage: those copies (and constants for padding) fill every byte of every parameter exactly once.
-3. Proof: through one whole update by the engine's own loading, received bytes were only viewed and copied, nothing but
-   parameters holds any of them afterwards, and each recorded destination has the checksum of its recorded source.
+1. Record: `load_weights` runs on stand-ins for the received tensors, with writes held back. It must do nothing with a
+   stand-in but take views and copy them into parameters of the same dtype.
+2. Coverage: those copies, and constants for padding, fill every byte of every parameter exactly once.
+3. Proof: during one whole update by the engine's own loading, received bytes are only viewed and copied. Afterwards
+   only parameters hold any of them, and each recorded destination has the checksum of its recorded source.
 
-Imports torch only, as `receiver`. Kernels that an engine launches outside torch's dispatcher are not seen in step 3,
-except by the checksums.
+Imports torch only. Step 3 does not see kernels that an engine launches outside torch's dispatcher, except through the
+checksums.
 """
 
 import gc
@@ -43,12 +43,12 @@ _LET_GO_S = 0.5
 
 
 class _Trace(TorchDispatchMode):
-    """Follows received bytes through an engine's own loading: who holds them, and was anything computed from them?"""
+    """Follows received bytes through an engine's own loading: what holds them, and is anything computed from them?"""
 
     def __init__(self) -> None:
         super().__init__()
         self.reason = ""
-        # A weak reference keeps the storage's address from being used again, but not its memory.
+        # A weak reference keeps the address of a storage from being reused. It does not keep its memory.
         self._holders: dict[int, StorageWeakRef] = {}
 
     def received(self, wire: torch.Tensor) -> None:
@@ -59,7 +59,9 @@ class _Trace(TorchDispatchMode):
         allowed = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(key not in allowed and not ref.expired() for key, ref in self._holders.items())
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         held = {storage_of(tensor) for tensor in tensors_in((args, kwargs)) if self._is_held(tensor)}
         result = func(*args, **kwargs)
@@ -67,7 +69,7 @@ class _Trace(TorchDispatchMode):
             return result
         if func is COPY and self._is_held(args[1]):
             destination, source = args[:2]
-            if destination.is_meta:  # vLLM counts elements so
+            if destination.is_meta:  # vLLM counts elements this way
                 return result
             if (destination.dtype, destination.shape) == (source.dtype, source.shape):
                 self._hold(destination)
@@ -86,23 +88,23 @@ class _Trace(TorchDispatchMode):
 
 
 class _Proof:
-    """One update by the engine's own loading, against what was recorded."""
+    """Compares one update by the engine's own loading with what was recorded."""
 
     def __init__(self, recording: Recording, device: torch.device):
         self.trace = _Trace()
-        self._recording = recording
+        self.recording = recording
         self._sources: dict[Copy, torch.Tensor] = {}
         self._checksum = Checksum(device, max(copy.destination.nbytes for copy in recording.copies) + 8)
 
     def received(self, bucket: Bucket, wire: torch.Tensor) -> None:
         self.trace.received(wire)
-        for copy in self._recording.copies:
+        for copy in self.recording.copies:
             if copy.bucket == bucket.index:
                 self._sources[copy] = self._sum(copy.source(wire.view(copy.destination.dtype)))
 
     def check(self) -> None:
-        """NotDirectError unless copies alone would have done the same. The only wait for the device is here."""
-        recording = self._recording
+        """NotDirectError unless copies alone would have done the same. Waits for the device; nothing else here does."""
+        recording = self.recording
         if len(self._sources) != len(recording.copies):
             raise NotDirectError("not every bucket of the update was loaded")
         if not all(place.holds() for place in recording.places):
@@ -110,7 +112,7 @@ class _Proof:
         if self.trace.reason:
             raise NotDirectError(self.trace.reason)
         parameters = [place.data for place in recording.places]
-        # Not the engine's: what only a reference cycle keeps, and a wire that a transport lets go of late (NCCL's
+        # Two holders are not the engine's: a reference cycle, and a transport that lets go of a wire late (NCCL's
         # watchdog looks at finished work every 0.1 s).
         deadline = time.monotonic() + _LET_GO_S
         while (holders := self.trace.holders_besides(parameters)) and time.monotonic() < deadline:
@@ -131,15 +133,15 @@ class _Proof:
 
 
 class DirectLoading:
-    """Loads one plan's buckets into one model: by the engine's own loading, and by copies once that is proved equal.
+    """Loads one plan's buckets into one model: by the engine's own loading, then by copies once they are proved equal.
 
-    Per update: `begin`, `load` per bucket, `finish`. A failed update leaves a mix of weights either way, and the next
-    complete one repairs it, since every element is covered.
+    Per update: `begin`, `load` per bucket, `finish`. A failed update leaves a mix of weights either way. The next
+    complete update repairs it, because every element is covered.
 
     Args:
         model, buckets, load_weights, device, excluded: As for `record`.
-        refused: Why only the engine's own loading is to be used, if so.
-        say: Takes the log line that tells which way was chosen.
+        refused: Why only the engine's own loading may be used. Empty: no reason.
+        say: Receives a log line that says which way was chosen.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class DirectLoading:
         self._groups: dict[int, list[list[Copy]]] = {}
         self._loaded: set[int] = set()
         self.active = False
-        """Whether this update goes by copies: the engine must then neither be prepared for loading nor finished."""
+        """Whether this update is loaded by copies. The engine is then neither prepared for loading nor finished."""
         if refused:
             self._refuse(refused)
 
@@ -172,13 +174,13 @@ class DirectLoading:
         """Start an update; returns `active`. Called before the engine is prepared for loading."""
         self._loaded.clear()
         self._proof = None
-        if self.active and not all(place.holds() for place in self._recording.places):
-            self._say("direct loading: parameters have moved, their places are learned again")
+        if self._recording is not None and self.active and not all(place.holds() for place in self._recording.places):
+            self._say("direct loading: parameters have moved, so their places are learned again")
             self.active, self._recording = False, None
         if self.active or self._refused:
             return self.active
-        # A failed update may have left parts of the model on meta, with the storage put away: then this update goes
-        # the engine's way, and the next one is for learning.
+        # A failed update may have left parts of the model on meta, with their storage put away. This update then uses
+        # the engine's loading, and the next one records.
         if self._recording is None and not any(parameter.is_meta for parameter in self._model.parameters()):
             try:
                 self._recording = record(self._model, self.buckets, self._load_weights, self._device, self._excluded)
@@ -189,11 +191,11 @@ class DirectLoading:
         return False
 
     def load(self, bucket: Bucket, wire: torch.Tensor) -> Any:
-        """Load one received bucket; returns what `load_weights` returned, or None for copies.
+        """Load one received bucket. Returns what `load_weights` returned, or None for copies.
 
-        Copies are asynchronous on the current stream, and the caller may drop `wire` at once: the caching allocator
-        gives its memory only to later work of the same stream, and a collective on a stream of its own first waits
-        for the stream that allocated its buffer.
+        Copies are asynchronous on the current stream. The caller may still drop `wire` at once: the caching allocator
+        gives its memory only to later work on the same stream, and a collective on another stream first waits for the
+        stream that allocated its buffer.
         """
         self._loaded.add(bucket.index)
         if self.active:
@@ -217,7 +219,7 @@ class DirectLoading:
         return self._loaded == {bucket.index for bucket in self.buckets}
 
     def finish(self, finish_engine: Callable[[], None]) -> None:
-        """End an update. `finish_engine`, the engine's own way to end one, is called unless it went by copies."""
+        """End an update. Calls `finish_engine`, the engine's own way to end one, unless it was loaded by copies."""
         if self.active:
             return
         if self._proof is None:
@@ -231,12 +233,10 @@ class DirectLoading:
         except NotDirectError as error:
             self._refuse(error)
             return
-        self._groups = _group(self._recording.copies)
+        copies, parameters = proof.recording.copies, proof.recording.parameters
+        self._groups = _group(copies)
         self.active = True
-        self._say(
-            f"direct loading: {len(self._recording.copies)} copies into {self._recording.parameters} parameters, "
-            "proved by checksum"
-        )
+        self._say(f"direct loading: {len(copies)} copies into {parameters} parameters, proved by checksum")
 
     def _refuse(self, reason: NotDirectError | str) -> None:
         self._refused, self._recording = True, None
@@ -244,9 +244,9 @@ class DirectLoading:
 
 
 def _group(copies: list[Copy]) -> dict[int, list[list[Copy]]]:
-    """Per bucket, copies that one `_foreach_copy_` does fast: of one dtype, and all dense or none.
+    """Per bucket, groups of copies for one fast `_foreach_copy_` each: of one dtype, and all dense or none.
 
-    One source that is not dense (a column slice for tensor parallelism) would put the whole call on the slow path.
+    A single source that is not dense (a column slice for tensor parallelism) puts the whole call on the slow path.
     """
     groups: dict[tuple, list[Copy]] = {}
     for copy in copies:

@@ -72,7 +72,7 @@ def _install() -> None:
         reply = await full_generator(self, request, without_logprobs(), *args, **kwargs)
         return with_field(reply, KEY, taken) if hasattr(reply, "choices") else reply
 
-    reply_flat.flat = True
+    reply_flat.flat = True  # type: ignore[attr-defined]
     ServingTokens._create_tokens_logprobs = create_unless_taken
     ServingTokens.serve_tokens_full_generator = reply_flat
     logger.info("Log-probabilities are sent as lists of numbers to requests that ask for flat ones.")

@@ -1,6 +1,6 @@
-"""What an engine's `load_weights` does with received tensors, learned without touching a weight.
+"""Learns what an engine's `load_weights` does with received tensors, without changing a weight.
 
-The first of the three steps of `direct_load`, and what its trace shares with it. Torch only.
+This is the first of the three steps of `direct_load`, with the helpers that its other steps share. Torch only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ class Copy:
 
 @dataclass(frozen=True, eq=False)
 class Fill:
-    """Padding: the engine writes a constant there whatever it receives."""
+    """Padding: the engine writes this constant there, whatever it receives."""
 
     destination: torch.Tensor
     value: float
@@ -50,7 +50,7 @@ class Fill:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A parameter where it was registered, and where its elements lay."""
+    """A parameter, the module entry that registers it, and its memory at the time of recording."""
 
     registry: dict[str, torch.nn.Parameter | None]
     key: str
@@ -58,7 +58,7 @@ class Place:
     data: torch.Tensor
 
     def holds(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # engines subclass Parameter, which makes calls slow
+        with torch._C.DisableTorchFunctionSubclass():  # engines subclass Parameter; that makes calls slow
             return self.registry.get(self.key) is self.parameter and same_place(self.parameter, self.data)
 
     def restore(self) -> None:
@@ -83,14 +83,14 @@ def record(
     device: torch.device,
     excluded: Iterable[str] = (),
 ) -> Recording:
-    """Learn where every received tensor ends up, leaving all weights as they are.
+    """Learn where every received tensor ends up. All weights stay as they are.
 
     Args:
         model: Its parameters are where weights go.
         buckets: The plan.
-        load_weights: The engine's own, called once per bucket with (name, tensor) pairs whose values mean nothing.
-        device: Where buckets arrive. One bucket's bytes are allocated at a time.
-        excluded: Parameters that no update fills (a tied output layer with storage of its own).
+        load_weights: The engine's own. It is called once per bucket, with (name, tensor) pairs of arbitrary values.
+        device: Where buckets arrive. The bytes of one bucket at a time are allocated there.
+        excluded: Parameters that no update fills (a tied output layer with its own storage).
 
     Raises:
         NotDirectError: Loading is more than copying, or does not fill every parameter exactly once.
@@ -110,8 +110,8 @@ def record(
         try:
             with torch.no_grad(), recorder:
                 load_weights(tensors)
-        except Exception as error:  # whatever it is, the engine's own loading is what raises it to the user
-            # What the recorder said counts, even if a loader made something else of it.
+        except Exception as error:  # the engine's own loading will raise it to the user
+            # The recorder's reason counts, even if a loader caught its error and raised another.
             recorder.reason = recorder.reason or f"load_weights raised {type(error).__name__}: {error}"
         moved = [place for place in places if not place.holds()]
         for place in moved:
@@ -123,12 +123,13 @@ def record(
         del tensors
     excluded = set(excluded)
     required = {name: parameter for name, parameter in model.named_parameters() if name not in excluded}
-    _check_coverage(required, [each.destination for each in (*recorder.copies, *recorder.fills)])
+    written = [copy.destination for copy in recorder.copies] + [fill.destination for fill in recorder.fills]
+    _check_coverage(required, written)
     return Recording(recorder.copies, recorder.fills, places, len(required))
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from a stand-in and constants without carrying them out; refuses all else."""
+    """Notes copies from a stand-in, and constants, without carrying them out. Refuses every other write."""
 
     def __init__(self, targets: set[int]):
         super().__init__()
@@ -138,7 +139,9 @@ class _Recorder(TorchDispatchMode):
         self.reason = ""
         self._targets = targets
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         given = any(storage_of(tensor) == self.stand_in for tensor in tensors_in((args, kwargs)))
         if func is COPY and storage_of(args[1]) == self.stand_in:
@@ -166,7 +169,7 @@ class _Recorder(TorchDispatchMode):
             )
         destination, offset = _plain(destination), source.storage_offset()
         if destination.is_contiguous() and source.is_contiguous():
-            # Flat on both sides, so that strides of dimensions of size 1 do not keep it off the fast path.
+            # Flat on both sides. Otherwise strides of dimensions of size 1 keep it off the fast path.
             copy = Copy(self.bucket, offset, (source.numel(),), (1,), destination.view(-1))
         else:
             copy = Copy(self.bucket, offset, tuple(source.shape), source.stride(), destination)
@@ -182,7 +185,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _check_coverage(required: dict[str, torch.Tensor], destinations: list[torch.Tensor]) -> None:
-    """NotDirectError unless `destinations` hold every byte of the required parameters exactly once, and no other."""
+    """NotDirectError unless `destinations` cover each byte of the required parameters once, and no other byte."""
     for name, parameter in required.items():
         if parameter.is_meta:
             raise NotDirectError(f"{name} is on meta")
@@ -200,7 +203,7 @@ def _check_coverage(required: dict[str, torch.Tensor], destinations: list[torch.
 
 
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Per storage, sorted starts and ends (bytes, int64) of the contiguous runs that `tensors` are made of."""
+    """Per storage: sorted starts and ends (bytes, int64 [runs]) of the contiguous runs of `tensors`."""
     runs: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -214,7 +217,7 @@ def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor
 
 
 def _runs(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts and ends in its storage (bytes, int64 [2, runs]) of the contiguous pieces of a tensor."""
+    """Starts and ends of a tensor's contiguous runs in its storage (bytes, int64 [2, runs])."""
     length = 1
     starts = torch.tensor([tensor.storage_offset()])
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
@@ -230,7 +233,7 @@ def _runs(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merge(starts: torch.Tensor, ends: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Sorted runs, adjoining and overlapping ones put together."""
+    """Sorted runs, with adjoining and overlapping ones merged."""
     reach = ends.cummax(0).values
     gap = starts[1:] > reach[:-1]
     first = torch.cat([torch.tensor([True]), gap])
@@ -239,7 +242,7 @@ def _merge(starts: torch.Tensor, ends: torch.Tensor) -> tuple[list[int], list[in
 
 
 def storage_of(tensor: Any) -> int:
-    """Where the storage of a tensor begins; 0 for what has none."""
+    """The address of a tensor's storage; 0 if it has none."""
     return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
@@ -262,7 +265,7 @@ def writes(func: torch._ops.OpOverload) -> bool:
 
 
 def only_views(result: Any, storages: set[int]) -> bool:
-    """Whether a result is nothing but views of given storages (or shapes without values, on meta)."""
+    """Whether a result consists of views of the given storages (or of tensors on meta, which have no values)."""
     leaves = tree_leaves(result)
     return bool(leaves) and all(
         isinstance(leaf, torch.Tensor) and (leaf.is_meta or storage_of(leaf) in storages) for leaf in leaves

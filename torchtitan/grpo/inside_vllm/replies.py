@@ -12,7 +12,7 @@ def with_field(reply: Any, key: str, values: Mapping[int, Any]) -> Any:
     which is what the route sends.
     """
     more = getattr(reply, "_more_fields", {}) | {key: values}
-    made = _extended(type(reply)).model_construct(**dict(reply))
+    made = _extended(reply.__class__).model_construct(**dict(reply))
     made._more_fields = more
     return made
 
@@ -22,7 +22,7 @@ class _MoreFields:
 
 
 @functools.cache
-def _extended(reply_class: type) -> type:
+def _extended(reply_class: Any) -> Any:
     if issubclass(reply_class, _MoreFields):
         return reply_class
 

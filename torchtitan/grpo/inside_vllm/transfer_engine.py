@@ -8,6 +8,7 @@ the second update on.
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -42,7 +43,7 @@ def expected_names(model: torch.nn.Module, tied: bool) -> set[str]:
     a layer received nothing, and is silent when a layer received a part. So the names are compared here.
     """
     fused = getattr(model, "packed_modules_mapping", {})
-    names = set()
+    names: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         if tied and name.startswith("lm_head."):
             continue
@@ -130,7 +131,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
             self._receiver = None
 
     @staticmethod
-    def trainer_send_weights(iterator, trainer_args) -> None:
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """vLLM 0.25 declares this abstract. Our trainer sends without vLLM."""
         raise NotImplementedError("weights are sent by torchtitan.grpo.weight_sync.sync.WeightSync")
 

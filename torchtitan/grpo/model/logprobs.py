@@ -6,7 +6,9 @@ gradient of a log-softmax has a closed form: forward and backward each take one 
 graph is needed.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,12 +147,12 @@ def _row_grads(
 
 
 @cache
-def _compiled(function, whole_chunk: bool):
+def _compiled(function: Callable[..., Any], whole_chunk: bool) -> Callable[..., Any]:
     # Twice as fast for static shapes. The last chunk is shorter, and its size varies.
     return torch.compile(function, dynamic=not whole_chunk)
 
 
-def _localize(targets: Tensor, local_width: int, group) -> tuple[Tensor, Tensor]:
+def _localize(targets: Tensor, local_width: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Targets as columns of this rank's slice (0 if elsewhere), and whether they are in it. No host sync."""
     if group is None:
         return targets, torch.ones_like(targets, dtype=torch.bool)
@@ -162,7 +164,7 @@ def _localize(targets: Tensor, local_width: int, group) -> tuple[Tensor, Tensor]
     return columns.where(is_local, 0), is_local
 
 
-def _combine(stats: Tensor, group) -> Tensor:
+def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Statistics [4, T] of each rank's slice -> those of the whole vocabulary, with two all-reduces."""
     if stats.shape[1] == 0:
         return stats

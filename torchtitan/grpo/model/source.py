@@ -57,7 +57,7 @@ class ModelSource:
         return self.family.model_cls(self.model_args)
 
 
-def resolve_model(model_cfg, seq_len: int) -> ModelSource:
+def resolve_model(model_cfg: Any, seq_len: int) -> ModelSource:
     """Find the model that `[model]` names.
 
     Args:

@@ -79,7 +79,7 @@ class HostedWeights:
             self._changed = False
         self._twin.empty()
 
-    def _hand_out(self, *_) -> None:
+    def _hand_out(self, *_: object) -> None:
         self.finish()
         self._changed = True
 

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -56,7 +56,7 @@ def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 @contextmanager
-def _no_nccl_teardown():
+def _no_nccl_teardown() -> Iterator[None]:
     # ProcessGroupNCCL reads this variable at construction. By default, its watchdog ends the process when a peer is
     # lost. A lost server must not end the trainer, nor a lost trainer the server: our own deadlines report the loss.
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

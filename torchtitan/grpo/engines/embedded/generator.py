@@ -3,6 +3,7 @@
 import math
 import random
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -178,7 +179,7 @@ class Generator:
         if any(row.request.cancelled for row in self._waiting):
             self._waiting = deque(row for row in self._waiting if not row.request.cancelled)
 
-    def _admissible(self):
+    def _admissible(self) -> Iterator[list[AnswerRow]]:
         """Take rows from the queue while they fit, and yield them in batches of at most PREFILL_TOKENS."""
         longest = max((row.tokens_max for row in self._running), default=0)
         free = self.max_sequences - len(self._running)

@@ -1,5 +1,7 @@
 """Keys and values of the running rows, in transformers' cache interface."""
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -11,7 +13,9 @@ class _RowLayer(DynamicLayer):
         super().__init__()
         self.cache = cache
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         cache = self.cache
         if self.keys is None:
             _, heads, _, width = key_states.shape
