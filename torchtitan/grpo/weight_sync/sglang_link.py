@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
