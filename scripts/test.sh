@@ -59,6 +59,8 @@ echo "== mypy"
 "$python" -m mypy
 echo "== docs/configuration.md"
 "$python" scripts/make_config_docs.py --check
+echo "== words of the docs"
+"$python" scripts/check_words.py
 echo "== pytest"
 # One thread per process: the tests start several processes, and floating-point sums then repeat exactly. Two files at
 # a time: most of the time goes to imports and server starts. In order: the long integration tests must not come last.

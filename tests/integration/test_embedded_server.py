@@ -475,11 +475,11 @@ def test_nan_weights_are_an_error_for_every_request(reference, tmp_path: Path) -
 
 
 def test_import_is_light() -> None:
-    """The server loads nothing of upstream but what `torchtitan.grpo.compat` touches: no models, no trainer."""
+    """The server loads nothing of upstream but what `torchtitan_overlay` prepares: no models, no trainer."""
     script = "import sys, torchtitan.grpo.engines.embedded.__main__; print(*sys.modules)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     modules = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
     upstream = {m for m in modules.split() if m.startswith("torchtitan.") and not m.startswith("torchtitan.grpo")}
     assert upstream <= {"torchtitan.tools", "torchtitan.tools.logging", "torchtitan.tools.utils"} | {
-        "torchtitan.models.moe.kernels"  # an empty stand-in, see torchtitan.grpo.compat
+        "torchtitan.models.moe.kernels"  # an empty stand-in, see torchtitan_overlay
     }
