@@ -1,4 +1,4 @@
-"""scripts/bench_step.py: what it refuses, what it counts, a small run of the real thing."""
+"""scripts/bench/step.py: what it refuses, what it counts, a small run of the real thing."""
 
 import json
 import sys
@@ -9,9 +9,9 @@ import torch
 
 from tests.helpers import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
-import bench_step as bench
+import step as bench
 from bench_common.output import Output
 from bench_common.shapes import SHAPES, hf_config, tied
 from step_bench import runs

@@ -1,4 +1,4 @@
-"""scripts/bench_weight_sync.py: what it refuses, what it computes, and one small run of the real thing."""
+"""scripts/bench/weight_sync.py: what it refuses, what it computes, and one small run of the real thing."""
 
 import json
 import math
@@ -12,10 +12,10 @@ import torch
 
 from tests.helpers import ROOT
 
-SCRIPT = ROOT / "scripts" / "bench_weight_sync.py"
+SCRIPT = ROOT / "scripts" / "bench" / "weight_sync.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
-import bench_weight_sync as bench  # noqa: E402
+import weight_sync as bench  # noqa: E402
 from bench_common import output  # noqa: E402
 from weight_sync_bench import exposed, receivers, refit, scale, trainer  # noqa: E402
 

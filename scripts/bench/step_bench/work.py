@@ -26,7 +26,7 @@ class Work:
 
     @classmethod
     def of(cls, job: Mapping) -> "Work":
-        """From the arguments of bench_step.py."""
+        """From the arguments of step.py."""
         length = job["documents"]
         prompt = min(max(1, round(job["prompt_share"] * (length + 1))), length)
         return cls(job["microbatches"], job["tokens"] // length, length, prompt)

@@ -21,8 +21,6 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench_common.arguments import address, device, positive, seconds
 
 SHAPES = ["tiny", "0.6b", "1.7b", "4b", "8b"]
@@ -52,7 +50,7 @@ Two H200s, trainer on GPU 0 and vLLM on GPU 1:
       --head-dim 128 --vocab-size 151936 --max-tokens 2048 --no-tie
   bash scripts/serve_vllm.sh /tmp/qwen3-8b --gpu 1 --port 8001 --load-format dummy --max-model-len 2048 \\
       --gpu-memory-utilization 0.7 &
-  torchrun --nproc-per-node 1 scripts/bench_weight_sync.py refit --shape 8b --urls http://127.0.0.1:8001 --raw-gpu 1
+  torchrun --nproc-per-node 1 scripts/bench/weight_sync.py refit --shape 8b --urls http://127.0.0.1:8001 --raw-gpu 1
 
 0.6b: --layers 28 --dim 1024 --ffn-dim 3072 --heads 16 --kv-heads 8, 1.7b: 28, 2048, 6144, 16, 8, 4b: 36, 2560, 9728,
 32, 8, all three tied. Without vLLM: --receivers 1 starts a process on GPU 1 that receives and checks only. On a CPU:
@@ -66,7 +64,7 @@ engine is vLLM's own (the last flag wins over what the script sets):
 
   bash scripts/serve_vllm.sh /tmp/qwen3-8b --gpu 1 --port 8002 --load-format dummy --max-model-len 2048 \\
       --weight-transfer-config '{"backend": "nccl"}' &
-  CUDA_VISIBLE_DEVICES=0 python scripts/bench_weight_sync.py vllm-nccl --shape 8b --url http://127.0.0.1:8002
+  CUDA_VISIBLE_DEVICES=0 python scripts/bench/weight_sync.py vllm-nccl --shape 8b --url http://127.0.0.1:8002
 
 Same HTTP calls around the transfer as `refit` (pause with mode=keep and clear_cache=true, start, update, finish,
 resume). It neither verifies nor gathers: it is what a blocking push of unsharded weights costs. A tensor larger than
@@ -91,9 +89,9 @@ Targets: at most 5 ms exposed in every background run, and steps at most 1.03 ti
 Parameters are float32 unless they, gradients, optimizer state and snapshots exceed four fifths of the GPUs' memory
 (8b with AdamW on one H200): then bfloat16, and the table says so.
 
-  torchrun --nproc-per-node 1 scripts/bench_weight_sync.py exposed --shape 8b --urls http://127.0.0.1:8001 \\
+  torchrun --nproc-per-node 1 scripts/bench/weight_sync.py exposed --shape 8b --urls http://127.0.0.1:8001 \\
       --receivers 1 --kill
-  torchrun --nproc-per-node 1 scripts/bench_weight_sync.py exposed --shape tiny --tokens 256 --document-tokens 64 \\
+  torchrun --nproc-per-node 1 scripts/bench/weight_sync.py exposed --shape tiny --tokens 256 --document-tokens 64 \\
       --receivers cpu cpu --sleep-s 3 --kill                                        (on a CPU)
 """
 

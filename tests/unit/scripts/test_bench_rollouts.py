@@ -1,4 +1,4 @@
-"""scripts/bench_async.py: what it refuses, what it computes, the model that it makes, small runs of the real thing."""
+"""scripts/bench/rollouts.py: what it refuses, what it computes, its model, small runs of the real thing."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
 
-SCRIPT = ROOT / "scripts" / "bench_async.py"
+SCRIPT = ROOT / "scripts" / "bench" / "rollouts.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
-import bench_async as bench  # noqa: E402
+import rollouts as bench  # noqa: E402
 from async_bench import curves, generation, long_tail, measured, modes, processes  # noqa: E402
 from async_bench.model import make_model  # noqa: E402
 

@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 
 import torch
+from bench_common import ROOT
 from bench_common.shapes import model_flags
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
-
-SCRIPTS = Path(__file__).parents[1]
 
 CONSTANT = 4.0  # of the hidden state's number 0, about as large as its other numbers together; exact in bfloat16
 READ_BY_OUTPUT = 1 / 16  # the final norm's weight there: small, since tied embeddings have all rows read the constant
@@ -32,7 +31,7 @@ def make_model(folder: Path, shape: str, mean_tokens: float | None, max_tokens: 
     """
     disable_progress_bar()
     words = model_flags(shape, max_tokens)
-    subprocess.run([sys.executable, str(SCRIPTS / "make_tiny_model.py"), str(folder), *words], check=True)
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "make_tiny_model.py"), str(folder), *words], check=True)
     config = AutoConfig.from_pretrained(folder)
     _fill_tokenizer(folder / "tokenizer.json", config.vocab_size)
 

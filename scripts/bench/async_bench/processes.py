@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench_common import BENCH
 from bench_common.arguments import as_flags
-from bench_common.process import ROOT, Process
+from bench_common.process import Process
 
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
@@ -102,7 +103,7 @@ def train(
     """
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(devices))]
     words += ["grpo_train.py", *as_flags(flags), "--job.dump_folder", str(folder)]
-    paths = [str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = device_environment(devices) | {"PYTHONPATH": os.pathsep.join(paths)}
     environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     deadline = time.monotonic() + limit_s

@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from bench_common import ROOT
+
 LOG_TAIL_CHARS = 3000
 GRACE_S = 40.0
 """Longer than torchrun's own for its ranks, 30 s: they are in sessions of their own, and outlive one that is killed."""

@@ -28,7 +28,7 @@ class Setup:
     """What every contender is built from.
 
     Args:
-        job: The arguments of bench_step.py with one contender and one shape, and `folder` with the shape's config.json.
+        job: The arguments of step.py with one contender and one shape, and `folder` with the shape's config.json.
         distributed: Join the process group; without it only what is known before a run is there.
     """
 

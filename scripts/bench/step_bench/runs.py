@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench_common import BENCH, ROOT
 from bench_common.output import Output, Row, cell, markdown
-from bench_common.process import ROOT, Process
+from bench_common.process import Process
 from bench_common.shapes import hf_config
 
 POLL_S = 0.2
@@ -197,7 +198,7 @@ def ac_of(ac: str, shape: str) -> str:
 
 def environment(args: argparse.Namespace, name: str) -> dict[str, str]:
     """Of a child; what the user has set stays."""
-    paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(BENCH), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # NVLink multicast is not to be had in every container, and NCCL fails where it expects it.
     defaults = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     found = {key: os.environ.get(key, value) for key, value in defaults.items()}

@@ -1,8 +1,8 @@
-"""TRL's AsyncGRPOTrainer on the work of `bench_async.py modes --preset trl`, to stand beside it.
+"""TRL's AsyncGRPOTrainer on the work of `rollouts.py modes --preset trl`, to stand beside it.
 
-    PYTHONPATH=scripts python -m async_bench.run_trl MODEL URL PROMPTS [--steps 100]
+    PYTHONPATH=scripts/bench python -m async_bench.run_trl MODEL URL PROMPTS [--steps 100]
 
-MODEL: folder of `bench_async.py model`. URL: a vLLM server of it with TRL's weight transfer (docs/benchmarks.md has the
+MODEL: folder of `rollouts.py model`. URL: a vLLM server of it with TRL's weight transfer (docs/benchmarks.md has the
 command). PROMPTS: prompts.jsonl of an --out of `modes`. Prints what TRL logs as a JSON object a line, with the seconds
 since the start; nothing ends it but --steps or a signal, so run it under `timeout`.
 

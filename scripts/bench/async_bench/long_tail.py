@@ -1,4 +1,4 @@
-"""Answers of prescribed lengths, and a reward that teaches nothing: what bench_async.py plugs into the trainer.
+"""Answers of prescribed lengths, and a reward that teaches nothing: what rollouts.py plugs into the trainer.
 
 `[rollout] environment = "async_bench.long_tail:rollout"` and `[reward] functions = ["async_bench.long_tail:coin"]`,
 with this file's parent folder on PYTHONPATH.
@@ -33,7 +33,7 @@ def draw_lengths(index: int, samples: int, mean: float, sigma: float, longest: i
 
 async def rollout(client: "RolloutClient", prompt: Prompt) -> list[Sample]:
     """One group: every answer is a request of its own, cut at the length that the data gives it. The model must never
-    end an answer by itself (`bench_async.py model --end never`)."""
+    end an answer by itself (`rollouts.py model --end never`)."""
     from torchtitan.grpo.rollouts.environment import Turns
 
     async def answer(tokens: int) -> Sample:

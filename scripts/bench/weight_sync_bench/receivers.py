@@ -26,7 +26,7 @@ from torchtitan.grpo.weight_wire.receiver import Receiver
 
 START_TIMEOUT_S = 180.0
 _LOG_TAIL_CHARS = 3000
-_SCRIPT = Path(__file__).parents[1] / "bench_weight_sync.py"
+_SCRIPT = Path(__file__).parents[1] / "weight_sync.py"
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
 

@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench_common.arguments import address, device, positive, seconds, trainer_flags
 from bench_common.shapes import SHAPES
 
@@ -70,7 +68,7 @@ Model, data, seeds, number of steps and the limits on requests are the same for 
               about ln(n) MEAN; at most --max-answer. One request asks for a prompt's whole group.
   lognormal   a model that never ends; sample k of prompt i is cut after max(1, round(exp(mu + SIGMA z))) tokens, or
               --max-answer; z is standard normal, drawn from (--seed, i, k), and mu = ln(MEAN) - SIGMA^2 / 2. Each
-              sample is a request of its own, sent by a rollout environment (scripts/async_bench/long_tail.py).
+              sample is a request of its own, sent by a rollout environment (scripts/bench/async_bench/long_tail.py).
 
 Rewards are a coin flipped by the answer's bytes, so that every group has a gradient and nothing is learned.
 
@@ -100,11 +98,11 @@ A prompt's whole group is one request, of whose answers a third is running on av
 
 Two H200s, the work of TRL's AsyncGRPOTrainer measurement (docs/benchmarks.md), and a heavier tail:
 
-  python scripts/bench_async.py modes --preset trl --trainers 0 --servers 1 --out /tmp/trl
-  python scripts/bench_async.py modes --preset lognormal --trainers 0 --servers 1 --out /tmp/lognormal
+  python scripts/bench/rollouts.py modes --preset trl --trainers 0 --servers 1 --out /tmp/trl
+  python scripts/bench/rollouts.py modes --preset lognormal --trainers 0 --servers 1 --out /tmp/lognormal
 
 Four, 2 + 2: --trainers 0 1 --servers 2 3. Servers that run already: --urls; they must serve OUT/model, made before by
-`bench_async.py model`. Two servers on one GPU, for a model so small that vLLM's own threads and not the GPU are the
+`rollouts.py model`. Two servers on one GPU, for a model so small that vLLM's own threads and not the GPU are the
 limit: --servers 1 1 --server-flags "--gpu-memory-utilization 0.44 --kv-cache-memory-bytes 56G". A trial on a CPU:
 modes --preset cpu --out /tmp/cpu.
 """
@@ -117,7 +115,7 @@ after the last step, mean and standard deviation over seeds; seconds are the wal
 validation, which mean something only if --jobs leaves each run cores of its own (a run has two busy processes). Runs
 have OMP_NUM_THREADS=1 unless it is set. One JSON line a run with --json. --variants picks some of these by name.
 
-  CUDA_VISIBLE_DEVICES="" python scripts/bench_async.py curves --out /tmp/curves --json /tmp/curves.jsonl --jobs 5
+  CUDA_VISIBLE_DEVICES="" python scripts/bench/rollouts.py curves --out /tmp/curves --json /tmp/curves.jsonl --jobs 5
 
 A quick look: curves --out /tmp/c --seeds 0 -- --training.steps 30 --validation.freq 30
 """

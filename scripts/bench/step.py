@@ -39,8 +39,8 @@ more where tied weights start large), seconds of the warm-up, which hold compila
 
 One H200, then two:
 
-  python scripts/bench_step.py --shapes 0.6b 1.7b 4b --json step.jsonl
-  python scripts/bench_step.py --shapes 8b --gpus 2 --what torchtitan ours --json step.jsonl
+  python scripts/bench/step.py --shapes 0.6b 1.7b 4b --json step.jsonl
+  python scripts/bench/step.py --shapes 8b --gpus 2 --what torchtitan ours --json step.jsonl
 
 RL's case: --prompt-share 0.3. Where the time of a step goes: --what ours --profile FOLDER. On a CPU, only to see that
 it works: --shapes tiny --device cpu --tokens 64 --documents 32. What follows `--` is configuration of grpo_train.py,
@@ -51,8 +51,6 @@ import argparse
 import signal
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_common.arguments import positive, seconds, trainer_flags
 from bench_common.shapes import SHAPES
