@@ -1,10 +1,9 @@
-"""What the servers can do when nothing but generation is asked of them: the bound of every mode."""
+"""The servers' throughput when they only generate: the bound of every mode."""
 
 import asyncio
 import itertools
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import requests
@@ -20,7 +19,7 @@ UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 @dataclass(frozen=True)
 class Ask:
-    """One answer of the job: its prompt, how long it may be, and what ends it."""
+    """One answer of the job: its prompt, its longest length in tokens, and what ends it."""
 
     prompt_ids: list[int]
     max_tokens: int
@@ -28,23 +27,13 @@ class Ask:
 
 
 async def generation_rate(
-    engine: str,
-    urls: list[str],
-    asks: list[Ask],
-    sequences: int,
-    seeded: bool,
-    settle_s: float,
-    seconds: float,
-    timeout_s: float,
+    engine: str, urls: list[str], asks: list[Ask], sequences: int, settle_s: float, count_s: float, timeout_s: float
 ) -> float:
-    """Answer tokens a second of all servers together, each kept busy with `sequences` answers at a time.
+    """Answer tokens/s of all servers together, each kept at `sequences` unseeded answers.
 
-    The job's requests are sent round and round, a new one for each that ends. Tokens are counted from `settle_s` on,
-    for `seconds`, by the servers' own counter (`GENERATED`); where a server lacks it, those of the answers that end in
-    that time. What is then under way is cancelled.
-
-    Args:
-        seeded: Give each request a seed, as the trainer does. vLLM then draws for one sequence at a time.
+    The job's requests are sent again and again, a new one for each that ends. After `settle_s`, tokens are counted for
+    `count_s` by the servers' own counter (`GENERATED`), or by the answers that end where a server has none. Requests
+    still under way are then cancelled.
 
     Raises:
         EngineError: A server fails, or ends no answer in that time.
@@ -54,17 +43,17 @@ async def generation_rate(
     clients = [make_server(engine, url, None, timeout_s, timeout_s).client for url in urls]
     nonce = time.time_ns()
 
-    async def keep_asking(client: EngineClient, numbered: Iterator[tuple[int, Ask]]) -> None:
+    async def keep_asking(client: EngineClient) -> None:
         for i, ask in numbered:
-            params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids, i if seeded else None)
+            params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids, None)
             answers = await client.generate(ask.prompt_ids, params, f"bench-{nonce}-{i}")
             finished.append((time.monotonic(), sum(len(answer.token_ids) for answer in answers)))
 
-    tasks = [asyncio.create_task(keep_asking(client, numbered)) for client in clients for _ in range(sequences)]
+    tasks = [asyncio.create_task(keep_asking(client)) for client in clients for _ in range(sequences)]
     try:
         await _sleep(tasks, settle_s)
         start, before = time.monotonic(), await asyncio.to_thread(generated_tokens, urls)
-        await _sleep(tasks, seconds)
+        await _sleep(tasks, count_s)
         end, after = time.monotonic(), await asyncio.to_thread(generated_tokens, urls)
     finally:
         for task in tasks:
@@ -77,7 +66,7 @@ async def generation_rate(
         return (after - before) / (end - start)
     tokens = sum(count for at, count in finished if start < at <= end)
     if not tokens:
-        raise EngineError(f"{', '.join(urls)}: no answer ended within {seconds:g} s (--bound-s)")
+        raise EngineError(f"{', '.join(urls)}: no answer ended within {count_s:g} s (--bound-s)")
     return tokens / (end - start)
 
 
@@ -95,7 +84,7 @@ def generated_tokens(urls: list[str]) -> float | None:
 
 
 def _wait_idle(urls: list[str]) -> None:
-    """Until vLLM has dropped the cancelled requests, so that the next measurement starts with nothing under way."""
+    """Until vLLM has dropped the cancelled requests, so that the next measurement starts with an empty server."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     for url in urls:
         while _metric(url, *UNDER_WAY):

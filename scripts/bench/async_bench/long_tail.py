@@ -1,7 +1,7 @@
-"""Answers of prescribed lengths, and a reward that teaches nothing: what rollouts.py plugs into the trainer.
+"""Plug-ins of the trainer: an environment with prescribed answer lengths, and a reward that teaches nothing.
 
 `[rollout] environment = "async_bench.long_tail:rollout"` and `[reward] functions = ["async_bench.long_tail:coin"]`,
-with this file's parent folder on PYTHONPATH.
+with scripts/bench on PYTHONPATH.
 """
 
 import asyncio
@@ -19,21 +19,22 @@ LENGTHS = "answer_tokens"
 """The data's column with the length of each of a prompt's answers."""
 
 
-def draw_lengths(index: int, samples: int, mean: float, sigma: float, longest: int, seed: int = 0) -> list[int]:
-    """Log-normal answer lengths of one prompt, tokens.
+def draw_lengths(index: int, samples: int, mean: float, sigma: float, longest: int) -> list[int]:
+    """Log-normal answer lengths of one prompt, in tokens, cut to 1 .. `longest`.
 
-    Sample k of prompt `index` has length min(longest, max(1, round(exp(mu + sigma * z)))), where z is the standard
-    normal number that `random.Random(f"{seed}/{index}/{k}")` gives, and mu = ln(mean) - sigma^2 / 2, so that `mean` is
-    the mean before the limits.
+    Sample k of prompt `index` has its own generator, so a longer list starts like a shorter one. `mean` is the mean
+    before the cut.
     """
     mu = math.log(mean) - sigma**2 / 2
-    draws = (random.Random(f"{seed}/{index}/{k}").lognormvariate(mu, sigma) for k in range(samples))
+    draws = (random.Random(f"0/{index}/{k}").lognormvariate(mu, sigma) for k in range(samples))
     return [min(longest, max(1, round(draw))) for draw in draws]
 
 
 async def rollout(client: "RolloutClient", prompt: Prompt) -> list[Sample]:
-    """One group: every answer is a request of its own, cut at the length that the data gives it. The model must never
-    end an answer by itself (`rollouts.py model --end never`)."""
+    """One group. Each answer is a request of its own, cut at the length that the data gives it.
+
+    The model must never end an answer by itself (`rollouts.py model --end never`).
+    """
     from torchtitan.grpo.rollouts.environment import Turns
 
     async def answer(tokens: int) -> Sample:
@@ -45,6 +46,5 @@ async def rollout(client: "RolloutClient", prompt: Prompt) -> list[Sample]:
 
 
 def coin(answer: str, prompt: Prompt) -> float:
-    """1 for half of all answers, told by their bytes: each group has a signal, so weights move, and it teaches nothing
-    that would change the lengths."""
+    """1 for half of all answers, by their bytes: weights move, and nothing is learned that changes the lengths."""
     return float(zlib.crc32(answer.encode()) & 1)

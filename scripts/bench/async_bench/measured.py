@@ -1,4 +1,4 @@
-"""What a run's metrics.jsonl says of its speed, and how modes compare with each other and with the hardware."""
+"""What a run's metrics.jsonl says about its speed, and how modes compare with each other and with the hardware."""
 
 import statistics
 from collections.abc import Iterable
@@ -6,50 +6,24 @@ from collections.abc import Iterable
 from bench_common.output import Row
 
 MODES = ("sync", "async", "in_flight", "in_flight_keep_kv")
-MEASURED = {
-    "mode": "mode",
-    "steps": "steps",
-    "tokens_per_s": "tokens/s",
-    "tokens_per_s_gpu": "a GPU",
-    "tokens_per_s_median": "median",
-    "generated_per_s": "generated",
-    "ratio": "to sync",
-    "of_bound": "of the bound",
-    "step_s": "step, s",
-    "rollout_s": "rollout, s",
-    "train_s": "train, s",
-    "sync_ms": "sync, ms",
-    "sync_ms_max": "most, ms",
-    "busy": "servers busy",
-    "age_mean": "age",
-    "age_max": "oldest",
-    "answer_mean": "answer",
-    "answer_max": "longest",
-}
-BOUND = {"sequences": "sequences a server", "seeded": "seeds", "tokens_per_s": "tokens/s"}
+MEASURED = """mode steps tokens_per_s tokens_per_s_gpu tokens_per_s_median generated_per_s ratio of_bound step_s
+    rollout_s train_s sync_ms sync_ms_max busy age_mean age_max answer_mean answer_max"""
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of runs, "in_flight_age4:label", in the order of the modes, then of the ages, then of the labels."""
+    """Names of runs, such as "in_flight_age4", in the order of the modes, then of the ages."""
 
-    def place(name: str) -> tuple[int, int, str]:
-        mode, age = mode_and_age(name)
-        return MODES.index(mode), age, name
+    def place(name: str) -> tuple[int, int]:
+        mode, _, age = name.partition("_age")
+        return MODES.index(mode), int(age or 0)
 
     return sorted(names, key=place)
 
 
-def mode_and_age(name: str) -> tuple[str, int]:
-    """Of a run's name; the age of modes that have one of their own is 0."""
-    mode, _, age = name.partition(":")[0].partition("_age")
-    return mode, int(age or 0)
-
-
 def summarise(lines: list[Row], measured: range, devices: int) -> Row | None:
-    """One mode's row from its metrics.jsonl, the steps `measured`; None if there are none.
+    """One mode's row from its metrics.jsonl, over the steps `measured`; None if it has none of them.
 
-    tokens/s is all answer tokens of these steps over all their wall clock, from the log of the step before the first to
-    that of the last, with whatever happened between.
+    tokens/s is all answer tokens of these steps over all their wall clock, whatever happened in it.
     """
     steps = [line for line in lines if line.get("step", 0) in measured and "time/step_s" in line]
     if not steps:
@@ -57,11 +31,14 @@ def summarise(lines: list[Row], measured: range, devices: int) -> Row | None:
     tokens = sum(line["rollout/answer_tokens"] for line in steps)
     seconds = sum(line["time/step_s"] for line in steps)
 
-    def each(name: str) -> list[float]:
-        return [line[name] for line in steps if name in line]
+    def each(name: str, scale: float = 1.0) -> list[float]:
+        return [scale * line[name] for line in steps if name in line]
 
     def median(name: str, scale: float = 1.0) -> float | None:
-        return scale * statistics.median(each(name)) if each(name) else None
+        return statistics.median(each(name, scale)) if each(name) else None
+
+    def mean(name: str) -> float | None:
+        return statistics.fmean(each(name)) if each(name) else None
 
     return {
         "steps": len(steps),
@@ -75,9 +52,9 @@ def summarise(lines: list[Row], measured: range, devices: int) -> Row | None:
         "rollout_s": median("time/rollout_s"),
         "train_s": median("time/train_s"),
         "sync_ms": median("time/sync_s", 1e3),
-        "sync_ms_max": 1e3 * max(each("time/sync_s"), default=0.0),
-        "busy": statistics.fmean(each("server/busy_share")) if each("server/busy_share") else None,
-        "age_mean": statistics.fmean(each("rollout/age_mean")) if each("rollout/age_mean") else None,
+        "sync_ms_max": max(each("time/sync_s", 1e3), default=0.0),
+        "busy": mean("server/busy_share"),
+        "age_mean": mean("rollout/age_mean"),
         "age_max": max(each("rollout/age_max"), default=None),
         "answer_mean": tokens / sum(s["rollout/answer_tokens"] / s["rollout/answer_tokens_mean"] for s in steps),
         "answer_max": max(each("rollout/answer_tokens_max")),
@@ -85,10 +62,10 @@ def summarise(lines: list[Row], measured: range, devices: int) -> Row | None:
 
 
 def compare(rows: list[Row], bounds: list[Row]) -> list[str]:
-    """Fill in each row's ratio to sync and its share of the bound; returns what else there is to say.
+    """Fill in each row's ratio to sync and its share of the bound; returns the bound as a sentence.
 
-    The bound of any overlap is the slower of the two alone: generation at its best measured concurrency, and training
-    in the mode in which its seconds were fewest a token. Without overlap it is their harmonic sum.
+    The bound of any overlap is the slower of generation alone, at its best measured concurrency, and training alone, in
+    the mode with most trained tokens a second. Without overlap it is their harmonic sum.
     """
     sync = next((row for row in rows if row["mode"] == "sync"), None)
     for row in rows:
@@ -100,9 +77,8 @@ def compare(rows: list[Row], bounds: list[Row]) -> list[str]:
     bound = min(generation, training)
     for row in rows:
         row["of_bound"] = row["tokens_per_s"] / bound
-    one_after_the_other = 1 / (1 / generation + 1 / training)
+    in_turn = 1 / (1 / generation + 1 / training)
     return [
-        f"Generation alone {generation:,.0f}, training alone {training:,.0f} answer tokens/s: the best overlap gives "
-        f"{bound:,.0f}; one after the other, without a tail or a sync, {one_after_the_other:,.0f}, "
-        f"{bound / one_after_the_other:.2f} times less."
+        f"Generation alone {generation:,.0f}, training alone {training:,.0f} answer tokens/s. Perfect overlap gives "
+        f"{bound:,.0f}, {bound / in_turn:.2f} times the {in_turn:,.0f} of taking turns."
     ]

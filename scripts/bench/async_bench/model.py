@@ -1,10 +1,9 @@
-"""A model folder with random weights that ends its answers with a chosen probability a token.
+"""A model folder with random weights that end an answer with a chosen probability at each token.
 
-The lengths come from the weights, so that server and trainer agree on every probability. Number 0 of the hidden state
-is set aside as a constant: every token's embedding has the same value there, no layer reads it (its norms' weight is 0)
-or writes to it (row 0 of what it adds is 0), and the end token's output row reads it and nothing else. Its log-odds
-are raised or lowered by that as much as wanted, whatever the context. With chance 1/mean to end at each token,
-lengths are geometric: their median is 0.69 of the mean, the longest of n answers lasts about ln(n) means.
+The weights decide, so server and trainer agree on every probability. Hidden number 0 is a constant: every embedding
+has the same value there, and no layer reads it (norm weight 0) or writes to it (output row 0 is 0). The end token's
+output row reads this number only, which raises or lowers its log-odds by any amount, whatever the context. With chance
+1/mean at each token, lengths are geometric: the median is 0.69 mean, the longest of n answers about ln(n) mean.
 """
 
 import json
@@ -18,15 +17,16 @@ from bench_common.shapes import model_flags
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-CONSTANT = 4.0  # of the hidden state's number 0, about as large as its other numbers together; exact in bfloat16
-READ_BY_OUTPUT = 1 / 16  # the final norm's weight there: small, since tied embeddings have all rows read the constant
+CONSTANT = 4.0  # hidden number 0; about as large as all others together, and exact in bfloat16
+READ_BY_OUTPUT = 1 / 16  # the final norm's weight there; small, since with tied embeddings every row reads it
 NEVER_LOG_ODDS = -30.0
 
 
-def make_model(folder: Path, shape: str, mean_tokens: float | None, max_tokens: int, seed: int) -> float:
-    """Write config, tokenizer and bfloat16 weights. Returns the mean length that was found, inf for `None`: never ends.
+def make_model(folder: Path, shape: str, mean_tokens: float | None, max_tokens: int) -> float:
+    """Write config, tokenizer and bfloat16 weights. Returns the measured mean length in tokens.
 
     Args:
+        mean_tokens: Wanted mean length; None never ends an answer, and the measured mean is inf.
         max_tokens: Longest sequence of the model.
     """
     disable_progress_bar()
@@ -35,7 +35,7 @@ def make_model(folder: Path, shape: str, mean_tokens: float | None, max_tokens: 
     config = AutoConfig.from_pretrained(folder)
     _fill_tokenizer(folder / "tokenizer.json", config.vocab_size)
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     found = set_end(model, config.eos_token_id, mean_tokens)
@@ -53,10 +53,12 @@ def _fill_tokenizer(path: Path, vocab_size: int) -> None:
 
 @torch.no_grad()
 def set_end(model: PreTrainedModel, end_token: int, mean_tokens: float | None) -> float:
-    """Set the end token's probability: 1/`mean_tokens` on average over contexts of random tokens, None: practically 0.
-    Returns one over that average, measured."""
+    """Set the end token's mean probability over random contexts to 1/`mean_tokens`, or to practically 0 for None.
+
+    Returns one over that mean, measured.
+    """
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    head[end_token] = 0  # else it would read what a prompt's answers have in common, and each prompt had its own mean
+    head[end_token] = 0  # or it would read what answers to one prompt share, and each prompt had its own mean
     head[:, 0] = 0
     table[:, 0] = CONSTANT
     model.model.norm.weight[0] = READ_BY_OUTPUT

@@ -1,4 +1,4 @@
-"""The same job in several modes one after another, against the same servers, and the table that compares them."""
+"""The same job in several modes, one after another, against the same servers, and the table that compares them."""
 
 import argparse
 import asyncio
@@ -14,18 +14,21 @@ from typing import Any
 
 from async_bench.generation import Ask, generated_tokens, generation_rate
 from async_bench.long_tail import LENGTHS, draw_lengths
-from async_bench.measured import BOUND, MEASURED, compare, in_order, summarise
-from async_bench.processes import Server, healthy, read_lines, train
+from async_bench.measured import MEASURED, compare, in_order, summarise
+from async_bench.processes import START_LIMIT_S, Server, healthy, train
+from bench_common import BENCH
 from bench_common.output import Output, Row
+from bench_common.process import read_lines
 
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
 from torchtitan.grpo.errors import UserError
 
 Flags = dict[str, Any]
 
+LEAST_S = 30.0
+"""A mode is not started with less time left."""
 MEASURED_FILE = "measured.json"
 """In a run's folder: which of its steps are measured, and what its servers generated meanwhile."""
-
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 
 
@@ -37,7 +40,7 @@ def mode_flags(mode: str, age: int) -> Flags:
         "async_grpo.enabled": True,
         "weight_sync.async_weight_update": True,
         "async_grpo.max_trajectory_age_steps": max_age(mode, age),
-        "async_grpo.run_ahead": "full",  # where `auto` comes to when servers are the bottleneck, from the first step on
+        "async_grpo.run_ahead": "full",  # from the first step; `auto` gets there when servers are the bottleneck
         "async_grpo.in_flight_weight_updates": mode != "async",
         "async_grpo.recompute_kv_cache_after_weight_updates": mode != "in_flight_keep_kv",
     }
@@ -48,13 +51,13 @@ def max_age(mode: str, age: int) -> int:
 
 
 def measured_steps(age: int, args: argparse.Namespace) -> range:
-    """Those after the warm-up: the servers' first answers all start together."""
+    """Those after the warm-up, since the servers' first answers all start together."""
     warmup = args.warmup or max(4, age + 1)
     return range(warmup + 1, warmup + args.steps + 1)
 
 
-def run_name(mode: str, age: int, label: str) -> str:
-    return (f"{mode}_age{age}" if mode.startswith("in_flight") else mode) + (f":{label}" if label else "")
+def run_name(mode: str, age: int) -> str:
+    return f"{mode}_age{age}" if mode.startswith("in_flight") else mode
 
 
 def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
@@ -72,8 +75,8 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "training.seq_len": longest,
         "training.tokens_per_microbatch": max(args.microbatch_tokens, longest),
         "training.mixed_precision_param": "float32" if args.trainers == ["cpu"] else "bfloat16",
-        "activation_checkpoint.mode": args.activation_checkpoint,
-        "optimizer.lr": args.lr,
+        "activation_checkpoint.mode": "none",
+        "optimizer.lr": 1e-6,
         "grpo.prompts_per_step": args.prompts,
         "grpo.group_size": args.samples,
         "rollout.engine": args.engine,
@@ -90,7 +93,7 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "checkpoint.enable": False,
         "metrics.enable_tensorboard": False,
         "metrics.samples_per_step": 0,
-        "debug.seed": args.seed,
+        "debug.seed": 0,
     }
     if lognormal:
         flags["rollout.environment"] = "async_bench.long_tail:rollout"
@@ -100,9 +103,9 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
 
 
 def groups_under_way(sequences: int, samples: int) -> int:
-    """Requests of `samples` answers each that keep so many answers running; the server queues what is too much.
+    """Requests of `samples` answers each that keep `sequences` answers running. The server queues a surplus.
 
-    Of n answers of geometric length the longest takes 1 + 1/2 + ... + 1/n times the mean: until it has ended, n over
+    Of n answers of geometric length the longest takes 1 + 1/2 + ... + 1/n times the mean. Until it has ended, n over
     that sum are running on average.
     """
     longest = sum(1 / k for k in range(1, samples + 1))
@@ -116,113 +119,107 @@ def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
     _same_job(folder, args)
     prepare(folder, args, out)
     urls = args.urls or start_servers(folder, args, out, resources)
-
-    flags = job_flags(args, urls, folder)
     if args.bound_s and not (folder / "bound.jsonl").exists():
         measure_bound(folder, args, urls, out)
+    flags = job_flags(args, urls, folder)
     failed = False
     for mode in args.modes:
         left_s = deadline - time.monotonic()
-        if left_s < 30:
+        if left_s < LEAST_S:
             out.say(f"{mode}: left out, {left_s:.0f} s are left of --time-limit-s; call again with the same --out")
             failed = True
             continue
         error = run_mode(mode, args, flags, urls, folder, min(args.run_limit_s, left_s - 5), out)
-        if error:
-            out.say(f"FAIL  {error}")
-            failed = True
         lost = [url for url in urls if not healthy(args.engine, url)]
+        for line in [error] if error else []:
+            out.say(f"FAIL  {line}")
         if lost:
             out.say(f"FAIL  not answering any more: {', '.join(lost)}")
-            failed = True
+        failed |= bool(error or lost)
+        if lost:
             break
     report(folder, args, out)
     return int(failed)
 
 
 def _same_job(folder: Path, args: argparse.Namespace) -> None:
-    """A folder holds the modes of one job: refuse to compare what is not the same work."""
-    names = ("shape", "lengths", "mean", "sigma", "max_answer", "prompts", "samples", "prompt_tokens", "seed")
+    """A folder holds the modes of one job. Refuse to compare different work."""
+    names = ("shape", "lengths", "mean", "sigma", "max_answer", "prompts", "samples", "prompt_tokens")
     job = {name: getattr(args, name) for name in names} | {"devices": _devices(args)}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.json"
-    if path.exists() and (before := json.loads(path.read_text())) != job:
-        different = [name for name in job if before.get(name) != job[name]]
+    before = json.loads(path.read_text()) if path.exists() else job
+    different = [name for name in job if before.get(name) != job[name]]
+    if different:
         raise UserError(f"--out {folder} holds another job ({', '.join(different)} differ): name another folder")
     path.write_text(json.dumps(job))
 
 
 def prepare(folder: Path, args: argparse.Namespace, out: Output) -> None:
-    """Model and prompts, unless they are there."""
+    """Make model and prompts, unless the model is there."""
     if not (folder / "model" / "complete").exists():
         start = time.monotonic()
-        out.say(f"model: {args.shape}, random weights")
         end = "never" if args.lengths == "lognormal" else f"{args.mean:g}"
-        # A process of its own, so that its memory on the GPU is free before the run.
-        command = [sys.executable, sys.argv[0], "model", str(folder / "model"), "--shape", args.shape, "--end", end]
-        command += ["--max-tokens", str(args.prompt_tokens + 1 + args.max_answer), "--seed", str(args.seed)]
+        # In a process of its own, so that its GPU memory is free before the run.
+        command = [sys.executable, str(BENCH / "rollouts.py"), "model", str(folder / "model"), "--shape", args.shape]
+        command += ["--end", end, "--max-tokens", str(args.prompt_tokens + 1 + args.max_answer)]
         try:
-            subprocess.run(command, check=True, timeout=args.server_start_s)
+            subprocess.run(command, check=True, timeout=START_LIMIT_S)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             raise UserError(f"the model was not made: {error}") from error
         (folder / "model" / "complete").touch()
-        out.say(f"  {time.monotonic() - start:.0f} s")
+        out.say(f"model: {args.shape}, random weights, {time.monotonic() - start:.0f} s")
     rows = prompt_rows(args, count=args.prompts * (measured_steps(args.age, args)[-1] + 2 * args.age))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def prompt_rows(args: argparse.Namespace, count: int) -> list[Row]:
-    """Different prompts of `prompt_tokens` characters, a token each, with their answers' lengths if those are drawn."""
+    """Different prompts of `prompt_tokens` characters, one token each, with drawn answer lengths for lognormal."""
     rows = []
     for index in range(count):
-        letters = random.Random(f"{args.seed}/{index}").choices(LETTERS, k=args.prompt_tokens)
+        letters = random.Random(f"0/{index}").choices(LETTERS, k=args.prompt_tokens)
         row: Row = {"question": "".join(letters)}
         if args.lengths == "lognormal":
-            row[LENGTHS] = draw_lengths(index, args.samples, args.mean, args.sigma, args.max_answer, args.seed)
+            row[LENGTHS] = draw_lengths(index, args.samples, args.mean, args.sigma, args.max_answer)
         rows.append(row)
     return rows
 
 
 def start_servers(folder: Path, args: argparse.Namespace, out: Output, resources: ExitStack) -> list[str]:
     servers = []
+    max_tokens = args.prompt_tokens + 1 + args.max_answer
     for i, device in enumerate(args.servers):
-        server = Server(
-            args.engine,
-            folder / "model",
-            device,
-            folder / f"server{i}.log",
-            args.prompt_tokens + 1 + args.max_answer,
-            args.sequences,
-            args.server_flags,
+        log = folder / f"server{i}.log"
+        servers.append(
+            Server(args.engine, folder / "model", device, log, max_tokens, args.sequences, args.server_flags)
         )
-        resources.callback(server.close)
-        servers.append(server)
-        out.say(f"server {i} on {device}: {server.url}, log {server.log}")
+        resources.callback(servers[-1].close)
+        out.say(f"server {i} on {device}: {servers[-1].url}, log {log}")
     start = time.monotonic()
     for server in servers:
-        server.wait(args.server_start_s, out.say)
+        server.wait()
     out.say(f"  {len(servers)} server(s) answer after {time.monotonic() - start:.0f} s")
     return [server.url for server in servers]
 
 
 def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: Output) -> None:
-    """Generation alone, with the job's own prompts and lengths: at the concurrency of one step and at the limit."""
+    """Generation alone, with the job's own prompts and lengths: at one step's concurrency and at the limit."""
     tokenizer = load_tokenizer(str(folder / "model"))
     stop = tuple(end_token_ids(tokenizer, str(folder / "model")))
     asks = []
     for row in read_lines(folder / "prompts.jsonl"):
         prompt_ids = tokenizer(row["question"])["input_ids"]
-        # Answer by answer also where the job asks for whole groups: a group's places would stand empty one after the
-        # other, and a measurement that begins with all of them full would find more than there is.
+        # One answer at a time even where the job asks for whole groups. A group's places empty one by one, and counting
+        # from when all are full would overstate the rate.
         for tokens in row.get(LENGTHS, [args.max_answer] * args.samples):
             asks.append(Ask(prompt_ids, tokens, stop))
     of_a_step = max(1, args.prompts * args.samples // len(urls))
     rows = []
-    for sequences, seeded in sorted({(of_a_step, False), (args.sequences, False), (args.sequences, True)}):
+    for sequences in sorted({of_a_step, args.sequences}):
         times = args.bound_s / 3, args.bound_s, args.run_limit_s  # to settle, to count, at most
-        rate = asyncio.run(generation_rate(args.engine, urls, asks, sequences, seeded, *times))
-        rows.append({"sequences": sequences, "seeded": "yes" if seeded else "no", "tokens_per_s": rate})
-        out.say(f"generation alone, {sequences} sequences a server, seeds {rows[-1]['seeded']}: {rate:,.0f} tokens/s")
+        rate = asyncio.run(generation_rate(args.engine, urls, asks, sequences, *times))
+        rows.append({"sequences": sequences, "tokens_per_s": rate})
+        out.say(f"generation alone, {sequences} sequences a server: {rate:,.0f} tokens/s")
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -230,28 +227,26 @@ def run_mode(
     mode: str, args: argparse.Namespace, flags: Flags, urls: list[str], folder: Path, limit_s: float, out: Output
 ) -> str:
     """One run; its metrics stay in a folder of its name. Returns what went wrong."""
-    # The run has more steps than are measured, and ends early: in its last ones servers are asked for nothing new and
-    # run empty.
+    # The run has more steps than are measured and is ended early: in its last steps servers get no new requests and run
+    # empty.
     age = max_age(mode, args.age)
     measured = measured_steps(age, args)
-    flags = flags | {"training.steps": measured[-1] + age + 1} | mode_flags(mode, args.age)
-    flags |= args.flags
-    name = run_name(mode, args.age, args.label)
+    flags = flags | {"training.steps": measured[-1] + age + 1} | mode_flags(mode, args.age) | args.flags
+    name = run_name(mode, args.age)
     run = folder / name
     for file in ("metrics.jsonl", MEASURED_FILE):
         (run / file).unlink(missing_ok=True)
-    out.say(f"{name}: {' '.join(f'{key}={value}' for key, value in mode_flags(mode, args.age).items())}")
+    out.say(name)
     start = time.monotonic()
-
     counted: list[tuple[float, float | None]] = []
 
     def show(line: Mapping[str, float]) -> bool:
         if line.get("step") in (measured[0] - 1, measured[-1]):
             counted.append((time.monotonic(), generated_tokens(urls)))
         if line.get("step", 0) > 0 and "time/step_s" in line:
-            rate = line["rollout/answer_tokens"] / line["time/step_s"]
             out.say(
-                f"  {time.monotonic() - start:4.0f} s  step {line['step']}: {rate:,.0f} tokens/s, "
+                f"  {time.monotonic() - start:4.0f} s  step {line['step']}: "
+                f"{line['rollout/answer_tokens'] / line['time/step_s']:,.0f} tokens/s, "
                 f"{line['time/step_s']:.2f} s (rollout {line.get('time/rollout_s', 0):.2f}, train "
                 f"{line.get('time/train_s', 0):.2f}, sync {line.get('time/sync_s', 0):.3f}), age "
                 f"{line.get('rollout/age_mean', 0):.2f} to {line.get('rollout/age_max', 0):g}"
@@ -273,7 +268,7 @@ def _devices(args: argparse.Namespace) -> int:
 
 
 def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
-    """The table of every mode that is in the folder, and the hardware's bound."""
+    """The table of every mode in the folder, and the hardware's bound."""
     bounds = read_lines(folder / "bound.jsonl")
     rows = []
     for name in in_order(path.parent.name for path in folder.glob(f"*/{MEASURED_FILE}")):
@@ -283,17 +278,11 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
         if row is not None:
             rows.append({"mode": name} | row | found)
     lines = compare(rows, bounds)
-    if bounds:
-        out.table("Generation alone, all servers", BOUND, bounds)
-    out.table(f"Modes: {describe(args)}", MEASURED, rows)
+    out.table("Generation alone, all servers", "sequences tokens_per_s", bounds)
+    lengths = f"{args.lengths}, mean {args.mean:g}" + (f", sigma {args.sigma:g}" if args.lengths == "lognormal" else "")
+    title = f"Modes: {args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most "
+    servers = len(args.urls) or len(args.servers)
+    title += f"{args.max_answer}; {len(args.trainers)} rank(s) and {servers} server(s) on {_devices(args)} devices"
+    out.table(title, MEASURED, rows)
     for line in lines:
         out.say(line)
-
-
-def describe(args: argparse.Namespace) -> str:
-    lengths = f"{args.lengths}, mean {args.mean:g}" + (f", sigma {args.sigma:g}" if args.lengths == "lognormal" else "")
-    servers = len(args.urls) or len(args.servers)
-    return (
-        f"{args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most {args.max_answer}; "
-        f"{len(args.trainers)} rank(s) and {servers} server(s) on {_devices(args)} devices"
-    )

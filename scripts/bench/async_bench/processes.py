@@ -1,48 +1,36 @@
 """Inference servers and runs of grpo_train.py as child processes. Every wait is bounded."""
 
-import json
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench_common import BENCH
 from bench_common.arguments import as_flags
-from bench_common.process import Process
+from bench_common.process import Process, device_environment, free_port, import_environment, read_lines
 
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
 
 POLL_S = 0.5
+START_LIMIT_S = 300.0
 _FLAGS = {
     "embedded": ["--max-sequences", "--max-model-len"],
     "vllm": ["--max-num-seqs", "--max-model-len"],
     "sglang": ["--max-running-requests", "--context-length", "--enable-metrics"],
 }
-"""What each engine calls the limits on sequences and on tokens, and flags without a value."""
-
-Say = Callable[[str], None]
-
-
-def device_environment(devices: list[str]) -> dict[str, str]:
-    """Devices are GPU indices, or `cpu` alone."""
-    # NVLink multicast is not to be had in every container, and NCCL fails where it expects it.
-    return {"CUDA_VISIBLE_DEVICES": "" if devices == ["cpu"] else ",".join(devices), "NCCL_NVLS_ENABLE": "0"}
+"""Each engine's flags for the limits on sequences and on tokens, and flags without a value."""
 
 
 class Server(Process):
-    """One server of a model folder on one device; `url` once `wait` has returned."""
+    """One server of a model folder on one device. `url` answers once `wait` has returned."""
 
     def __init__(
         self, engine: str, model: Path, device: str, log: Path, max_tokens: int, max_sequences: int, flags: str
     ):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
         self._engine = engine
         cpu = device == "cpu"
@@ -56,22 +44,18 @@ class Server(Process):
         command += ["--port", port, sequences, str(max_sequences), length, str(max_tokens), *more, *shlex.split(flags)]
         super().__init__(command, log, device_environment([device]))
 
-    def wait(self, limit_s: float, say: Say) -> None:
+    def wait(self, limit_s: float = START_LIMIT_S) -> None:
         """Until it answers.
 
         Raises:
             UserError: It ended, or does not answer within `limit_s`; with the end of its log.
         """
-        start = said = time.monotonic()
+        deadline = time.monotonic() + limit_s
         while not healthy(self._engine, self.url):
-            waited_s = time.monotonic() - start
             if self.status() is not None:
                 raise UserError(f"{self.url} ended with exit status {self.status()}; {self.said()}")
-            if waited_s > limit_s:
-                raise UserError(f"{self.url} does not answer after {limit_s:g} s (--server-start-s); {self.said()}")
-            if time.monotonic() - said > 15:
-                said = time.monotonic()
-                say(f"  {self.url}: starting, {waited_s:.0f} s")
+            if time.monotonic() > deadline:
+                raise UserError(f"{self.url} does not answer after {limit_s:g} s; {self.said()}")
             time.sleep(POLL_S)
 
 
@@ -88,7 +72,7 @@ def train(
     devices: list[str],
     folder: Path,
     limit_s: float,
-    show: Callable[[dict], bool | None],
+    show: Callable[[dict], bool],
 ) -> str:
     """One run of grpo_train.py in `folder`, under torchrun as a user starts it.
 
@@ -96,17 +80,15 @@ def train(
         flags: Configuration keys and values; `job.dump_folder` is added.
         devices: One trainer rank each.
         limit_s: Longest time for all of it; then it is ended.
-        show: Gets each step's record of metrics.jsonl when it is written; once it returns True the run is ended.
+        show: Gets each record of metrics.jsonl. Once it returns True the run is ended.
 
     Returns:
         "" if it ended well or `show` had seen enough, else what went wrong.
     """
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(devices))]
     words += ["grpo_train.py", *as_flags(flags), "--job.dump_folder", str(folder)]
-    paths = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = device_environment(devices) | {"PYTHONPATH": os.pathsep.join(paths)}
-    environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     deadline = time.monotonic() + limit_s
+    environment = device_environment(devices) | import_environment()
     run = Process(words, folder.parent / f"{folder.name}.log", environment)
     try:
         seen = 0
@@ -123,10 +105,3 @@ def train(
             time.sleep(POLL_S)
     finally:
         run.close()
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a JSONL file that may be being written; none if it is not there yet."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,6 +1,7 @@
-"""Types of command-line arguments: what does not fit ends the program and says why."""
+"""Types of command-line arguments, and the words after `--`. Bad input ends the program with exit status 2."""
 
 import argparse
+import sys
 
 
 def positive(text: str) -> int:
@@ -17,6 +18,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{value:g} is not in [0, 1)")
+    return value
+
+
 def address(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} is no base address: write http://host:port")
@@ -29,8 +37,17 @@ def device(text: str) -> str:
     return text
 
 
-def trainer_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """`--section.key value` pairs, and single `--section.key` and `--section.no-key`, as keys and values."""
+def parse_with_flags(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """This program's arguments, and the `--section.key value` pairs for grpo_train.py after `--`.
+
+    `--section.key` alone is true, `--section.no-key` false.
+    """
+    own = list(sys.argv[1:] if argv is None else argv)
+    cut = own.index("--") if "--" in own else len(own)
+    words = own[cut + 1 :]
+    args = parser.parse_args(own[:cut])
     flags: dict[str, str] = {}
     while words:
         word = words.pop(0)
@@ -44,11 +61,11 @@ def trainer_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str
             value = "false" if name.startswith("no-") else "true"
             name = name.removeprefix("no-")
         flags[f"{section}.{name}"] = value
-    return flags
+    return args, flags
 
 
 def as_flags(flags: dict[str, object]) -> list[str]:
-    """`{"grpo.group_size": 8, "compile.enable": True}` as grpo_train.py's words."""
+    """`{"grpo.group_size": 8, "compile.enable": True}` as words of grpo_train.py's command line."""
     words = []
     for key, value in flags.items():
         if isinstance(value, list):

@@ -1,9 +1,9 @@
-"""Models by name: Qwen3's dense sizes with its vocabulary, and one for a CPU."""
+"""Models by name: Qwen3's dense sizes with its vocabulary, and a small one for a CPU."""
 
 from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"layers": 2, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
+    "tiny": {"layers": 4, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
     "0.6b": {"layers": 28, "dim": 1024, "ffn-dim": 3072, "heads": 16, "kv-heads": 8},
     "1.7b": {"layers": 28, "dim": 2048, "ffn-dim": 6144, "heads": 16, "kv-heads": 8},
     "4b": {"layers": 36, "dim": 2560, "ffn-dim": 9728, "heads": 32, "kv-heads": 8},

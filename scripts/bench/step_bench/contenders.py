@@ -1,4 +1,4 @@
-"""Training steps of several makers on the same work: each builds a model and says how its gradients are made."""
+"""Training steps of several projects on the same work. Each builds a model and says how it makes gradients."""
 
 import contextlib
 import copy
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.losses import row_loss
@@ -22,7 +23,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from .setup import Setup, checkpointing
 
-IGNORED = -100  # torchtitan's and PyTorch's label of a token that is not trained
+IGNORED = -100  # PyTorch's label of a token that is not trained
 
 
 @dataclass
@@ -32,10 +33,10 @@ class Contender:
     Attributes:
         gradients: Forward and backward of all microbatches; returns the sum of -log p over this rank's trained tokens,
             on the device.
-        tokens, trained_tokens: Of one step on this rank, counted in the tensors that it trains on.
-        ac, compiled: What it really does of what was asked for.
-        note: What else to know about it.
-        logprobs: A pass without gradients over the same rows, as for old log-probabilities; where there is one.
+        tokens, trained_tokens: Of one step on this rank, counted in its own tensors.
+        ac, compiled: What it really does, which may be less than was asked for.
+        note: Anything else that a reader of the table should know.
+        logprobs: A pass without gradients over the same rows, as for old log-probabilities; only `ours` has one.
     """
 
     model: nn.Module
@@ -99,6 +100,8 @@ def torchtitan(setup: Setup) -> Contender:
     from torchtitan.protocols.train_spec import get_train_spec
 
     config, dims = copy.deepcopy(setup.config), setup.dims
+    if setup.device.type == "cpu":
+        raise UserError("torchtitan's varlen attention needs CUDA: leave it out of --what")
     if checkpointing(config) == "matmul":
         config.activation_checkpoint.selective_ac_option = "op"
     spec = get_train_spec("qwen3")
@@ -109,7 +112,7 @@ def torchtitan(setup: Setup) -> Contender:
     if dims.fsdp_enabled or dims.dp_replicate_enabled:
         precision = dist_utils.maybe_enable_amp(dims, config.training.mixed_precision_param, setup.device.type)
     else:
-        # On one rank torchtitan shards nothing and autocasts, and float32 then reaches varlen attention, which fails.
+        # On one rank torchtitan does not shard but autocasts. Then float32 reaches varlen attention, which fails.
         note = "sharded over its one rank"
         apply_fsdp(
             model,
@@ -126,7 +129,7 @@ def torchtitan(setup: Setup) -> Contender:
     loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     inputs, labels = _inputs_and_labels(setup)
 
-    class Tokenizer:  # rows are documents, and hold no end tokens
+    class Tokenizer:  # each row is one document, without an end token
         eos_id = 0
 
     def gradients() -> Tensor:

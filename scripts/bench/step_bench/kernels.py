@@ -18,7 +18,7 @@ CLASSES = {
     "matmul": r"gemm|nvjet|cutlass|cublas|xmma|splitk|aten::(mm|addmm|bmm|addmm_|matmul|linear)$",
     "copy": r"memcpy|memset|copy_|catarray|aten::cat$",
 }
-"""By the first pattern that a kernel's name matches; what matches none is elementwise work, norms, look-ups."""
+"""A kernel's class is the first whose pattern matches its name. The rest is elementwise work, norms and look-ups."""
 OTHER = "elementwise and other"
 TOP = 20
 
@@ -31,7 +31,7 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path) 
     """Run `step` under torch.profiler and write a Chrome trace.
 
     Returns:
-        `shares` of each class, and the `kernels` that take most time; on a CPU operators take the kernels' place.
+        `shares` of each class, and the `kernels` that take most time. On a CPU these are operators.
     """
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_cuda else [])

@@ -1,5 +1,8 @@
 """From hidden states to log-probabilities alone: full logits against `token_logprobs`, forward and with backward."""
 
+import functools
+import itertools
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,10 +12,8 @@ from torch import Tensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.grpo.model.logprobs import token_logprobs
 
-from .measure import device_name, timed
+from .measure import GIB, Stopwatch, allocated, device_name, peak_allocated, reset_peak, synchronize
 from .setup import Setup
-
-Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -20,56 +21,23 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
+def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, compile: bool) -> Tensor:
+    return token_logprobs(hidden, weight, targets, 1.0, compile=compile)[0]
+
+
 def logprob_pass(setup: Setup) -> Iterator[dict[str, Any]]:
-    """One row for each way, pass and compilation; what does not fit is a row with its error."""
+    """A row for each way, pass and compilation. One that does not fit, or computes something else, has an error."""
     job, args, device = setup.job, setup.source.model_args, setup.device
     dtype = TORCH_DTYPE_MAP[setup.config.training.mixed_precision_param]
-    generator = torch.Generator(device).manual_seed(job["seed"])
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     hidden, weight = normal(job["tokens"], args.dim), (normal(args.vocab_size, args.dim) / args.dim**0.5)
     targets = torch.randint(args.vocab_size, (job["tokens"],), generator=generator, device=device)
-    reference = None
-    for compiled in (False, True) if setup.config.compile.enable else (False,):
-        ways: dict[str, Logprobs] = {
-            "full logits": torch.compile(full_logits) if compiled else full_logits,
-            "token_logprobs": _ours(compiled),
-        }
-        for way, logprobs in ways.items():
-            for backward in (False, True):
-                row = {
-                    "way": way,
-                    "pass": "forward + backward" if backward else "forward",
-                    "compile": "yes" if compiled else "no",
-                    "tokens": job["tokens"],
-                    "vocabulary": args.vocab_size,
-                    "width": args.dim,
-                    "device": device_name(device),
-                }
-                call = _call(logprobs, hidden, weight, targets, backward)
-                try:
-                    row |= timed(call, device, job["warmup"], job["steps"])
-                    mean = call().mean().item()
-                    reference = mean if reference is None else reference
-                    row["mean_logprob"] = mean
-                    if abs(mean - reference) > 1e-2:
-                        row["error"] = f"mean log-probability {mean:.4f}, not {reference:.4f}"
-                except torch.OutOfMemoryError as error:
-                    row["error"] = f"out of memory: {str(error).splitlines()[0]}"
-                    hidden.grad = weight.grad = None
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                yield row
 
-
-def _ours(compiled: bool) -> Logprobs:
-    return lambda hidden, weight, targets: token_logprobs(hidden, weight, targets, 1.0, compile=compiled)[0]
-
-
-def _call(logprobs: Logprobs, hidden: Tensor, weight: Tensor, targets: Tensor, backward: bool) -> Callable[[], Tensor]:
-    def call() -> Tensor:
+    def call(logprobs: Callable[..., Tensor], backward: bool) -> Tensor:
         hidden.requires_grad_(backward)
         weight.requires_grad_(backward)
         found = logprobs(hidden, weight, targets)
@@ -78,4 +46,40 @@ def _call(logprobs: Logprobs, hidden: Tensor, weight: Tensor, targets: Tensor, b
         hidden.grad = weight.grad = None  # or they would count as held before the next call
         return found.detach()
 
-    return call
+    reference = None
+    compilations = (False, True) if setup.config.compile.enable else (False,)
+    for compiled, way, backward in itertools.product(compilations, ("full logits", "token_logprobs"), (False, True)):
+        logprobs = torch.compile(full_logits) if compiled else full_logits
+        if way == "token_logprobs":
+            logprobs = functools.partial(in_chunks, compile=compiled)
+        row = {"way": way, "pass": "forward + backward" if backward else "forward"}
+        row |= {"compile": "yes" if compiled else "no", "tokens": job["tokens"], "vocabulary": args.vocab_size}
+        row |= {"width": args.dim, "device": device_name(device)}
+        try:
+            row |= timed(functools.partial(call, logprobs, backward), device, job["warmup"], job["steps"])
+            row["mean_logprob"] = mean = call(logprobs, backward).mean().item()
+            reference = mean if reference is None else reference
+            if abs(mean - reference) > 1e-2:
+                row["error"] = f"mean log-probability {mean:.4f}, not {reference:.4f}"
+        except torch.OutOfMemoryError as error:
+            row["error"] = f"out of memory: {str(error).splitlines()[0]}"
+            hidden.grad = weight.grad = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield row
+
+
+def timed(call: Callable[[], object], device: torch.device, warmup: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds of `call`, and on CUDA the most memory that it holds above what was held before."""
+    for _ in range(warmup):
+        call()
+    synchronize(device)
+    held = allocated(device)
+    reset_peak(device)
+    watch = Stopwatch(device)
+    watch.mark()
+    for _ in range(repeats):
+        call()
+        watch.mark()
+    found = {"ms": statistics.median(watch.laps_ms())}
+    return found | ({"peak_gib": (peak_allocated(device) - held) / GIB} if device.type == "cuda" else {})

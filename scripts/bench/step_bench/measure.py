@@ -1,10 +1,9 @@
-"""Time, peak memory and kernels of steps and of smaller pieces."""
+"""Time and peak memory of steps."""
 
 import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ GIB = 2**30
 
 
 class Stopwatch:
-    """Marks on the device's time line; the host waits for none of them until they are read."""
+    """Marks on the device's time line. The host waits for them only when they are read."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -41,7 +40,7 @@ class Stopwatch:
 
 
 def update(setup: Setup, contender: Contender, watch: Stopwatch | None = None) -> torch.Tensor:
-    """One step; the watch is marked at its start, before gradients are clipped, and at its end."""
+    """One step. The watch is marked at its start, before gradients are clipped, and at its end."""
     mark = watch.mark if watch else lambda: None
     mark()
     contender.optimizers.zero_grad()
@@ -54,10 +53,10 @@ def update(setup: Setup, contender: Contender, watch: Stopwatch | None = None) -
 
 
 def measure(setup: Setup, contender: Contender) -> dict[str, Any]:
-    """Medians over `--steps` steps after `--warmup`, on this rank; peak memory of the rank that needs most.
+    """Medians over `--steps` steps after `--warmup`, on this rank, and the peak memory of the rank that needs most.
 
     Raises:
-        RuntimeError: It computes something else: other tokens, or log-probabilities that are not finite.
+        RuntimeError: It trains other tokens, or its log-probabilities are not finite.
     """
     job, work = setup.job, setup.work
     if (contender.tokens, contender.trained_tokens) != (work.tokens, work.trained_tokens):
@@ -70,7 +69,7 @@ def measure(setup: Setup, contender: Contender) -> dict[str, Any]:
     synchronize(setup.device)
     warmup_s = time.monotonic() - started
     gc.collect()
-    gc.disable()  # as the trainer does: it collects between steps, now and then
+    gc.disable()  # as the trainer does, which collects between some steps
     reset_peak(setup.device)
     watch = Stopwatch(setup.device)
     for _ in range(job["steps"]):
@@ -118,11 +117,21 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def allocated(device: torch.device) -> int:
+    """Bytes allocated on the device now; 0 on a CPU, where memory is not counted by tensor."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Most bytes allocated since `reset_peak`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 def peaks(device: torch.device) -> dict[str, float]:
-    """Largest over the ranks, GiB; nothing on a CPU, where memory is not counted by tensor."""
+    """Largest over the ranks, GiB; empty on a CPU."""
     if device.type != "cuda":
         return {}
-    values = [torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB]
+    values = [peak_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB]
     largest = torch.tensor(values, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return dict(zip(("peak_gib", "peak_reserved_gib"), largest.tolist(), strict=True))
@@ -130,21 +139,3 @@ def peaks(device: torch.device) -> dict[str, float]:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def timed(call: Callable[[], object], device: torch.device, warmup: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of `call`, and on CUDA the most memory that it holds above what was held before."""
-    for _ in range(warmup):
-        call()
-    synchronize(device)
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    reset_peak(device)
-    watch = Stopwatch(device)
-    watch.mark()
-    for _ in range(repeats):
-        call()
-        watch.mark()
-    found = {"ms": statistics.median(watch.laps_ms())}
-    if device.type == "cuda":
-        found["peak_gib"] = (torch.cuda.max_memory_allocated(device) - held) / GIB
-    return found

@@ -1,4 +1,4 @@
-"""Steps of ours with a pass of log-probabilities before them, the optimizer state on the host meanwhile or not."""
+"""Steps of ours after a pass of log-probabilities, with the optimizer state on the device or on the host."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -10,101 +10,72 @@ from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, Optimi
 from torchtitan.grpo.offload.pinned import local_tensor
 
 from .contenders import Contender, ours
-from .measure import GIB, Stopwatch, device_name, reset_peak, synchronize, update
+from .measure import GIB, Stopwatch, allocated, device_name, peak_allocated, reset_peak, synchronize, update
 from .setup import Setup
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+Call = Callable[[], object]
 
 
 def offload_pass(setup: Setup) -> Iterator[dict[str, Any]]:
-    """One row for each way, on the same model; what a way exposes is its step's time over that of `off`.
+    """One row for each way, on the same model; `exposed_ms` is its step time over that of `off`.
 
-    `freed` is memory allocated within the window less than before it; `window` the most that is held within it.
+    `freed_gib` is memory allocated during the pass less than before it, `window_gib` the most held during the pass.
     """
     contender = ours(setup)
     update(setup, contender)  # makes the state
-    state = sum(local_tensor(tensor).nbytes for _, tensor in _moments(contender))
-    ahead = OptimizerStateOffload(contender.optimizers, setup.device)
-    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "off": (_nothing, _nothing),
-        "blocking .to()": (lambda: _move(contender, "cpu"), lambda: _move(contender, setup.device)),
-        "offload_optimizer_states_for_logprob": (ahead.begin_out, ahead.begin_in),
-    }
+    state = sum(local_tensor(state[name]).nbytes for state, name in _moments(contender))
+
+    def move(device: torch.device | str) -> None:
+        """As trainers do that offload with `.to()`: to pageable memory, and the host waits for each copy."""
+        for held, name in _moments(contender):
+            held[name] = held[name].to(device)
+
     base_ms = None
-    for way, (before, after) in ways.items():
-        found = _measure(setup, contender, before, after)
+
+    def row(way: str, before: Call = lambda: None, after: Call = lambda: None, **known: float) -> dict[str, Any]:
+        nonlocal base_ms
+        found = _measure(setup, contender, before, after) | known
         base_ms = base_ms or found["step_ms"]
-        ahead.metrics()
-        yield _row(setup, way, found, state, base_ms)
-    # Last: from then on the state is the host's.
+        found |= {"exposed_ms": found["step_ms"] - base_ms, "state_gib": state / GIB}
+        return {"way": way, **found, "device": device_name(setup.device)}
+
+    yield row("off")
+    yield row("blocking .to()", lambda: move("cpu"), lambda: move(setup.device))
+    ahead = OptimizerStateOffload(contender.optimizers, setup.device)
+    yield row("offload_optimizer_states_for_logprob", ahead.begin_out, ahead.begin_in)
+    ahead.metrics()
+    # Last: from then on the state stays on the host.
     host = HostOptimizerStates(contender.optimizers, setup.device)
     host.to_host()
-    contender.optimizers = _Stepper(contender.optimizers, host)
-    found = _measure(setup, contender, _nothing, _nothing)
-    yield _row(setup, 'optimizer_states = "host"', found | {"freed_gib": state / GIB}, state, base_ms)
+    contender.optimizers.step = host.step
+    yield row('optimizer_states = "host"', freed_gib=state / GIB)
 
 
-class _Stepper:
-    """An optimizer whose step is another's."""
-
-    def __init__(self, optimizers: Any, steps: HostOptimizerStates):
-        self.zero_grad, self.step = optimizers.zero_grad, steps.step
-
-
-def _measure(
-    setup: Setup, contender: Contender, before: Callable[[], None], after: Callable[[], None]
-) -> dict[str, float]:
+def _measure(setup: Setup, contender: Contender, before: Call, after: Call) -> dict[str, float]:
     steps = []
-    for i in range(setup.job["warmup"] + setup.job["steps"]):
+    for _ in range(setup.job["warmup"] + setup.job["steps"]):
         contender.optimizers.zero_grad()
         synchronize(setup.device)
-        held = _allocated(setup.device)
+        held = allocated(setup.device)
         watch = Stopwatch(setup.device)
         watch.mark()
         before()
-        freed = held - _allocated(setup.device)
+        freed = held - allocated(setup.device)
         reset_peak(setup.device)
         contender.logprobs()
-        window = torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else 0
+        window = peak_allocated(setup.device)
         reset_peak(setup.device)
         after()
         update(setup, contender)
         watch.mark()
-        synchronize(setup.device)
-        peak = torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else 0
-        if i >= setup.job["warmup"]:
-            steps.append(watch.laps_ms()[0])
-    return {
-        "step_ms": statistics.median(steps),
-        "freed_gib": freed / GIB,
-        "window_gib": window / GIB,
-        "peak_gib": peak / GIB,
-    }
+        steps.append(watch.laps_ms()[0])
+        peak = peak_allocated(setup.device)
+    step_ms = statistics.median(steps[setup.job["warmup"] :])
+    return {"step_ms": step_ms, "freed_gib": freed / GIB, "window_gib": window / GIB, "peak_gib": peak / GIB}
 
 
-def _row(setup: Setup, way: str, found: dict[str, float], state: int, base_ms: float) -> dict[str, Any]:
-    exposed = {"exposed_ms": found["step_ms"] - base_ms}
-    return {"way": way, **found, **exposed, "state_gib": state / GIB, "device": device_name(setup.device)}
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _moments(contender: Contender) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+def _moments(contender: Contender) -> Iterator[tuple[dict[str, Any], str]]:
+    """(state of a parameter, name of a moment in it)."""
     for optimizer in contender.optimizers:
         for state in optimizer.state.values():
-            for name in MOMENTS:
-                yield state, state[name]
-
-
-def _move(contender: Contender, device: torch.device | str) -> None:
-    """What trainers do that offload with `.to()`: pageable memory, and the host waits for each copy."""
-    for optimizer in contender.optimizers:
-        for state in optimizer.state.values():
-            for name in MOMENTS:
-                state[name] = state[name].to(device)
-
-
-def _nothing() -> None:
-    pass
+            yield from ((state, name) for name in ("exp_avg", "exp_avg_sq"))

@@ -1,7 +1,6 @@
 """This rank's part of a run: configuration, process group, data."""
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_common.arguments import as_flags
+from bench_common.process import join_torchrun
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
@@ -21,7 +21,7 @@ from torchtitan.grpo.model.source import resolve_model
 from .work import Work, step_flops
 
 NOT_HELD = {"snapshots", "buckets, at most"}
-"""What `memory_bytes` counts for weight sync; there is none here."""
+"""What `memory_bytes` counts for weight sync, which these steps do not have."""
 
 
 class Setup:
@@ -29,10 +29,9 @@ class Setup:
 
     Args:
         job: The arguments of step.py with one contender and one shape, and `folder` with the shape's config.json.
-        distributed: Join the process group; without it only what is known before a run is there.
     """
 
-    def __init__(self, job: Mapping[str, Any], distributed: bool = True):
+    def __init__(self, job: Mapping[str, Any]):
         self.job = job
         on_cuda = job["device"] == "cuda" or (job["device"] == "auto" and torch.cuda.is_available())
         self.config = configure(job, on_cuda)
@@ -44,13 +43,7 @@ class Setup:
         self.flops = step_flops(model, self.work)
         self.estimate = peak_parts(memory_bytes(self.config, job["gpus"]).moments)
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
-        if not distributed:
-            return
-        if "RANK" not in os.environ:  # not under torchrun: the only rank
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-                os.environ.update(alone | {"MASTER_PORT": str(probe.getsockname()[1])})
+        join_torchrun()
         if on_cuda:
             torch.cuda.set_device(self.device)
         dist_utils.init_distributed(self.config.comm, base_folder=job["folder"])
@@ -58,8 +51,8 @@ class Setup:
         dist_utils.set_determinism(self.dims, self.device, self.config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard
         data_rank = self.dims.get_mesh("batch").get_local_rank() if self.data_ranks > 1 else 0
-        self.sequences = self.work.sequences(self.source.model_args.vocab_size, job["seed"] + data_rank)
-        self.advantages = self.work.advantages(job["seed"] + data_rank)
+        self.sequences = self.work.sequences(self.source.model_args.vocab_size, data_rank)
+        self.advantages = self.work.advantages(data_rank)
 
     @property
     def token_weight(self) -> float:
@@ -87,15 +80,13 @@ def configure(job: Mapping[str, Any], on_cuda: bool) -> JobConfig:
         "training.mixed_precision_param": "bfloat16" if on_cuda else "float32",
         "activation_checkpoint.mode": "selective" if job["ac"] == "matmul" else job["ac"],
         "activation_checkpoint.selective_ac_option": "matmul" if job["ac"] == "matmul" else "op",
-        # A plan may be asked for where there is no GPU, and would be refused.
-        "compile.enable": compiled and not job["dry"],
+        "compile.enable": compiled,
         "data.max_prompt_tokens": prompt,
         "rollout.max_answer_tokens": max(1, job["documents"] - prompt),
-        "debug.seed": job["seed"],
+        "debug.seed": 0,
     }
     config = load_config(as_flags(flags | job["flags"]))
-    config.compile.enable |= compiled and job["dry"]
-    # What the arithmetic of memory counts rows from; rows are made without it.
+    # From these the memory estimate counts rows. The rows themselves are made without them.
     samples = job["microbatches"] * job["tokens"] // job["documents"]
     config.grpo.group_size = 1
     config.grpo.prompts_per_step = samples * job["gpus"] // config.parallelism.tensor_parallel_degree

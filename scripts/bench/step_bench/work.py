@@ -1,4 +1,4 @@
-"""What one optimizer step trains on, the same for every contender, and the FLOPs that it needs."""
+"""What one optimizer step trains on, the same for every contender, and its FLOPs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-FIRST_TOKEN = 3  # below it are tokens that end a document
+FIRST_TOKEN = 3  # tokens below it end a document
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Work:
 
     Attributes:
         documents: Of one microbatch.
-        length: Positions of a document: it has `length` + 1 tokens, of which the last is predicted only.
+        length: Positions of a document. It has `length` + 1 tokens, the last of which is only predicted.
         prompt: Its first tokens, which are not trained; at least 1.
     """
 
@@ -52,7 +52,7 @@ class Work:
 
 
 def step_flops(model: nn.Module, work: Work) -> float:
-    """Floating-point operations of the products in one rank's forward and backward, nothing computed twice.
+    """FLOPs of the matrix multiplications in one rank's forward and backward; nothing is counted twice.
 
     6 for each parameter of the layers' matrices and token, 6 for each of the output layer and *trained* token, and
     12 * layers * heads * head_dim * length^2 / 2 for each document's causal attention.

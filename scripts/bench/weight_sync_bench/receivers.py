@@ -1,22 +1,22 @@
 """Servers without a model: the real receiver of weights behind the real routes, many in one process.
 
-What a server does with the weights besides receiving and checking them is left out, so that many fit on one device
-and any of them can be made slow or killed: `POST /fault` says which update shall sleep or end the process.
+A server receives and checks the weights and then drops them, so that many fit on one device. `POST /fault` makes the
+next update sleep or end the process.
 """
 
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from multiprocessing.connection import Connection
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import torch
@@ -25,13 +25,11 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_wire.receiver import Receiver
 
 START_TIMEOUT_S = 180.0
-_LOG_TAIL_CHARS = 3000
-_SCRIPT = Path(__file__).parents[1] / "weight_sync.py"
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
 
 
-def one_at_a_time(route):
+def one_at_a_time(route: Callable) -> Callable:
     """As in a real engine, a new connection waits until the update under way has ended."""
 
     @functools.wraps(route)
@@ -54,12 +52,11 @@ class FakeServer:
         self._version = "default"
 
     def fault(self, body: dict) -> dict:
-        """Spoil updates: {"sleep_s": S} or {"kill": true}, and optionally "version" (default: whichever comes next)
-        and "updates", how many of them (default 1, -1: all). {} ends it."""
-        unknown = sorted(body.keys() - {"sleep_s", "kill", "version", "updates"})
+        """Spoil the next update: {"sleep_s": S} or {"kill": true}."""
+        unknown = sorted(body.keys() - {"sleep_s", "kill"})
         if unknown:
-            raise ValueError(f"/fault: unknown {unknown}; known: sleep_s, kill, version, updates")
-        self._fault = {"sleep_s": 0.0, "kill": False, "version": None, "updates": 1} | body
+            raise ValueError(f"/fault: unknown {unknown}; known: sleep_s, kill")
+        self._fault = body
         return {}
 
     @one_at_a_time
@@ -87,7 +84,7 @@ class FakeServer:
 
         self._updating = False
         receiver.receive(body["update_info"], lambda tensors: self.load(version, next(numbers), tensors))
-        self._updating = receiver is self._receiver  # else the trainer has given this update up and connected anew
+        self._updating = receiver is self._receiver  # else the trainer has given up this update and reconnected
         return {}
 
     def finish_weight_update(self, body: dict) -> dict:
@@ -109,25 +106,15 @@ class FakeServer:
         }[path]
 
     def load(self, version: int, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """What becomes of bucket `number`, counted from 1: it is thrown away. Later ones are on their way meanwhile."""
-        fault = self._fault
-        if number > 1 or not fault or fault["updates"] == 0 or fault["version"] not in (None, version):
-            return
-        fault["updates"] -= 1
-        if fault["kill"]:
+        """Drop bucket `number`, counted from 1. A fault strikes in the first one, while later ones arrive."""
+        fault, self._fault = self._fault, {}
+        if fault.get("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(fault["sleep_s"])
+        time.sleep(fault.get("sleep_s", 0.0))
 
 
-_POSTS = (
-    "fault",
-    "init_weight_transfer_engine",
-    "pause",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "resume",
-)
+_POSTS = ["fault", "init_weight_transfer_engine", "pause", "resume"]
+_POSTS += ["start_weight_update", "update_weights", "finish_weight_update"]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -148,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
 
         self._answer(call)
 
-    def _answer(self, call) -> None:
+    def _answer(self, call: Callable[[str], dict]) -> None:
         path = urlsplit(self.path).path
         try:
             status, value = 200, call(path)
@@ -181,90 +168,68 @@ def raise_open_files_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def serve(args) -> None:
-    """`receiver`: serve until the process is ended, or until `--parent-pid` is gone."""
-    raise_open_files_limit()
-    device = torch.device(args.device)
-    if args.parent_pid:
-        threading.Thread(target=exit_without, args=(args.parent_pid,), daemon=True).start()
-    ports = [args.port + i if args.port else 0 for i in range(args.servers)]
-    listeners = [Listener(args.host, port, FakeServer(device)) for port in ports]
-    if args.sleep_s:
-        fault = {"sleep_s": args.sleep_s, "updates": 1 if args.sleep_version is not None else -1}
-        listeners[args.sleep_server].fake.fault(fault | {"version": args.sleep_version})
-    for listener in listeners[1:]:
-        threading.Thread(target=listener.serve_forever, daemon=True).start()
-    urls = "\n".join(f"http://{args.host}:{listener.server_port}" for listener in listeners)
-    print(urls, flush=True)
-    if args.ready_file:
-        part = Path(f"{args.ready_file}.part")
-        part.write_text(urls)
-        part.rename(args.ready_file)
-    listeners[0].serve_forever()
-
-
-def exit_without(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 class Child:
-    """This script with another subcommand, as a process of its own that ends with this one.
+    """A function in a process of its own, which sees one device and ends with this process.
 
     Args:
-        arguments: Subcommand and flags.
-        device: "cpu", or the index of a GPU, the only one that the child then sees, as cuda:0.
+        run: Called with `arguments`, the child's device and a connection to this process.
+        device: "cpu", or the index of a GPU, which the child sees as cuda:0.
     """
 
-    def __init__(self, arguments: list[str], device: str):
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
-        }
-        environment["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else device
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, str(_SCRIPT), *arguments, "--parent-pid", str(os.getpid())]
-        command += ["--device", "cpu" if device == "cpu" else "cuda:0"]
-        # A group of its own: Ctrl-C reaches the trainer alone, which then ends its children.
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, process_group=0
-        )
+    def __init__(self, run: Callable, *arguments: object, device: str):
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        seen = torch.device("cpu" if device == "cpu" else "cuda:0")
+        self.process = context.Process(target=_in_child, args=(os.getpid(), run, *arguments, seen, theirs), daemon=True)
+        with patch.dict(os.environ):  # the child reads it before its imports, which may initialise CUDA
+            for name in list(os.environ):
+                if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES):
+                    del os.environ[name]
+            os.environ["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else device
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            self.process.start()
 
     def check(self) -> None:
-        """Raise if the process has ended, with the end of what it said."""
-        if self.process.poll() is not None:
-            said = Path(self._log.name).read_text(errors="replace")[-_LOG_TAIL_CHARS:]
-            raise UserError(f"a child process ended with exit status {self.process.returncode}; it said:\n{said}")
+        """Raise if the process has ended. Its traceback is on stderr."""
+        if not self.process.is_alive():
+            raise UserError(f"a child process ended with exit status {self.process.exitcode}; stderr says why")
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._log.close()
+        self.process.kill()
+        self.process.join()
+
+
+def _in_child(parent: int, run: Callable, *arguments: object) -> None:
+    def exit_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    run(*arguments)
 
 
 class Receivers(Child):
-    """A child process with `servers` servers, which `urls` waits for."""
+    """A child process with `servers` servers, whose addresses `urls` waits for."""
 
     def __init__(self, servers: int, device: str):
-        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
-        self._ready = Path(self._folder.name) / "urls"
-        super().__init__(["receiver", "--servers", str(servers), "--ready-file", str(self._ready)], device)
+        super().__init__(_serve, servers, device=device)
 
     @functools.cached_property
     def urls(self) -> list[str]:
-        """The servers' addresses, once they answer."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._ready.exists():
+        while not self._connection.poll(0.05):
             self.check()
             if time.monotonic() > deadline:
                 raise UserError(f"the receiver process did not serve within {START_TIMEOUT_S:g} s")
-            time.sleep(0.05)
-        return self._ready.read_text().split()
+        return self._connection.recv()
 
-    def close(self) -> None:
-        super().close()
-        self._folder.cleanup()
+
+def _serve(servers: int, device: torch.device, parent: Connection) -> None:
+    raise_open_files_limit()
+    listeners = [Listener("127.0.0.1", 0, FakeServer(device)) for _ in range(servers)]
+    for listener in listeners[1:]:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+    parent.send([f"http://127.0.0.1:{listener.server_port}" for listener in listeners])
+    listeners[0].serve_forever()

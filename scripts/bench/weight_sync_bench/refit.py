@@ -1,45 +1,32 @@
 """`refit`: whole blocking publishes from FSDP2 shards, their phases, and raw broadcasts of as many bytes."""
 
+import argparse
 import itertools
+import statistics
 import time
 from contextlib import ExitStack
 
+import torch
 from bench_common.output import Output, Row, cell, medians
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_wire.transport import Group, host_store, join_store, wait
 
-from .baselines import raw_broadcasts
-from .trainer import Ranks, Servers, build, change, connected, shape_source
+from .receivers import Child
+from .trainer import Ranks, Servers, bounded, build, change, connected, in_thread, shape_source, synchronize
 
-COLUMNS = {
-    "servers": "servers",
-    "num_buffers": "num_buffers",
-    "bucket_mib": "bucket, MiB",
-    "buckets": "buckets",
-    "total_ms": "total, ms",
-    "pause_ms": "pause",
-    "snapshot_ms": "snapshot",
-    "gather_ms": "gather",
-    "pack_ms": "pack",
-    "wire_ms": "wire",
-    "apply_ms": "apply",
-    "acknowledge_ms": "acknowledge",
-    "gb_per_s": "GB/s",
-    "wire_gb_per_s": "wire GB/s",
-}
-RAW_COLUMNS = {"pieces": "pieces", "total_ms": "total, ms", "gb_per_s": "GB/s"}
+COLUMNS = """servers num_buffers bucket_mib buckets total_ms pause_ms snapshot_ms gather_ms pack_ms wire_ms apply_ms
+    acknowledge_ms gb_per_s wire_gb_per_s"""
+_LOCALHOST = "127.0.0.1"
 
 
-def refit(args, ranks: Ranks, out: Output, resources: ExitStack) -> None:
+def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitStack) -> None:
     source = shape_source(args.shape)
-    model = build(source, ranks, "float32" if args.param_dtype == "auto" else args.param_dtype)
+    model = build(source, ranks, "float32")
     servers = Servers(args, ranks, resources)
-    available = int(ranks.agree(len(servers.urls)))
-    counts = args.servers or sorted({1, available})
-    if max(counts) > available:
-        raise UserError(f"--servers {max(counts)}: only {available} servers are given by --urls and --receivers")
     rows: list[Row] = []
+    counts = args.servers or sorted({1, servers.count})
     for count, bucket_mib, num_buffers in itertools.product(counts, args.bucket_mib, args.num_buffers):
         settings = job_config.WeightSync(
             transport=args.transport,
@@ -52,45 +39,39 @@ def refit(args, ranks: Ranks, out: Output, resources: ExitStack) -> None:
         row |= {"bucket_mib": bucket_mib}
         rows.append(row | publishes(args, ranks, model, source, settings, servers.urls[:count]))
         out.say(f"{count} server(s), num_buffers {num_buffers}, {bucket_mib} MiB: {rows[-1].get('total_ms', 0):.1f} ms")
-    gigabytes = rows[0].get("bytes", 0) / 1e9
-    title = f"Refit of Qwen3's {args.shape} shape, {cell(gigabytes)} GB, {ranks.describe()}"
-    out.table(f"{title}: medians of {args.repeats}, ms", COLUMNS, rows)
-    raw_rows: list[Row] = []
+    size = f"{cell(rows[0].get('bytes', 0) / 1e9)} GB"
+    title = f"Refit of Qwen3's {args.shape} shape, {size}, {ranks.describe()}"
+    out.table(f"{title}: medians of {args.repeats}", COLUMNS, rows)
     if ranks.rank == 0 and args.raw_gpu is not None:
         pieces = sorted({1, *(row["buckets"] for row in rows)})
         raw_rows = raw_broadcasts(args, ranks.device, rows[0]["bytes"], pieces)
-        out.table(f"Raw broadcast of {cell(gigabytes)} GB from rank 0 to one process", RAW_COLUMNS, raw_rows)
-    if ranks.rank == 0:
-        for line in comparisons(rows, raw_rows):
-            out.say(line)
+        out.table(f"Raw broadcast of {size} from rank 0 to one process", "pieces total_ms gb_per_s", raw_rows)
     ranks.synchronize()
 
 
-def publishes(args, ranks: Ranks, model, source, settings, urls: list[str]) -> Row:
+def publishes(args: argparse.Namespace, ranks: Ranks, model, source, settings, urls: list[str]) -> Row:
     """Medians of `--repeats` blocking publishes over a connection of their own; {} on ranks other than 0."""
     sync, fleet = connected(model, source, settings, urls, ranks)
-    walls: dict[int, float] = {}
-    reports = {}
+    samples, totals = [], []
     try:
         for version in range(args.warmup + args.repeats):
             change(model)
             ranks.synchronize()
             started = time.perf_counter()
             sync.publish(version, wait=True)
-            walls[version] = time.perf_counter() - started
+            totals.append(time.perf_counter() - started)
             sync.order_writes_after()
             if ranks.rank == 0:
-                reports |= {report.version: report for report in sync.finished()}
+                reports = {report.version: report for report in sync.finished()}
                 check_acknowledged(version, urls, reports, fleet)
+                samples.append({"total": totals[-1]} | phases(reports[version]))
         sync.check()
     finally:
         sync.close()
     if ranks.rank != 0:
         return {}
-    timed = [version for version in walls if version >= args.warmup]
-    seconds = medians([{"total": walls[v]} | phases(reports[v]) for v in timed])
-    last = reports[timed[-1]]
-    row = {"bytes": last.bytes, "buckets": last.buckets, "total_s_each": [walls[v] for v in timed]}
+    seconds, last = medians(samples[args.warmup :]), reports[version]
+    row = {"bytes": last.bytes, "buckets": last.buckets, "total_s_each": totals[args.warmup :]}
     row |= {f"{phase}_ms": 1e3 * value for phase, value in seconds.items()}
     row["gb_per_s"] = last.bytes / seconds["total"] / 1e9
     row["wire_gb_per_s"] = last.bytes / seconds["wire"] / 1e9
@@ -114,24 +95,49 @@ def check_acknowledged(version: int, urls: list[str], reports: dict, fleet) -> N
         raise UserError(f"version {version} was not acknowledged by every server: {said}")
 
 
-def comparisons(rows: list[Row], raw_rows: list[Row]) -> list[str]:
-    """What the issue asks of these numbers, in words."""
-    lines = []
-    for count, mib in dict.fromkeys((row["servers"], row["bucket_mib"]) for row in rows):
-        same = [row for row in rows if (row["servers"], row["bucket_mib"]) == (count, mib)]
-        best = min(same, key=lambda row: row["total_ms"])
-        what = f"{count} server(s), {mib} MiB: {best['total_ms']:.1f} ms with num_buffers {best['num_buffers']}"
-        single = next((row for row in same if row["num_buffers"] == 1), None)
-        if single is not None and best is not single:
-            what += f", {single['total_ms'] / best['total_ms']:.2f}x as fast as with one"
-        if raw_rows:
-            raw = min(raw_rows, key=lambda row: row["total_ms"])
-            what += f", {100 * raw['total_ms'] / best['total_ms']:.0f} % of the raw broadcast's speed"
-            what += f" (its wire {100 * raw['total_ms'] / best['wire_ms']:.0f} %)"
-        lines.append(what)
-    by_servers = {row["servers"]: row["total_ms"] for row in reversed(rows)}
-    if len(by_servers) > 1:
-        few, many = min(by_servers), max(by_servers)
-        each = (by_servers[many] - by_servers[few]) / (many - few)
-        lines.append(f"each further server adds {each:.1f} ms ({few} to {many} servers, first settings)")
-    return lines
+def raw_broadcasts(args: argparse.Namespace, device: torch.device, size: int, pieces: list[int]) -> list[Row]:
+    """Broadcast `size` bytes to a child process on `--raw-gpu`, whole and in pieces: one row for each of `pieces`."""
+    store, port = host_store(_LOCALHOST, args.timeout_s)
+    backend, rounds = "nccl" if device.type == "cuda" else "gloo", args.warmup + args.repeats
+    receiver = "cpu" if device.type == "cpu" else args.raw_gpu
+    child = Child(_receive_raw, port, size, backend, pieces, rounds, args.timeout_s, device=receiver)
+    group = None
+    try:
+        flat = torch.empty(size, dtype=torch.uint8, device=device)
+
+        joining = in_thread(lambda: Group(backend, store, 0, 2, device, args.timeout_s, _LOCALHOST))
+        group = bounded(joining, args.timeout_s, "the raw receiver to join", child.check)
+        rows = []
+        for count in pieces:
+            seconds = [_broadcast(group, flat, count, args.timeout_s, child.check) for _ in range(rounds)]
+            total = statistics.median(seconds[args.warmup :])
+            rows.append({"pieces": count, "bytes": size, "total_ms": 1e3 * total, "gb_per_s": size / total / 1e9})
+        return rows
+    finally:
+        if group is not None:
+            group.abort()
+        child.close()
+
+
+def _receive_raw(port: int, size: int, backend: str, pieces: list[int], rounds: int, timeout_s: float, device, _):
+    """The other end of `raw_broadcasts`."""
+    store = join_store(_LOCALHOST, port, timeout_s)
+    flat = torch.empty(size, dtype=torch.uint8, device=device)
+    group = Group(backend, store, 1, 2, device, timeout_s, _LOCALHOST)
+    for count in pieces:
+        for _ in range(rounds):
+            _broadcast(group, flat, count, timeout_s)
+
+
+def _broadcast(group: Group, flat: torch.Tensor, pieces: int, timeout_s: float, check=lambda: None) -> float:
+    """Seconds of one broadcast, from when both ends are ready until the receiver has confirmed all of it."""
+    deadline = time.monotonic() + timeout_s
+    ready = torch.ones(1, dtype=torch.int64, device=flat.device)
+    wait(group.all_reduce(ready), deadline, "the other end of a raw broadcast", check)
+    synchronize(flat.device)
+    started = time.perf_counter()
+    works = [group.broadcast(piece) for piece in flat.tensor_split(pieces)]
+    for work in [*works, group.all_reduce(ready)]:
+        wait(work, deadline, "a raw broadcast", check)
+    synchronize(flat.device)
+    return time.perf_counter() - started

@@ -1,11 +1,13 @@
-"""The trainer's side of a measurement: ranks, a model of a given shape, servers, and waits that end."""
+"""The trainer's side of a measurement: ranks, a model of a given shape, servers, and bounded waits."""
 
+import argparse
 import json
 import os
-import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from bench_common.process import join_torchrun
+from bench_common.shapes import hf_config
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
@@ -31,50 +35,29 @@ from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from .receivers import Receivers
 
 T = TypeVar("T")
-FLAVORS = {"0.6b": "0.6B", "1.7b": "1.7B", "4b": "4B", "8b": "8B"}
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+MAX_TOKENS = 4096
 _HEALTH_TIMEOUT_S = 30.0
 
 
 def shape_source(shape: str, seq_len: int = 64) -> ModelSource:
-    """The model of a `--shape`, with weights yet to be made."""
-    if shape in FLAVORS:
-        model = SimpleNamespace(name="qwen3", flavor=FLAVORS[shape], hf_assets_path="", weights="random")
-        return resolve_model(model, seq_len)
+    """The model of a `--shape`, without weights."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(TINY))
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, MAX_TOKENS)))
         return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), seq_len)
 
 
 def hf_tensors(source: ModelSource) -> dict[str, torch.Size]:
-    """Hugging Face name -> full shape of what a server takes."""
+    """Hugging Face name -> full shape of each tensor that a server takes."""
     with torch.device("meta"):
         parameters = dict(source.build().named_parameters())
     return {name: value.shape for name, value in source.adapter.to_hf(parameters).items()}
 
 
 class Ranks:
-    """This process among torchrun's; started without torchrun it is the only one. `close` leaves the group."""
+    """This process among torchrun's ranks, or the only rank without torchrun. `close` leaves the process group."""
 
     def __init__(self, device: str, timeout_s: float):
-        if "RANK" not in os.environ:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        join_torchrun()
         on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
         if on_cuda:
@@ -84,9 +67,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def synchronize(self) -> None:
-        """All ranks and their devices have come here."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Returns when all ranks and their devices have arrived here."""
+        synchronize(self.device)
         dist.all_reduce(torch.zeros(1))  # over gloo
 
     def agree(self, value: float) -> float:
@@ -109,8 +91,13 @@ class Ranks:
         return f"{self.size} trainer rank(s) on {name}, torch {torch.__version__}"
 
 
-def build(source: ModelSource, ranks: Ranks, param_dtype: str, ac: str = "none", compiled: bool = False):
-    """The model, sharded over the ranks as grpo_train.py does it, with random weights."""
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def build(source: ModelSource, ranks: Ranks, param_dtype: str, ac: str = "none") -> torch.nn.Module:
+    """The model with random weights, sharded over the ranks as grpo_train.py shards it."""
     config = JobConfig()
     config.training.dtype = param_dtype
     # Keys of this project, which torchtitan's own JobConfig lacks.
@@ -118,29 +105,37 @@ def build(source: ModelSource, ranks: Ranks, param_dtype: str, ac: str = "none",
     config.training.flash_attention = "auto"
     config.training.mixed_precision_param = "bfloat16" if ranks.device.type == "cuda" else "float32"
     config.activation_checkpoint.mode = ac
-    config.compile.enable = compiled
     dims = ParallelDims(1, ranks.size, 1, 1, 1, 1, 1, ranks.size)
     torch.manual_seed(0)
     return build_model(source, config, dims, ranks.device)
 
 
 class Servers:
-    """Addresses given by the user and receiver processes spawned here; on rank 0, elsewhere there are none."""
+    """Servers of --urls and receiver processes of --receivers. `urls` is empty on ranks other than 0.
 
-    def __init__(self, args, ranks: Ranks, resources: ExitStack):
-        self.urls = [url.rstrip("/") for url in args.urls] if ranks.rank == 0 else []
-        self.spawned: list[Receivers] = []
+    Attributes:
+        count: How many there are, on every rank.
+        faulty: Address of the first receiver process, to which faults are sent; None where there is none.
+    """
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, resources: ExitStack):
+        self.urls: list[str] = list(args.urls) if ranks.rank == 0 else []
+        spawned = []
         for device in args.receivers if ranks.rank == 0 else []:
-            self.spawned.append(Receivers(1, device))
-            resources.callback(self.spawned[-1].close)
-        for receivers in self.spawned:  # which start side by side
+            spawned.append(Receivers(1, device))
+            resources.callback(spawned[-1].close)
+        for receivers in spawned:  # they start side by side
             self.urls += receivers.urls
         for url in self.urls:
             ServerControl(url, None, args.timeout_s).wait_healthy(_HEALTH_TIMEOUT_S)
+        self.count = int(ranks.agree(len(self.urls)))
+        self.faulty = spawned[0].urls[0] if spawned else None
 
 
-def connected(model, source: ModelSource, settings: job_config.WeightSync, urls: list[str], ranks: Ranks):
-    """(WeightSync, fleet): a fresh connection to the servers; the fleet is None on ranks other than 0."""
+def connected(
+    model: torch.nn.Module, source: ModelSource, settings: job_config.WeightSync, urls: list[str], ranks: Ranks
+) -> tuple[WeightSync, Fleet | None]:
+    """A new connection to the servers. The fleet is None on ranks other than 0."""
     fleet = None
     if ranks.rank == 0:
         control_s = settings.timeout_seconds
@@ -157,32 +152,30 @@ def connected(model, source: ModelSource, settings: job_config.WeightSync, urls:
 
 @torch.no_grad()
 def change(model: torch.nn.Module) -> None:
-    """Give every weight another value, on this rank's shards."""
+    """Change every weight, on this rank's shards."""
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     torch._foreach_add_([p for p in locals_ if p.numel()], 1 / 64)
 
 
-def bounded(call: Callable[[], T], timeout_s: float, what: str, check: Callable[[], None] = lambda: None) -> T:
-    """`call()` in a thread that is given up on after `timeout_s`; `check` may raise to give up earlier."""
-    outcome: list = []
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """`call()` in a daemon thread, which an abandoned wait leaves behind."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append((call(), None))
+            future.set_result(call())
         except BaseException as error:
-            outcome.append((None, error))
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    waited_s = 0.0
-    while thread.is_alive():
-        thread.join(0.1)
-        waited_s += 0.1
-        if thread.is_alive():
-            check()
-            if waited_s > timeout_s:
-                raise UserError(f"timed out after {timeout_s:g} s waiting for {what}")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def bounded(future: "Future[T]", timeout_s: float, what: str, check: Callable[[], object] = lambda: None) -> T:
+    """The future's result, waited for at most `timeout_s`. `check` may raise to end the wait earlier."""
+    deadline = time.monotonic() + timeout_s
+    while not wait([future], 0.1).done:
+        check()
+        if time.monotonic() > deadline:
+            raise UserError(f"timed out after {timeout_s:g} s waiting for {what}")
+    return future.result()

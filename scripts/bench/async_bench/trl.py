@@ -1,19 +1,11 @@
-"""TRL's AsyncGRPOTrainer on the work of `rollouts.py modes --preset trl`, to stand beside it.
+"""TRL's AsyncGRPOTrainer on the work of `rollouts.py modes --preset trl`, for comparison.
 
-    PYTHONPATH=scripts/bench python -m async_bench.run_trl MODEL URL PROMPTS [--steps 100]
-
-MODEL: folder of `rollouts.py model`. URL: a vLLM server of it with TRL's weight transfer (docs/benchmarks.md has the
-command). PROMPTS: prompts.jsonl of an --out of `modes`. Prints what TRL logs as a JSON object a line, with the seconds
-since the start; nothing ends it but --steps or a signal, so run it under `timeout`.
-
-Written for trl 1.16, accelerate, flash-attn-4 and one GPU. Two things of TRL are replaced: its loading of
-FlashAttention, which would download version 3, by version 4; and its question for the server's dtype, to which vLLM
-0.25.1 answers 500.
+Written for trl 1.16. Two parts of TRL are replaced. It would download FlashAttention 3, so it gets version 4. It asks
+the server for its dtype, to which vLLM 0.25.1 answers 500, so the answer is fixed.
 """
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +17,7 @@ EXAMPLES = 4000
 
 
 def coin(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward by the answer's tokens: every group has a gradient, and nothing is learned."""
+    """A coin flip by the answer's tokens: every group has a gradient, and nothing is learned."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
@@ -35,7 +27,7 @@ def flash_attention_4() -> SimpleNamespace:
 
     def attend(q, k, v, starts_q, starts_k, longest_q, longest_k, *, softmax_scale=None, causal, window_size=(-1, -1)):
         if tuple(window_size) != (-1, -1):
-            raise ValueError(f"attention in a window of {window_size} is not what was measured")
+            raise ValueError(f"window_size {window_size}: this benchmark has causal attention without a window")
         lengths = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(longest_k)}
         documents = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k} | lengths
         return flash_attn_varlen_func(q.contiguous(), k, v, softmax_scale=softmax_scale, causal=causal, **documents)
@@ -48,13 +40,13 @@ def make_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"  # TRL knows templates by their text
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"  # TRL knows a template by its text
     tokenizer.chat_template, tokenizer.padding_side = template.read_text(), "left"
     return tokenizer
 
 
 def make_examples(tokenizer: Any, prompts: Path) -> list[dict[str, Any]]:
-    """Prompts of PROMPT_TOKENS with the template, over and over. A letter is a token to this tokenizer."""
+    """EXAMPLES prompts of PROMPT_TOKENS with the template. Each letter is one token of this tokenizer."""
     one = [{"role": "user", "content": "a"}]
     template_tokens = len(tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False)) - 1
     questions = [json.loads(line)["question"] for line in prompts.read_text().splitlines()]
@@ -63,15 +55,8 @@ def make_examples(tokenizer: Any, prompts: Path) -> list[dict[str, Any]]:
     return [{"prompt": turns[i % len(turns)]} for i in range(EXAMPLES)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("url")
-    parser.add_argument("prompts", type=Path)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", default="trl_out", help="TRL's output folder")
-    args = parser.parse_args()
-
+def train_with_trl(args: argparse.Namespace) -> None:
+    """`rollouts.py trl`: prints each of TRL's logs as a JSON object with the seconds since the start."""
     import trl.experimental.async_grpo.packing as packing
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -114,8 +99,3 @@ def main() -> int:
         callbacks=[Log()],
     )
     trainer.train()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
