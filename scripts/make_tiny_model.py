@@ -1,7 +1,8 @@
-"""Write a model folder small enough for a CPU: config, character tokenizer, generation config and, on request, weights.
+"""Write a model folder: config, character tokenizer, generation config and, with --weights, random weights.
 
-`python scripts/make_tiny_model.py train_configs/tiny_qwen3` makes the quickstart's folder again. Tests make smaller
-ones: `--layers 2 --dim 64 --weights`. The folder is what Hugging Face's loaders, vLLM and this trainer read.
+    python scripts/make_tiny_model.py train_configs/tiny_qwen3     # the quickstart's folder
+
+The defaults are small enough for a CPU. Hugging Face's loaders, vLLM, SGLang and this trainer read the folder.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 PAD, BOS, EOS, UNK = range(len(SPECIAL_TOKENS))
 CHARACTERS = string.digits + "+-*=/()<>.,?!:#$%' \n" + string.ascii_lowercase + "QAWS"
-# A system message ends with a newline, an answer with the end token; a single question is sent as it is.
+# A system message ends with a newline, an answer with the end token. A question stays as it is.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}"
@@ -25,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> Tokenizer:
-    """One token per character (byte-pair encoding without merges); text is encoded with a leading `<bos>`."""
+    """One token per character (byte-pair encoding without merges), with `<bos>` before a text."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SPECIAL_TOKENS[UNK]))
     tokenizer.decoder = decoders.Fuse()
@@ -35,7 +36,7 @@ def character_tokenizer() -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, max_tokens: int) -> int:
-    """Write tokenizer.json and tokenizer_config.json; returns the number of tokens."""
+    """Write tokenizer.json and tokenizer_config.json. Returns the number of tokens."""
     tokenizer = character_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -91,7 +92,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="longest sequence")
     parser.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="share embedding and head")
     parser.add_argument("--weights", action="store_true", help="also write random weights as safetensors")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     args = parser.parse_args()
     args.ffn_dim = args.ffn_dim or 3 * args.dim
     args.head_dim = args.head_dim or args.dim // args.heads
@@ -102,7 +102,7 @@ def main() -> None:
     if config.vocab_size < tokens:
         parser.error(f"--vocab-size {config.vocab_size} is under the tokenizer's {tokens} tokens")
     if args.weights:
-        torch.manual_seed(args.seed)
+        torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(args.folder)
     config.save_pretrained(args.folder)
     GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=[EOS]).save_pretrained(args.folder)

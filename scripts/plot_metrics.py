@@ -1,10 +1,10 @@
-"""Draw metrics of one or several runs from their metrics.jsonl to a PNG; needs matplotlib.
+"""Draw metrics of runs from their metrics.jsonl to a PNG, and print their last values. Needs matplotlib.
 
     python scripts/plot_metrics.py outputs/quickstart
     python scripts/plot_metrics.py grpo='outputs/grpo_seed*' rloo='outputs/rloo_seed*' --metrics reward/mean policy/kl
 
-Each argument is one curve: `[LABEL=]FOLDER`, where FOLDER may be a pattern. The runs that it names are taken for seeds
-of one experiment: the line is their mean at each step, the band their range.
+Each argument is one curve: `[LABEL=]FOLDER`, where FOLDER may be a pattern. Runs that match it count as seeds of one
+experiment: the line is their mean at each step, the band their range.
 """
 
 import argparse
@@ -29,12 +29,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="names (default reward/mean)")
     parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="PNG to write (default metrics.png)")
     parser.add_argument("--smooth", type=int, default=1, help="mean over this many past points of each run (default 1)")
-    parser.add_argument("--title", default="")
     return parser.parse_args(argv)
 
 
 def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
-    """Label -> metrics.jsonl files. A label that is given twice is one experiment."""
+    """Label -> metrics.jsonl files. Folders with the same label are one experiment."""
     runs: dict[str, list[Path]] = {}
     for argument in arguments:
         label, separator, pattern = argument.rpartition("=")
@@ -48,7 +47,7 @@ def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
 
 
 def read_curves(file: Path) -> dict[str, Curve]:
-    """Every metric of one run. Supervised steps have an axis of their own, `sft/step`."""
+    """Every metric of one run. Supervised steps have their own axis, `sft/step`."""
     curves: dict[str, Curve] = {}
     with file.open(encoding="utf-8") as lines:
         for line in lines:
@@ -69,10 +68,18 @@ def smoothed(curve: Curve, points: int) -> Curve:
 
 
 def mean_and_range(curves: list[Curve]) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Steps that any of the curves has, with the mean, least and greatest value of those that have it."""
+    """Steps of any curve, with the mean, least and greatest value of the curves that have the step."""
     steps = sorted(set().union(*curves))
     values = [[curve[step] for curve in curves if step in curve] for step in steps]
     return steps, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
+def in_words(curves: list[Curve]) -> str:
+    """Mean over the seeds of the last value, with its standard deviation, and of the mean over steps."""
+    last = [curve[max(curve)] for curve in curves]
+    spread = f" +- {statistics.stdev(last):.3g} over {len(last)} seeds" if len(last) > 1 else ""
+    mean = statistics.fmean(statistics.fmean(curve.values()) for curve in curves)
+    return f"last {statistics.fmean(last):.4g}{spread}, mean over steps {mean:.4g}"
 
 
 def main() -> None:
@@ -88,12 +95,14 @@ def main() -> None:
     )
     for axes, metric in zip(rows[:, 0], arguments.metrics, strict=True):
         for label, seeds in runs.items():
-            curves = [smoothed(curves[metric], arguments.smooth) for curves in seeds if metric in curves]
-            if not curves:
+            measured = [curves[metric] for curves in seeds if metric in curves]
+            if not measured:
                 continue
+            print(f"{metric}  {label}: {in_words(measured)}")
+            curves = [smoothed(curve, arguments.smooth) for curve in measured]
             steps, mean, low, high = mean_and_range(curves)
             legend = label if len(curves) == 1 else f"{label} ({len(curves)} seeds: mean, range)"
-            # A metric that is logged now and then (validation) is shown as the points that there are.
+            # Points show that a metric is logged only at some steps, as validation is.
             (line,) = axes.plot(steps, mean, label=legend, marker="o" if len(steps) <= 20 else None, markersize=3)
             if len(curves) > 1:
                 axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -101,7 +110,6 @@ def main() -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     rows[-1, 0].set_xlabel("step")
-    figure.suptitle(arguments.title)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, dpi=120)
     print(f"wrote {arguments.out}")

@@ -1,4 +1,4 @@
-"""Read a run's samples.jsonl: prompt, answer, reward, advantage, one after the other.
+"""Print a run's samples: prompt, answer, reward and advantage, in colour on a terminal.
 
 python scripts/show_samples.py outputs/quickstart --step 20 --min-reward 0.5 --limit 10
 """
@@ -14,21 +14,20 @@ BOLD, DIM, RED, GREEN, CYAN = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\03
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder), or its samples.jsonl")
     parser.add_argument("--step", type=int, help="only this step; a negative one counts from the last (-1: the last)")
     parser.add_argument("--min-reward", type=float, help="only answers with at least this reward")
     parser.add_argument("--max-reward", type=float, help="only answers with at most this reward")
     parser.add_argument("--limit", type=int, default=20, help="at most this many, the newest (default 20; 0: all)")
-    parser.add_argument("--plain", action="store_true", help="no colours; the default when not on a terminal")
     return parser.parse_args(argv)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """All samples of a run folder or file, oldest first. A line that is still being written is left out."""
+    """All samples of a run folder or file, oldest first. An unfinished last line is left out."""
     path = path / "samples.jsonl" if path.is_dir() else path
     if not path.exists():
-        sys.exit(f"error: no {path}; a run writes it when [metrics] samples_per_step is over 0")
+        sys.exit(f"error: {path} does not exist; a run writes it if [metrics] samples_per_step is over 0")
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -62,7 +61,7 @@ def lines_of(sample: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if sample["reward_failures"]:
         yield RED, f"  failed: {', '.join(sample['reward_failures'])}"
     for label, colour in (("prompt", DIM), ("answer", ""), ("reference", CYAN)):
-        # The space that a chat template puts around a text says nothing here.
+        # Drop the white space that a chat template puts around a text.
         first, *rest = sample[label].strip().split("\n")
         yield colour, f"  {label:>9} | {first}"
         yield from ((colour, f"  {'':>9} | {line}") for line in rest)
@@ -74,7 +73,7 @@ def main() -> None:
     samples = chosen(read_samples(arguments.run), arguments)
     if not samples:
         sys.exit("no sample passes these filters")
-    colours = sys.stdout.isatty() and not arguments.plain
+    colours = sys.stdout.isatty()
     for sample in samples:
         for colour, line in lines_of(sample):
             print(f"{colour}{line}\033[0m" if colours and colour else line)

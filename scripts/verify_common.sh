@@ -1,7 +1,7 @@
-# Shared by verify_grpo_cpu.sh and verify_grpo_2gpu.sh; sourced after env.sh, never run.
+# Functions of verify_grpo_cpu.sh and verify_grpo_2gpu.sh. Sourced after env.sh, never run.
 
-# begin: set `work`, a folder for everything (KEEP names one that stays), `python`, and `server` and `trainer`, process
-# groups that the end of the script stops, also when it is told to stop itself.
+# begin: set `python` and `work`, a folder for everything (KEEP names one that stays). `server` and `trainer` are the
+# process groups that are stopped when the script ends or is stopped.
 begin() {
     python=$(find_python)
     work=${KEEP:-$(mktemp -d)}
@@ -10,13 +10,13 @@ begin() {
     trap end EXIT
 }
 
-# stop_group PID SECONDS: end the process group that PID leads, if there is one; by force after so many seconds.
+# stop_group PID SECONDS: end the process group that PID leads, with SIGKILL after SECONDS. PID may be empty.
 stop_group() {
     [ -n "$1" ] || return 0
-    kill -TERM "$1" 2>/dev/null || true # `timeout`, which leads each group here, passes it on
+    kill -TERM "$1" 2>/dev/null || true # the group leader, `timeout`, passes it on
     for _ in $(seq $(($2 * 10))); do kill -0 -- "-$1" 2>/dev/null || break; sleep 0.1; done
     kill -KILL -- "-$1" 2>/dev/null || true
-    wait "$1" 2>/dev/null || true # or the shell would announce its death
+    wait "$1" 2>/dev/null || true # or the shell would report its end
 }
 
 stop_server() {
@@ -30,8 +30,8 @@ end() {
     [ -n "${KEEP:-}" ] || rm -rf "$work"
 }
 
-# serve ENGINE MODEL [flags ...]: start a server (vllm or sglang) in the background, for a day at most; `url` is its
-# address. The trainer waits for it.
+# serve ENGINE MODEL [flags ...]: start a server (vllm or sglang) in the background, for at most a day. `url` is its
+# address. The trainer waits until it answers.
 serve() {
     local engine=$1 port
     shift
@@ -46,7 +46,7 @@ train() {
     local name=$1 ranks=$2 status=0
     shift 2
     echo "== $name: $ranks trainer rank(s)"
-    # In the background: the shell hears of a signal while it waits, and `timeout` leads a process group of its own.
+    # In the background, so that the shell handles signals while it waits. `timeout` leads a process group of its own.
     timeout 1500 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" grpo_train.py \
         --job.config_file train_configs/quickstart.toml --job.dump_folder "$work/$name" "$@" > "$work/$name.log" 2>&1 &
     trainer=$!
@@ -60,16 +60,16 @@ train() {
     fi
 }
 
-# check NAME [flags ...]: what that run proves; see check_run.py.
+# check NAME [flags ...]: check that run with check_run.py.
 check() {
     local name=$1
     shift
     "$python" scripts/check_run.py "$work/$name" "$@"
 }
 
-# sync_twins RANKS STEPS MAX_MISMATCH [flags ...]: the same run twice, with [async_grpo]: once it waits for each weight
-# sync, once weights are sent in the background. Each is checked, and their speed compared. Age 2, since with 1 the next
-# step's prompts would wait for the push that has just begun.
+# sync_twins RANKS STEPS MAX_MISMATCH [flags ...]: the same run with [async_grpo] twice, with blocking weight sync and
+# with weights sent in the background. Each is checked, and their speed compared. The age is 2: with 1, the next step's
+# prompts would wait for the push that has just begun.
 sync_twins() {
     local ranks=$1 checks=(--steps "$2" --max-mismatch "$3" --max-age 2)
     shift 3

@@ -5,13 +5,13 @@
 #
 #   server  vLLM (or ENGINE=sglang) on GPU 1, the trainer on GPU 0, weights over NCCL
 #   fsdp    both GPUs are FSDP2 ranks; the embedded server shares GPU 0, weights over gloo
-#   async   as server, and rollouts ahead of training: a run that waits for each weight sync, then one that sends
-#           weights in the background; prints the throughput of both. Answers are short, so that a sync is a real
-#           share of a step: PROMPTS (default 32) x ANSWERS (8) of TOKENS (16) tokens a step
+#   async   as server, with rollouts ahead of training: first with blocking weight sync, then in the background; prints
+#           the throughput of both. Answers are short, so that a sync is a large share of a step
 #
-# More flags go to the trainer as they are, as in --weight_sync.transport gloo for servers that NCCL does not reach.
-# STEPS (default 6, async 30) sets the length, KEEP=folder keeps logs and metrics there; SERVER_URL, a server of ENGINE that
-# runs already and serves the folder MODEL, is used in place of one started here. Exit 0 only if every check held.
+# More flags go to the trainer, for example --weight_sync.transport gloo for servers that NCCL does not reach.
+# STEPS (default 6; async 30), PROMPTS (64; 32), ANSWERS (8) and TOKENS (256; 16) set the size of a run. KEEP=folder
+# keeps logs and metrics. SERVER_URL names a running server of ENGINE for the folder MODEL; otherwise one is started.
+# Exit status 0 means that every check held.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/verify_common.sh"
@@ -37,13 +37,13 @@ if [ "$gpus" -lt 2 ]; then echo "error: needs two GPUs, found $gpus" >&2; exit 1
 steps=${STEPS:-${defaults[0]}} prompts=${PROMPTS:-${defaults[1]}}
 answers=${ANSWERS:-${defaults[2]}} tokens=${TOKENS:-${defaults[3]}}
 model=${MODEL:-$work/model}
-[ -n "${MODEL:-}" ] || "$python" scripts/make_tiny_model.py "$model" --layers 28 --dim 1024 --ffn-dim 3072 --heads 16 --kv-heads 8 \
-    --head-dim 128 --vocab-size 151936 --max-tokens 2048 >/dev/null
+[ -n "${MODEL:-}" ] || "$python" scripts/make_tiny_model.py "$model" --layers 28 --dim 1024 --ffn-dim 3072 --heads 16 \
+    --kv-heads 8 --head-dim 128 --vocab-size 151936 --max-tokens 2048 >/dev/null
 flags=(--model.hf_assets_path "$model" --training.steps "$steps")
 flags+=(--training.mixed_precision_param bfloat16 --training.seq_len 512 --training.tokens_per_microbatch 16384)
 flags+=(--sft.steps 0 --validation.prompts 16 --validation.freq "$steps")
 flags+=(--grpo.prompts_per_step "$prompts" --grpo.group_size "$answers" --rollout.max_answer_tokens "$tokens")
-# No random answer is right: the entropy bonus is what changes the weights, so that every version differs.
+# Random answers are all wrong, so only the entropy bonus changes the weights and makes every version different.
 flags+=(--grpo.zero_variance_groups keep --grpo.entropy_coef 0.01 "$@")
 
 ranks=2
@@ -53,9 +53,9 @@ if [ "$mode" != fsdp ]; then
     [ -n "$url" ] || serve "$engine" "$model" --gpu 1 "${server_flags[@]}"
     flags+=(--rollout.engine "$engine" --rollout.urls "$url")
 fi
-# Mismatch: bfloat16 on both sides, and other kernels round differently; in async also weights up to two steps old.
+# The mismatch limit allows for bfloat16 in different kernels, and in async for weights up to two steps old.
 if [ "$mode" = async ]; then
-    sync_twins "$ranks" "$steps" "${MAX_MISMATCH:-0.3}" --optimizer.lr "${LR:-5e-6}" "${flags[@]}"
+    sync_twins "$ranks" "$steps" 0.3 --optimizer.lr 5e-6 "${flags[@]}"
 else
     train "$mode" "$ranks" --optimizer.lr 1e-4 "${flags[@]}"
     grep -o 'step [0-9].*' "$work/$mode.log"

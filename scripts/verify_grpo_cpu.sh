@@ -6,10 +6,10 @@
 #   embedded  one rank, spawned server        fsdp   two FSDP2 ranks
 #   vllm      one rank, real vLLM server      tp     two tensor-parallel ranks
 #   sglang    one rank, real SGLang server
-#   async     one rank, rollouts ahead of training: with weights sent in the background against waiting for them
+#   async     one rank, rollouts ahead of training: with blocking weight sync, then in the background
 #
-# vllm needs scripts/install_vllm_cpu.sh's environment or VLLM_PYTHON, sglang likewise. STEPS (default 12) sets the length of each run,
-# KEEP=folder keeps logs and metrics there. Exit 0 only if every check of every part held.
+# vllm needs the environment of scripts/install_vllm_cpu.sh or VLLM_PYTHON, sglang likewise. STEPS (default 12) sets the
+# length of each run, KEEP=folder keeps logs and metrics. Exit status 0 means that every check of every part held.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/verify_common.sh"
@@ -48,7 +48,7 @@ for part in "$@"; do
             short_run sglang 1 --rollout.engine sglang --rollout.urls "$url"
             stop_server
             ;;
-        # A low learning rate after a warm start: weights one step old barely show in the mismatch, others would.
+        # A low learning rate after a warm start: slightly older weights pass the mismatch check, wrong ones fail.
         async) sync_twins 1 "$steps" 0.01 --sft.steps 20 --optimizer.lr 1e-5 "${flags[@]}" ;;
     esac
 done
