@@ -29,9 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="[job] dump_folder")
     parser.add_argument("--steps", type=int, required=True, help="number of steps that the run should have")
-    parser.add_argument(
-        "--max-mismatch", type=float, default=1e-4, help="mean |sampler - trainer| log-probability (default 1e-4)"
-    )
+    parser.add_argument("--max-mismatch", type=float, default=1e-4, help="mean |sampler - trainer| log-probability")
     parser.add_argument("--max-age", type=int, default=0, help="greatest age of a token, in steps (default 0)")
     parser.add_argument("--background", action="store_true", help="with async_weight_update: versions may be skipped")
     parser.add_argument("--blocking", type=Path, metavar="RUN", help="compare speed with this run, from step 5")

@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for everything that is made")
     modes.add_argument("--json", type=Path, metavar="FILE", help="append the tables' rows as JSON lines")
     modes.add_argument("--time-limit-s", type=seconds, default=1800.0, help="of all; what does not fit is left out")
-    modes.add_argument("--run-limit-s", type=seconds, default=300.0, help="of one mode (default 300)")
+    modes.add_argument("--run-limit-s", type=seconds, default=900.0, help="of one mode (default 900)")
     modes.add_argument("--preset", choices=list(PRESETS), default="trl", help="defaults of what follows (default trl)")
     modes.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help="default: all")
     modes.add_argument("--shape", choices=SHAPES, help="of a Qwen3")

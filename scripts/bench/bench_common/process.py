@@ -26,7 +26,7 @@ def run_program(run: Callable[[], int], limit_s: float) -> int:
     SIGTERM ends the children too. After `limit_s` the process ends with a traceback of each thread.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    faulthandler.dump_traceback_later(limit_s, exit=True)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
     from torchtitan.grpo.engines.protocol import EngineError
     from torchtitan.grpo.errors import UserError
 

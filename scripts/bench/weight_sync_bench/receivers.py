@@ -177,10 +177,12 @@ class Child:
     """
 
     def __init__(self, run: Callable, *arguments: object, device: str):
-        context = multiprocessing.get_context("spawn")
+        # A process forked after imports that initialise CUDA could not use it.
+        context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        context.set_forkserver_preload([__name__])
         self._connection, theirs = context.Pipe()
         seen = torch.device("cpu" if device == "cpu" else "cuda:0")
-        self.process = context.Process(target=_in_child, args=(os.getpid(), run, *arguments, seen, theirs), daemon=True)
+        self.process = context.Process(target=_in_child, args=(run, *arguments, seen, theirs), daemon=True)
         with patch.dict(os.environ):  # the child reads it before its imports, which may initialise CUDA
             for name in list(os.environ):
                 if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES):
@@ -199,10 +201,9 @@ class Child:
         self.process.join()
 
 
-def _in_child(parent: int, run: Callable, *arguments: object) -> None:
+def _in_child(run: Callable, *arguments: object) -> None:
     def exit_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        multiprocessing.parent_process().join()
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children

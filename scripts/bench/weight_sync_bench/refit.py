@@ -11,14 +11,14 @@ from bench_common.output import Output, Row, cell, medians
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_wire.transport import Group, host_store, join_store, wait
+from torchtitan.grpo.weight_wire.transport import Group, host_store
 
+from .raw import LOCALHOST, broadcast, receive
 from .receivers import Child
-from .trainer import Ranks, Servers, bounded, build, change, connected, in_thread, shape_source, synchronize
+from .trainer import Ranks, Servers, bounded, build, change, connected, in_thread, shape_source
 
 COLUMNS = """servers num_buffers bucket_mib buckets total_ms pause_ms snapshot_ms gather_ms pack_ms wire_ms apply_ms
     acknowledge_ms gb_per_s wire_gb_per_s"""
-_LOCALHOST = "127.0.0.1"
 
 
 def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitStack) -> None:
@@ -97,19 +97,19 @@ def check_acknowledged(version: int, urls: list[str], reports: dict, fleet) -> N
 
 def raw_broadcasts(args: argparse.Namespace, device: torch.device, size: int, pieces: list[int]) -> list[Row]:
     """Broadcast `size` bytes to a child process on `--raw-gpu`, whole and in pieces: one row for each of `pieces`."""
-    store, port = host_store(_LOCALHOST, args.timeout_s)
+    store, port = host_store(LOCALHOST, args.timeout_s)
     backend, rounds = "nccl" if device.type == "cuda" else "gloo", args.warmup + args.repeats
     receiver = "cpu" if device.type == "cpu" else args.raw_gpu
-    child = Child(_receive_raw, port, size, backend, pieces, rounds, args.timeout_s, device=receiver)
+    child = Child(receive, port, size, backend, pieces, rounds, args.timeout_s, device=receiver)
     group = None
     try:
         flat = torch.empty(size, dtype=torch.uint8, device=device)
 
-        joining = in_thread(lambda: Group(backend, store, 0, 2, device, args.timeout_s, _LOCALHOST))
+        joining = in_thread(lambda: Group(backend, store, 0, 2, device, args.timeout_s, LOCALHOST))
         group = bounded(joining, args.timeout_s, "the raw receiver to join", child.check)
         rows = []
         for count in pieces:
-            seconds = [_broadcast(group, flat, count, args.timeout_s, child.check) for _ in range(rounds)]
+            seconds = [broadcast(group, flat, count, args.timeout_s, child.check) for _ in range(rounds)]
             total = statistics.median(seconds[args.warmup :])
             rows.append({"pieces": count, "bytes": size, "total_ms": 1e3 * total, "gb_per_s": size / total / 1e9})
         return rows
@@ -117,27 +117,3 @@ def raw_broadcasts(args: argparse.Namespace, device: torch.device, size: int, pi
         if group is not None:
             group.abort()
         child.close()
-
-
-def _receive_raw(port: int, size: int, backend: str, pieces: list[int], rounds: int, timeout_s: float, device, _):
-    """The other end of `raw_broadcasts`."""
-    store = join_store(_LOCALHOST, port, timeout_s)
-    flat = torch.empty(size, dtype=torch.uint8, device=device)
-    group = Group(backend, store, 1, 2, device, timeout_s, _LOCALHOST)
-    for count in pieces:
-        for _ in range(rounds):
-            _broadcast(group, flat, count, timeout_s)
-
-
-def _broadcast(group: Group, flat: torch.Tensor, pieces: int, timeout_s: float, check=lambda: None) -> float:
-    """Seconds of one broadcast, from when both ends are ready until the receiver has confirmed all of it."""
-    deadline = time.monotonic() + timeout_s
-    ready = torch.ones(1, dtype=torch.int64, device=flat.device)
-    wait(group.all_reduce(ready), deadline, "the other end of a raw broadcast", check)
-    synchronize(flat.device)
-    started = time.perf_counter()
-    works = [group.broadcast(piece) for piece in flat.tensor_split(pieces)]
-    for work in [*works, group.all_reduce(ready)]:
-        wait(work, deadline, "a raw broadcast", check)
-    synchronize(flat.device)
-    return time.perf_counter() - started

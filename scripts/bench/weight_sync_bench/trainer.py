@@ -68,7 +68,8 @@ class Ranks:
 
     def synchronize(self) -> None:
         """Returns when all ranks and their devices have arrived here."""
-        synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         dist.all_reduce(torch.zeros(1))  # over gloo
 
     def agree(self, value: float) -> float:
@@ -89,11 +90,6 @@ class Ranks:
     def describe(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
         return f"{self.size} trainer rank(s) on {name}, torch {torch.__version__}"
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def build(source: ModelSource, ranks: Ranks, param_dtype: str, ac: str = "none") -> torch.nn.Module:

@@ -209,6 +209,8 @@ def test_generation_rate_ends_when_a_server_is_gone(engine):
 
 def test_a_mode_end_to_end_on_a_cpu(tmp_path):
     """The embedded server and the trainer under torchrun."""
+    assert make_model(tmp_path / "model", "tiny", None, max_tokens=53) == math.inf
+    (tmp_path / "model" / "complete").touch()
     words = f"modes --preset cpu --out {tmp_path} --modes in_flight --lengths lognormal --mean 12 --max-answer 40"
     words += f" --steps 2 --warmup 2 --age 1 --json {tmp_path}/rows.jsonl --time-limit-s 200 --bound-s 0.6"
     command = [sys.executable, BENCH / "rollouts.py", *words.split(), "--", "--training.steps", "1000"]

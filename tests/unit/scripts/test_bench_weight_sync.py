@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -125,24 +126,21 @@ def test_waits_end():
         bounded(lambda: time.sleep(30), 20, gone)
 
 
-def test_fake_servers_answer_take_faults_and_end():
-    child = receivers.Receivers(2, "cpu")
+def test_fake_servers_answer_and_take_faults():
+    listener = receivers.Listener("127.0.0.1", 0, receivers.FakeServer(torch.device("cpu")))
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.server_port}"
     try:
-        first, second = child.urls
-        assert requests.get(f"{first}/health", timeout=10).ok
-        assert requests.get(f"{first}/nonsense", timeout=10).status_code == 404
-        assert requests.post(f"{first}/pause", timeout=10).ok
-        assert requests.get(f"{first}/is_paused", timeout=10).json() == {"is_paused": True}
-        assert requests.get(f"{second}/is_paused", timeout=10).json() == {"is_paused": False}
-        early = requests.post(f"{second}/update_weights", json={"update_info": {"version": 1}}, timeout=10)
+        assert requests.get(f"{url}/health", timeout=10).ok
+        assert requests.get(f"{url}/nonsense", timeout=10).status_code == 404
+        early = requests.post(f"{url}/update_weights", json={"update_info": {"version": 1}}, timeout=10)
         assert early.status_code == 500 and "before pause" in early.json()["error"]
-        wrong = requests.post(f"{first}/fault", json={"sleeps": 3}, timeout=10)
+        assert requests.post(f"{url}/pause", timeout=10).ok
+        assert requests.get(f"{url}/is_paused", timeout=10).json() == {"is_paused": True}
+        wrong = requests.post(f"{url}/fault", json={"sleeps": 3}, timeout=10)
         assert wrong.status_code == 500 and "unknown ['sleeps']" in wrong.json()["error"]
     finally:
-        child.close()
-    assert child.process.exitcode == -9
-    with pytest.raises(UserError, match="ended with exit status -9"):
-        child.check()
+        listener.shutdown()
 
 
 COMMANDS = [
@@ -157,6 +155,8 @@ def test_every_command_end_to_end_on_a_cpu(tmp_path):
     script = tmp_path / "all.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(BENCH)!r})\nimport weight_sync\nif __name__ == '__main__':\n"
+        "    from weight_sync_bench import exposed\n"
+        "    exposed._AFTER_FAULT_S = 0.5\n"
         f"    for words in {COMMANDS!r}:\n"
         f"        own = [*words.split(), '--json', {str(tmp_path / 'rows.jsonl')!r}, '--timeout-s', '30']\n"
         "        args = weight_sync.parse_arguments(own)\n"
