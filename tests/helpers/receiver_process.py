@@ -1,12 +1,12 @@
-"""A benchmark's server without a model (`weight_sync_bench.receivers`), which writes down what it got.
+"""A benchmark's server without a model (`weight_sync_bench.receivers`) that records what it receives.
 
     python receiver_process.py READY_FILE [--port PORT] [--fault KIND VERSION SECONDS] [--bucket-s S] [--jitter-s S]
 
-Writes its address into READY_FILE. KIND, while the second bucket of VERSION is being loaded: `sleep` for SECONDS, `die`
-by SIGKILL, or `stop` by SIGSTOP. Loading a bucket takes `--bucket-s` seconds, and up to `--jitter-s` more at random.
+Writes its address into READY_FILE. KIND acts while the second bucket of VERSION is loaded: `sleep` for SECONDS, `die`
+by SIGKILL, or `stop` by SIGSTOP. Loading a bucket takes `--bucket-s` seconds and a random share of `--jitter-s` more.
 
-`GET /tensors` answers {name: [dtype, shape, sha256 of the bytes]} of what arrived last. Each version that is taken into
-service becomes a line of READY_FILE.taken: the version, and the sha256 of that answer.
+`GET /tensors` answers {name: [dtype, shape, sha256 of the bytes]} of the last tensors received. Each version taken into
+service adds a line to READY_FILE.taken: the version, and the sha256 of that answer.
 """
 
 import argparse
