@@ -1,4 +1,4 @@
-"""What activation checkpointing computes again, and that gradients do not depend on it."""
+"""What activation checkpointing recomputes, and that gradients do not depend on it."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torchtitan.grpo.policy.rows import PackedSample
 
 LAYERS = 3
 AGAIN = {
-    # Products of a block that backward computes again.
+    # Matrix multiplications of a block that backward recomputes.
     ("none", "2"): 0,
     ("selective", "matmul"): 0,
     ("selective", "op"): 3,  # wk, wo, w3; where wq, wk and wv have biases w1 and w2
@@ -24,8 +24,8 @@ AGAIN = {
 }
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
+class Matmuls(TorchDispatchMode):
+    """Counts matrix multiplications."""
 
     count = 0
 
@@ -42,7 +42,7 @@ def one_rank():
 
 
 def gradients(folder: str, mode: str, option: str) -> tuple[dict[str, torch.Tensor], int]:
-    """Of every parameter, and how many products forward and backward took."""
+    """Gradient of every parameter, and the number of matrix multiplications in forward and backward."""
     flags = {"model.hf_assets_path": folder, "model.weights": "random", "training.mixed_precision_param": "float32"}
     flags |= {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
     config = load_config([word for key, value in flags.items() for word in (f"--{key}", value)])
@@ -51,14 +51,14 @@ def gradients(folder: str, mode: str, option: str) -> tuple[dict[str, torch.Tens
     model = build_model(source, config, ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), torch.device("cpu"))
     samples = [PackedSample([5, 6, 7], [8, 9] * n, 1.0, 1.0, [0.0] * 2 * n) for n in (1, 4, 9)]
     ((row,),) = microbatches(samples, 64, 1, 64)
-    with Products() as products:
+    with Matmuls() as matmuls:
         logprobs, entropy = model(row, 0.8)
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}, products.count
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, matmuls.count
 
 
 @pytest.mark.parametrize("family", [Qwen3Config, LlamaConfig, Qwen2Config])
-def test_only_what_was_not_kept_is_computed_again(family, tmp_path):
+def test_only_what_was_not_kept_is_recomputed(family, tmp_path):
     family(
         vocab_size=97,
         hidden_size=32,
@@ -74,8 +74,8 @@ def test_only_what_was_not_kept_is_computed_again(family, tmp_path):
     expected, least = found["none", "2"]
     assert all(gradient.abs().max() > 0 for gradient in expected.values())
     again = AGAIN | ({("selective", "op"): 2} if family is Qwen2Config else {})
-    for how, (computed, products) in found.items():
-        assert products - least == LAYERS * again[how], how
+    for how, (computed, matmuls) in found.items():
+        assert matmuls - least == LAYERS * again[how], how
         for name, gradient in computed.items():
             key = name.replace("_checkpoint_wrapped_module.", "")
             assert torch.equal(gradient, expected[key]), (how, name)
