@@ -48,7 +48,7 @@ class RecordingServer:
         self.start()
 
     def start(self) -> None:
-        script = ROOT / "tests" / "integration" / "recording_server.py"
+        script = ROOT / "tests" / "helpers" / "recording_server.py"
         arguments = ["--model", "train_configs/tiny_qwen3", "--port", self._port]
         log, record = self._folder / f"{self.name}.log", {"RECORD": str(self._record)}
         self.process = Ranks(1, script, *arguments, log=log, environment=environment() | record)
