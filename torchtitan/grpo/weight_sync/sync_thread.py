@@ -233,8 +233,7 @@ class Leader(SyncThread):
     def _push_buckets(self, push: Push, snapshot: SnapshotBuffer) -> None:
         board, packer = self._board, self._packer
         try:
-            with board.changed:
-                board.sent = snapshot.version
+            board.sending(snapshot.version)
             push.begin(snapshot.version)
             gather_s = 0.0
             for bucket in board.buckets:
@@ -285,7 +284,7 @@ class Leader(SyncThread):
         seconds["total"] = time.perf_counter() - started
         with board.changed:
             if board.copies_only:
-                board.sent = snapshot.version
+                board.sending(snapshot.version)
                 waited = snapshot.version <= self.waited_for
                 size = packer.bytes
                 board.add_report(SyncReport(snapshot.version, size, len(board.buckets), seconds, {}, waited=waited))

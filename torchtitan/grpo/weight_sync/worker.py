@@ -150,12 +150,24 @@ class Board:
                 worker.invite(push)
         return push
 
+    def sending(self, version: int) -> None:
+        """This version is on its way to everyone: servers with older ones are no longer admitted."""
+        with self.lock:
+            self.sent = version
+
     def push_settled(self, report: SyncReport) -> None:
         """Every server has acknowledged a common push, or has left it."""
         with self.changed:
             self.push_s = report.seconds["total"]
             self.add_report(report)
             self.changed.notify_all()
+
+    def server_updated_alone(self, report: SyncReport) -> None:
+        """One server has got a version from the copy."""
+        with self.lock:
+            if self.copies_only:
+                self.push_s = report.seconds["total"]
+            self.add_report(report)
 
     def copy_made(self) -> None:
         """The copy holds a new version."""
@@ -353,15 +365,15 @@ class ServerWorker(threading.Thread):
         self._given = version
         with board.changed:
             newest = version >= board.sent
-            if board.copies_only:
-                board.push_s = seconds["total"]
-            elif seconds["total"] - seconds.get("drain", 0.0) <= board.push_s + board.straggler_s:
+            own_s = seconds["total"] - seconds.get("drain", 0.0)
+            if not board.copies_only and own_s <= board.push_s + board.straggler_s:
                 # Fast enough for common pushes. If the others were sent a newer version meanwhile, the server gets the
                 # next one with them and is admitted then.
                 self.mode = Mode.COMMON
             size = sum(bucket.payload_bytes for bucket in board.buckets)
             total = {"total": seconds["total"]}
-            board.add_report(SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True))
+            report = SyncReport(version, size, len(board.buckets), total, {self.url: seconds}, alone=True)
+            board.server_updated_alone(report)
         if not board.copies_only:
             logger.info("%s has caught up with version %d in %.2f s", self.url, version, seconds["total"])
         if newest:
