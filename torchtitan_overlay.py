@@ -1,4 +1,4 @@
-"""`torchtitan` as a namespace package. A process imports this module before `torchtitan`, and that is all it does.
+"""`torchtitan` as a namespace package. Import this module before `torchtitan`; there is nothing to call.
 
 Upstream's `torchtitan/__init__.py` (0.2.2) imports torch, Triton and every quantization scheme. That is an error where
 Triton is missing. It costs seconds and 300 MiB where `torchtitan.grpo` needs none of it, as in a reward worker. Nothing

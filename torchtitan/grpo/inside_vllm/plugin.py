@@ -38,7 +38,7 @@ def register() -> None:
     try:
         _hook()
     except (ImportError, AttributeError) as error:
-        logger.warning("This vLLM's start-up is unknown (%s): replies and engine outputs stay vLLM's own.", error)
+        logger.warning("This vLLM's start-up is unknown (%s). With backend %s, its replies stay its own.", error, BACKEND)
 
 
 def _hook() -> None:
@@ -68,7 +68,7 @@ def is_configured(vllm_config: Any) -> bool:
 
 
 def set_up_api_server() -> None:
-    """Runs before the engine core starts, so a wrong BUNDLE_TOKENS is an error at once."""
+    """Runs in an API server before it starts its engine core, so a wrong BUNDLE_TOKENS is an error at once."""
     import vllm
 
     from torchtitan.grpo.inside_vllm import bundled_outputs, flat_logprobs, token_versions
@@ -82,7 +82,11 @@ def set_up_api_server() -> None:
 
 
 def set_up_engine_core(engine: Any) -> None:
-    """`engine`: an `EngineCoreProc` that is about to run."""
+    """Runs in an engine core before its loop.
+
+    Args:
+        engine: The `EngineCoreProc`.
+    """
     from torchtitan.grpo.inside_vllm import bundled_outputs
 
     bundled_outputs.install(engine)
