@@ -7,5 +7,6 @@
                                                       weight_wire.receiver: buckets in, checksums verified
                                                       direct_load, load_recording: buckets into parameters
 
-A vLLM that is started with another backend, or with none, runs unchanged. It imports only `plugin`.
+A vLLM that is started with another backend, or with none, runs unchanged. It imports only `plugin`
+and `backend`, the backend's name, which the trainer imports too.
 """

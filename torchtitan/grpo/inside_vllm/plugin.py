@@ -38,7 +38,9 @@ def register() -> None:
     try:
         _hook()
     except (ImportError, AttributeError) as error:
-        logger.warning("This vLLM's start-up is unknown (%s). With backend %s, its replies stay its own.", error, BACKEND)
+        logger.warning(
+            "This vLLM's start-up is unknown (%s). With backend %s its replies stay its own.", error, BACKEND
+        )
 
 
 def _hook() -> None:
