@@ -8,9 +8,9 @@ A new family is one file and one row. Nothing else asks which family a model is 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:  # these take seconds to import
     from torch import nn
@@ -34,6 +34,8 @@ MODEL_TYPES = {architecture: kind for row in FAMILIES.values() for architecture,
 class ModelArgs(Protocol):
     """What the trainer reads of a family's arguments. torchtitan's `Qwen3ModelArgs` has all of it."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    """They are a dataclass."""
     dim: int
     """Width of the hidden states."""
     n_layers: int

@@ -59,7 +59,17 @@ def token_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens, group, compile, kept_bytes):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        group: dist.ProcessGroup | None,
+        compile: bool,
+        kept_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         local_targets, is_local = _localize(targets, weight.shape[0], group)
@@ -86,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(hidden.dtype)
@@ -102,17 +112,19 @@ class _TokenLogprobs(torch.autograd.Function):
         for i, rows in enumerate(_chunks(len(hidden), ctx.chunk_tokens)):
             logits = kept[i] if i < len(kept) else hidden[rows] @ compute_weight.T
             row_grads = _compiled(_row_grads, len(logits) == ctx.chunk_tokens) if ctx.compile else _row_grads
-            of_entropy = (None, None) if grad_entropy is None else (entropy[rows], grad_entropy[rows])
+            of_entropy: tuple[Tensor | None, Tensor | None] = (None, None)
+            if grad_entropy is not None:
+                of_entropy = entropy[rows], grad_entropy[rows]
             grad = row_grads(logits, highest[rows], log_mass[rows], grad_logprobs[rows], *of_entropy, ctx.temperature)
             column = local_targets[rows, None]
             grad.scatter_(1, column, at_target[rows, None].where(is_local[rows, None], grad.gather(1, column)))
-            if need_hidden:
+            if grad_hidden is not None:
                 grad_hidden[rows] = grad @ compute_weight
-            if need_weight:
+            if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[rows])
-        if need_hidden and ctx.group is not None and len(hidden):
+        if grad_hidden is not None and ctx.group is not None and len(hidden):
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if need_weight else None, *[None] * 6
+        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 6
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
@@ -141,7 +153,7 @@ def _row_grads(
     logp = (logits.to(highest.dtype) / temperature - highest[:, None]) - log_mass[:, None]
     p = logp.exp()
     grads = -p * grad[:, None]
-    if grad_entropy is not None:
+    if entropy is not None and grad_entropy is not None:
         grads = grads - p * (logp + entropy[:, None]) * grad_entropy[:, None]
     return (grads / temperature).to(logits.dtype)
 

@@ -73,9 +73,13 @@ def _by_length_class(
     # Under a causal mask no valid query sees the padding on its right: padded slots need no mask.
     out = torch.empty_like(q)
     for gather, valid in documents.length_classes:
-        padded = (x[gather].transpose(1, 2) for x in (q, k, v))  # [docs, heads, L, head_dim]
-        attended = F.scaled_dot_product_attention(
-            *padded, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        attended = F.scaled_dot_product_attention(  # of [docs, heads, L, head_dim]
+            q[gather].transpose(1, 2),
+            k[gather].transpose(1, 2),
+            v[gather].transpose(1, 2),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         out = out.index_put((gather[valid],), attended.transpose(1, 2)[valid])
     return out

@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Any
 
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-class TiedEmbedding:
+
+class TiedEmbedding(StateDictAdapter):
     """State-dict adapter, to be put before torchtitan's: drops the output of tied models, and gives it back.
 
     Takes partial state dicts, which torchtitan's own tying does not: it demands the embedding in every call.
