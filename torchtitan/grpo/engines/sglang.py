@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 
@@ -136,6 +137,7 @@ class _Answer(msgspec.Struct):
 
 
 _REPLY = msgspec.json.Decoder(list[_Answer])
+_COMPLETE: tuple[FinishReason, ...] = ("stop", "length")
 
 
 def _completion(answer: _Answer, version: int) -> Completion:
@@ -149,7 +151,7 @@ def _completion(answer: _Answer, version: int) -> Completion:
     return Completion(
         token_ids=token_ids,
         logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs or []],
-        finish_reason=finish if finish in ("stop", "length") else "abort",
+        finish_reason=finish if finish in _COMPLETE else "abort",
         versions=versions,
     )
 

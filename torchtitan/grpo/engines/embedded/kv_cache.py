@@ -9,6 +9,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 class _RowLayer(DynamicLayer):
     """One layer's keys and values, [rows, kv_heads, tokens, head_dim] each, in buffers that are kept between steps."""
 
+    keys: Any  # tensors; None before the first forward
+    values: Any
+
     def __init__(self, cache: "RowCache") -> None:
         super().__init__()
         self.cache = cache

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
-from torchtitan.grpo.engines.embedded.worker import GenerationWorker
+from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class EmbeddedApp:
 
     async def pause(self, http: web.Request) -> web.Response:
         mode, clear = http.query.get("mode", "abort"), http.query.get("clear_cache", "true").lower()
-        if mode not in ("abort", "wait", "keep") or clear not in ("true", "false"):
+        if mode not in PAUSE_MODES or clear not in ("true", "false"):
             raise BadRequest("mode must be abort, wait or keep, and clear_cache true or false")
         await asyncio.wrap_future(self.worker.pause(mode, clear == "true"))
         return web.json_response({"status": "paused"})
@@ -291,8 +291,12 @@ class EmbeddedApp:
         return web.Response(status=200 if self.worker.is_alive() else 503)
 
     async def models(self, _: web.Request) -> web.Response:
-        model = {"id": self.model_name, "object": "model", "owned_by": "torchtitan-grpo"}
-        model["max_model_len"] = self.generator.max_model_len
+        model = {
+            "id": self.model_name,
+            "object": "model",
+            "owned_by": "torchtitan-grpo",
+            "max_model_len": self.generator.max_model_len,
+        }
         return web.json_response({"object": "list", "data": [model]})
 
     async def is_paused(self, _: web.Request) -> web.Response:
@@ -328,7 +332,7 @@ def _logprobs(row: AnswerRow) -> dict:
     """In the form of vLLM with our plug-in (`inside_vllm/flat_logprobs.py`)."""
     if row.request.flat_logprobs:
         return {"logprobs": None, "token_logprobs": row.logprobs}
-    content = [
+    content: list[dict[str, Any]] = [
         {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
         for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
     ]

@@ -4,13 +4,14 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
 
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "wait", "keep"]
+PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class GenerationWorker(threading.Thread):
