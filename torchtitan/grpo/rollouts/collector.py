@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
-from torchtitan.grpo.rollouts.router import AnyFrom, Router, Start
+from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, Router, Start
 
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ class Collector:
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
-    def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
+    def cohorts(self, count: int, name: str, min_version: int) -> list[Cohort | None]:
         """Cohorts for groups that start together; see `Router.cohorts`.
 
         None with an environment: nobody knows when and how often it sends requests, and a cohort waits for all.
@@ -163,7 +163,7 @@ class Collector:
         params: SamplingParams,
         request_id: str,
         start: Start,
-        cohort: tuple[Server, tuple[str, int]] | None = None,
+        cohort: Cohort | None = None,
         answered: Callable[[], None] = lambda: None,
     ) -> Group:
         """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored."""
@@ -202,9 +202,10 @@ class Collector:
             tasks.append(asyncio.create_task(group))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [task for task in tasks if task.done() and not task.cancelled() and task.exception()]
-            if failed:
-                raise failed[0].exception()
+            ended = [task for task in tasks if task.done() and not task.cancelled()]
+            errors = [error for task in ended if (error := task.exception())]
+            if errors:
+                raise errors[0]
         finally:
             for task in tasks:
                 task.cancel()
@@ -217,7 +218,7 @@ class Collector:
         params: SamplingParams,
         request_id: str,
         min_version: int,
-        cohort: tuple[Server, tuple[str, int]] | None,
+        cohort: Cohort | None,
     ) -> Group:
         try:
             async with asyncio.timeout(self.group_timeout_s) as limit:

@@ -6,6 +6,7 @@ group. It may call the servers through its `RolloutClient` as often as it likes.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,7 +70,8 @@ class Turns:
     """One sample over several turns. The model's tokens are trained on, the environment's are masked."""
 
     def __init__(self, prompt: Prompt) -> None:
-        self._sample = Sample(prompt, [], [], [], "length", loss_mask=[])
+        self._loss_mask: list[bool] = []
+        self._sample = Sample(prompt, [], [], [], "length", loss_mask=self._loss_mask)
 
     @property
     def token_ids(self) -> list[int]:
@@ -93,7 +95,7 @@ class Turns:
         self._sample.token_ids += token_ids
         self._sample.logprobs += logprobs
         self._sample.versions += versions
-        self._sample.loss_mask += [sampled] * len(token_ids)
+        self._loss_mask += [sampled] * len(token_ids)
 
 
 async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
@@ -117,7 +119,9 @@ def checked(samples: list[Sample], name: str, max_tokens: int) -> Group:
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise UserError(f"{where} must return a list of one Sample or more, not {repr(samples)[:100]}")
     for sample in samples:
-        columns = [sample.logprobs, sample.versions] + ([] if sample.loss_mask is None else [sample.loss_mask])
+        columns: list[list[Any]] = [sample.logprobs, sample.versions]
+        if sample.loss_mask is not None:
+            columns.append(sample.loss_mask)
         tokens = len(sample.token_ids)
         if any(len(column) != tokens for column in columns):
             entries = [len(column) for column in columns]

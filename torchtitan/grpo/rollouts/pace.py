@@ -28,6 +28,10 @@ class Pace:
         self.groups = self._least
         self._judge_anew()
 
+    def _judge_anew(self) -> None:
+        self._steps, self._waited_s, self._all_s = 0, 0.0, 0.0
+        self._spare = self._most
+
     def step(self, waited_s: float, step_s: float, spare: int) -> None:
         """Record a step that has taken its groups.
 
@@ -50,7 +54,3 @@ class Pace:
             unused = self._spare - math.ceil(self._per_step / 4)
             self.groups = max(self.groups - max(unused, 0), self._least)
             self._judge_anew()
-
-    def _judge_anew(self) -> None:
-        self._steps, self._waited_s, self._all_s = 0, 0.0, 0.0
-        self._spare = self._most

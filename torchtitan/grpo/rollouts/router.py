@@ -16,6 +16,9 @@ ATTEMPTS = 3
 HOLD_S = 0.5
 """How long a request waits for a less busy server, while new weights have reached only some servers."""
 
+Cohort = tuple[Server, tuple[str, int]]
+"""The server of a request that starts together with others, and (name, size) of their cohort there."""
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -135,7 +138,7 @@ class Router:
         taken, self._busy_s = dict(self._busy_s), defaultdict(float)
         return taken
 
-    def cohorts(self, count: int, name: str, min_version: int) -> list[tuple[Server, tuple[str, int]] | None]:
+    def cohorts(self, count: int, name: str, min_version: int) -> list[Cohort | None]:
         """Servers for `count` requests that start together.
 
         Returns:
@@ -170,7 +173,7 @@ class Router:
         params: SamplingParams,
         request_id: str,
         start: Start,
-        cohort: tuple[Server, tuple[str, int]] | None,
+        cohort: Cohort | None,
     ) -> list[Completion]:
         """Send a request to the server of its cohort, or else to the best server, and again if that fails."""
         failures = 0

@@ -5,6 +5,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
-from torchtitan.grpo.rollouts.router import AnyFrom
+from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
 from torchtitan.tools.logging import logger
 
 
@@ -137,7 +138,8 @@ class RolloutStream:
             complete = sum(entry.group is not None for entry in entries)
             begun = sum(entry.begun is not None for entry in entries)
             names = ("asked", "finished", "replaced", "late", "timed_out")
-            return {f"rollout/groups_{name}": self.counts[name] for name in names} | {
+            counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
+            return counts | {
                 "rollout/retried": self._collector.router.retried,
                 "rollout/groups_ready": complete,
                 "rollout/groups_in_flight": begun - complete,
@@ -202,7 +204,11 @@ class RolloutStream:
             self._pace.step(now - asked_at, now - self._taken_at, spare)
         self._taken_at = now
         self._fill()
-        return [entry.group for entry in taken]
+        groups: list[Group] = []
+        for entry in taken:
+            assert entry.group is not None  # the buffer gives complete groups only
+            groups.append(entry.group)
+        return groups
 
     async def _wait_for_server(self) -> None:
         """Wait, bounded, while nothing is under way and no group can be requested.
@@ -250,15 +256,15 @@ class RolloutStream:
         if not entries:
             return
         self.counts["asked"] += len(entries)
-        cohorts = [None] * len(entries)
+        cohorts: list[Cohort | None] = [None] * len(entries)
         if not self._ahead:  # groups that start together repeat to the last bit
             cohorts = self._collector.cohorts(len(entries), f"groups{entries[0].number}-{self._nonce}", version)
         for entry, cohort in zip(entries, cohorts, strict=True):
             task = asyncio.create_task(self._group(entry, cohort))
             self._tasks[entry] = task
-            task.add_done_callback(lambda task, entry=entry: self._ended(entry, task))
+            task.add_done_callback(partial(self._ended, entry))
 
-    async def _group(self, entry: Entry, cohort: Any) -> Group:
+    async def _group(self, entry: Entry, cohort: Cohort | None) -> Group:
         step = entry.number // self._per_step + 1  # the step that would train on it if none were dropped
         seed = prompt_seed(self._params.seed, f"step{step}", entry.prompt.index, entry.occurrence)
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
