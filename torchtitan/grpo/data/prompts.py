@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -216,7 +217,7 @@ class PromptSource:
             logger.warning("%s: %d prompts hold characters that the tokenizer does not know", self._rows.name, unknown)
         return kept, digest.hexdigest()
 
-    def _prompts(self, positions: list[int]) -> list[Prompt]:
+    def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
         rows = [self._rows.rows[position] for position in positions]
         places = [self._rows.place(position) for position in positions]
         texts = [self._render(row, place) for row, place in zip(rows, places, strict=True)]

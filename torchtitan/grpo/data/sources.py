@@ -110,7 +110,7 @@ def _arithmetic(data: Data, extra: int) -> DatasetRows:
     """
     operands = data.arithmetic_max + 1
     problems = len(data.arithmetic_operators) * operands**2
-    rows = []
+    rows: list[DatasetRow] = []
     for problem in random.Random(0).sample(range(problems), min(problems, data.size + extra)):
         rest, right = divmod(problem, operands)
         which, left = divmod(rest, operands)
