@@ -111,7 +111,7 @@ def _docs() -> dict[str, str]:
             if isinstance(node, ast.AnnAssign):
                 name = node.target.id
             elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                docs[f"{section.name}.{name}"] = " ".join(node.value.value.split())
+                docs[f"{section.name}.{name}"] = " ".join(str(node.value.value).split())
     return docs
 
 
