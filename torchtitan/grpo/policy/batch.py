@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.policy.advantages import overlong_penalty, zero_variance
-from torchtitan.grpo.policy.losses import kl_estimate, token_weights
+from torchtitan.grpo.policy.losses import KLEstimator, kl_estimate, token_weights
 from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
 FixedLogprobs = tuple[Tensor | None, Tensor | None]
@@ -74,7 +74,9 @@ def training_samples(
     ]
 
 
-def kl_by_sample(rows: Sequence[Microbatch], fixed: Sequence[FixedLogprobs], samples: int, estimator: str) -> Tensor:
+def kl_by_sample(
+    rows: Sequence[Microbatch], fixed: Sequence[FixedLogprobs], samples: int, estimator: KLEstimator
+) -> Tensor:
     """Each sample's KL estimate against the reference, summed over its tokens, float32 [samples], from these rows."""
     kl = torch.zeros(samples, device=rows[0].tokens.device)
     for row, (old, reference) in zip(rows, fixed, strict=True):

@@ -15,6 +15,8 @@ from torch import Tensor
 from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.policy.rows import Microbatch
 
+KLEstimator = Literal["k1", "k2", "k3"]
+
 LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
 
 
@@ -79,7 +81,7 @@ def importance_weights(
     return ratio.clamp(minimum, maximum) if correction == "truncate" else ratio.where(inside, 0), ~inside
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Schulman's estimators [T] of KL(policy || reference) from samples of the policy; differentiable in logprobs.
 
     k1 = log p/q, unbiased; k2 = (log p/q)^2 / 2, biased, low variance; k3 = q/p - 1 - log q/p, unbiased and never

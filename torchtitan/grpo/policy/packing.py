@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import numpy as np
@@ -105,7 +105,7 @@ def _assign(
     """Sample indices of each row, rows in falling order of cost; a multiple of `num_ranks` rows, at least that many."""
     attention = {i: tokens**2 / (2 * attention_tokens) for i, tokens in lengths.items()}
     costs = {i: tokens + attention[i] for i, tokens in lengths.items()}
-    all_loads = [lengths] if attention_tokens == math.inf else [costs, attention, lengths]
+    all_loads: list[Mapping[int, float]] = [lengths] if attention_tokens == math.inf else [costs, attention, lengths]
 
     def cost(row: list[int]) -> float:
         tokens = sum(lengths[i] for i in row)
@@ -130,12 +130,12 @@ def _assign(
 
 
 def _least_loaded(
-    order: list[int], lengths: dict[int, int], loads: dict[int, float], budget_tokens: int, num_rows: int
+    order: list[int], lengths: dict[int, int], loads: Mapping[int, float], budget_tokens: int, num_rows: int
 ) -> list[list[int]]:
     """Each sample into the row with the least load of those that have room for it; [] if none has."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     room = [budget_tokens] * num_rows
-    heap = [(0, row) for row in range(num_rows)]  # (load, row)
+    heap: list[tuple[float, int]] = [(0, row) for row in range(num_rows)]  # (load, row)
     for i in order:
         full = []
         while heap and room[heap[0][1]] < lengths[i]:
@@ -172,8 +172,8 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Pa
     documents = prompts + answers - 1
     length = int(documents.sum())
     padding = -length % pad_multiple if length else pad_multiple
-    all_ints = np.zeros((len(INT_ROWS), length + padding), np.int64)
-    all_floats = np.zeros((len(FLOAT_ROWS), length + padding), np.float32)
+    all_ints: np.ndarray = np.zeros((len(INT_ROWS), length + padding), np.int64)
+    all_floats: np.ndarray = np.zeros((len(FLOAT_ROWS), length + padding), np.float32)
     ints, floats = dict(zip(INT_ROWS, all_ints, strict=True)), dict(zip(FLOAT_ROWS, all_floats, strict=True))
 
     positions = np.arange(length) - np.repeat(documents.cumsum() - documents, documents)
