@@ -1,7 +1,7 @@
 """A step's groups, summed losses and server reports as flat metrics. `docs/metrics.md` explains the names."""
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -81,7 +81,7 @@ def sum_over_ranks(
     }
 
 
-def policy_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
+def policy_metrics(sums: dict[str, Any]) -> dict[str, float]:
     """Means and shares per trained answer token, from the sums of `losses.policy_loss` over all rows and ranks.
 
     If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens.
@@ -110,8 +110,8 @@ def policy_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
     return metrics | (_age_metrics(sums) if "age_tokens" in sums else {})
 
 
-def _age_metrics(sums: dict[str, float | list[float]]) -> dict[str, float]:
-    metrics = {}
+def _age_metrics(sums: dict[str, list[float]]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
     for age, tokens in enumerate(sums["age_tokens"]):
         if not tokens:
             continue
@@ -135,7 +135,7 @@ def server_metrics(
         busy_s: Seconds with requests in flight, by server (`Collector.take_busy_seconds`).
         reports: The pushes that ended in this step.
     """
-    stopped_s: Counter[str] = Counter()
+    stopped_s: defaultdict[str, float] = defaultdict(float)
     for report in reports:
         for url, phases in report.servers.items():
             stopped_s[url] += phases["stopped"]
@@ -153,7 +153,7 @@ def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
     Of phases that each server has, `sync/<phase>_s` is the slowest server's.
     """
     servers = fleet.servers
-    metrics = {
+    metrics: dict[str, float] = {
         "sync/pushes": sum(not report.alone for report in reports),
         "sync/catch_ups": sum(report.alone for report in reports),
         "sync/missed": sum(report.missed for report in reports),
