@@ -111,7 +111,7 @@ class RewardWorker:
 
     def __init__(self, names: list[str], pattern: str, timeout_s: float):
         self._names, self._pattern, self._timeout_s = names, pattern, timeout_s
-        self._closed = False
+        self._closed = self._ready = False
         self._lock = threading.Lock()  # start and stop come from different threads
         self._start()
 
