@@ -142,10 +142,10 @@ class Group:
         if not hello:
             return
         # The first collective creates NCCL's communicator. Run it here, where both ends are present.
-        hello = torch.ones(1, dtype=torch.int64, device=device)
-        wait(self.all_reduce(hello), time.monotonic() + timeout_s, "the first all_reduce of a weight-transfer group")
-        if hello.item() != size:
-            raise RuntimeError(f"weight-transfer group: {hello.item()} ranks answered, expected {size}")
+        ranks = torch.ones(1, dtype=torch.int64, device=device)
+        wait(self.all_reduce(ranks), time.monotonic() + timeout_s, "the first all_reduce of a weight-transfer group")
+        if ranks.item() != size:
+            raise RuntimeError(f"weight-transfer group: {ranks.item()} ranks answered, expected {size}")
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:
         """Start sending `tensor` from rank 0 to every rank. Keep it alive and unchanged until the work is done."""
