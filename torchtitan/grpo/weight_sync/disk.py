@@ -110,7 +110,10 @@ class DiskLink(ServerLink):
             info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self._timeout_s}
             self.control.init_transfer(info)
 
-    def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+    # A DiskLink only gets what a DiskCopy feeds.
+    def update(  # type: ignore[override]
+        self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int
+    ) -> dict[str, float]:
         """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
         self._begin({"version": feed.version, "folder": str(feed.folder)})
         read_started = time.perf_counter()

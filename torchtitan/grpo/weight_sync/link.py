@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.engines.vllm_control import ServerControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
@@ -90,7 +90,7 @@ class ServerLink:
 
     def __init__(
         self,
-        control: HttpControl,
+        control: ServerControl,
         backend: str,
         device: torch.device,
         timeout_s: float,
@@ -128,8 +128,7 @@ class ServerLink:
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
             world_size = 1 + self.control.world_size()
-            where = urlsplit(self.url)
-            address = address_towards(where.hostname, where.port or 80)
+            address = self._own_address()
             store, port = host_store(address, self._timeout_s)
             info = plan_info | {"backend": self._backend, "master_address": address, "master_port": port}
             info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self._timeout_s}
@@ -140,6 +139,12 @@ class ServerLink:
             served = in_thread(lambda: self.control.init_transfer(info), "weight-sync-init")
             joined = in_thread(join, "weight-sync-join")
             self._group = self._both_ends(served, joined, deadline)
+
+    def _own_address(self) -> str:
+        """This machine's address on the route to the server."""
+        where = urlsplit(self.url)
+        assert where.hostname is not None  # config/urls.py refuses addresses without a host
+        return address_towards(where.hostname, where.port or 80)
 
     def _both_ends(self, served: "Future[None]", joined: "Future[Group]", deadline: float) -> Group:
         """Wait until the server's call has returned and this end has joined."""
@@ -291,7 +296,7 @@ class ServerLink:
             self.close()
             raise
         except (RuntimeError, OSError) as error:  # TimeoutError is an OSError
-            cause = error
+            cause: BaseException = error
             if not isinstance(error, TimeoutError) and self._update is not None:
                 cause = self._update_failure(_SERVER_SAYS_WHY_S) or error
             self.close()
@@ -322,9 +327,11 @@ class ServerLink:
 
     def _servers_error(self, deadline: float) -> None:
         """Wait for the server's update call to return. Raises what it raised."""
-        while not self._update.done():
+        update = self._update
+        assert update is not None  # the call has begun
+        while not update.done():
             self.check()
             if time.monotonic() > deadline:
                 raise TimeoutError("timed out waiting for the server's update call to return")
-            futures.wait([self._update], timeout=_CHECK_S)
-        self._update.result()
+            futures.wait([update], timeout=_CHECK_S)
+        update.result()

@@ -138,7 +138,7 @@ class Packer:
             for bucket, wire in zip(self.buckets, self._wires, strict=True)
         ]
         self._rearranged = [
-            [(view, tensors[name].rearrange) for name, view in views.items() if tensors[name].rearrange is not None]
+            [(view, rearrange) for name, view in views.items() if (rearrange := tensors[name].rearrange) is not None]
             for views in full
         ]
         self._copies = [

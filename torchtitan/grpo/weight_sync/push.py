@@ -9,7 +9,7 @@ networks.
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,7 +26,8 @@ class Dropped(Exception):
 class Feed(Protocol):
     """Where a worker gets the buckets of one version from: a common push, or a copy."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Bucket `index` as uint8 [wire_bytes], and the event after which it is filled. Waits for it, bounded."""
@@ -224,6 +225,7 @@ class Push:
         """See `Feed.expected`."""
         what = "the trainer to pack the checksums of"
         self._wait(server, lambda: self._expected is not None, what, timeout_s, check)
+        assert self._expected is not None
         return self._expected
 
     def raise_if_out(self, server: str) -> None:
@@ -346,8 +348,8 @@ class VersionCopy:
         self.expected = expected
         self.version = version
 
-    def feed(self) -> Feed:
-        """The version in it, for one worker."""
+    def feed(self) -> Any:
+        """The version in it, for one worker: what the links of this transport take."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import torch
 
@@ -20,7 +19,7 @@ from torchtitan.grpo.weight_sync.disk import DiskFeed
 from torchtitan.grpo.weight_sync.link import ServerLink, in_thread
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
-from torchtitan.grpo.weight_wire.transport import Group, address_towards, host_store, wait
+from torchtitan.grpo.weight_wire.transport import Group, host_store, wait
 
 _DRAIN_LOOK_S = 0.02
 
@@ -28,7 +27,8 @@ _DRAIN_LOOK_S = 0.02
 class SglangLink(ServerLink):
     """See `ServerLink`. SGLang cannot drain while new requests wait there, so the trainer sends none meanwhile."""
 
-    control: SglangControl
+    # What calls other routes of ServerControl is overridden here.
+    control: SglangControl  # type: ignore[assignment]
     _name = ""
     """Of the process group, "" while there is none."""
 
@@ -40,8 +40,7 @@ class SglangLink(ServerLink):
             world_size = 1 + self.control.world_size()
             self._leave()
             name = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}"
-            where = urlsplit(self.url)
-            address = address_towards(where.hostname, where.port or 80)
+            address = self._own_address()
             store, port = host_store(address, self._timeout_s)
             prefixes = (
                 name,
@@ -137,7 +136,10 @@ class SglangDiskLink(SglangLink):
         with self._phase("connect"):
             self.control.world_size()
 
-    def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+    # As in DiskLink, a DiskCopy feeds it.
+    def update(  # type: ignore[override]
+        self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int
+    ) -> dict[str, float]:
         """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
         self._version, self._update = feed.version, None
         self.seconds["pause"] = time.perf_counter() - self._started

@@ -303,6 +303,7 @@ class Snapshots:
             if buffer is None:
                 self._wait(lambda: self._arrived is not None, timeout_s, check, f"snapshot of version {version}")
                 buffer, self._arrived = self._arrived, None
+            assert buffer is not None  # either wait ended with a version that is held
             if buffer.taken is not None:
                 torch.cuda.current_stream(self.device).wait_event(buffer.taken)
             yield buffer

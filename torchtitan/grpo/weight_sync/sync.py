@@ -6,6 +6,7 @@ docs/weight_sync.md has the picture and the invariants I1 to I7.
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -210,7 +211,7 @@ class WeightSync:
     def close(self) -> None:
         """End the threads and leave all groups. Running pushes are given up. Takes a few seconds at most."""
         deadline = time.monotonic() + _CLOSE_S
-        threads = [self._thread] if self._thread else []
+        threads: list[threading.Thread] = [self._thread] if self._thread else []
         if self._board is None and self._thread is not None:
             self._thread.join(_LAST_WORD_S)  # rank 0 may be in a push that needs this rank
         if self._thread is not None:
@@ -263,7 +264,8 @@ class WeightSync:
                 )
 
     def _connect_servers(self) -> None:
-        config, buckets = self._config, self._packer.buckets
+        config, fleet, buckets = self._config, self._fleet, self._packer.buckets
+        assert fleet is not None  # on rank 0
         copies_only = self._backend == "disk"
         plan_info = {
             "protocol": PROTOCOL,
@@ -272,7 +274,7 @@ class WeightSync:
             "plan": plan_to_json(buckets),
         }
         board = self._board = Board(
-            self._fleet,
+            fleet,
             buckets,
             config.num_buffers,
             config.timeout_seconds,
@@ -282,7 +284,7 @@ class WeightSync:
             self._copy(),
             copies_only,
         )
-        board.workers = [self._worker(server) for server in self._fleet.servers]
+        board.workers = [self._worker(server) for server in fleet.servers]
         joining = [in_thread(worker.connect, "weight-sync-connect") for worker in board.workers]
         for future in joining:
             future.result()
@@ -299,6 +301,7 @@ class WeightSync:
         return None
 
     def _worker(self, server: Server) -> ServerWorker:
+        assert self._board is not None  # on rank 0
         return ServerWorker(server, self._board, self._backend, self._device)
 
     def _on_rank0_then_share(self, what: str, call: Callable[[], None]) -> None:
@@ -311,8 +314,9 @@ class WeightSync:
         try:
             call()
         except Exception as error:
-            named = isinstance(error, WeightSyncError)
-            known = error if named else WeightSyncError("the servers", what, -1, 0, error)
+            known = error
+            if not isinstance(known, WeightSyncError):
+                known = WeightSyncError("the servers", what, -1, 0, error)
             self._ranks.share([known.server, known.phase, known.version, known.bytes, known.cause], what)
             raise
         self._ranks.share(None, what)

@@ -193,7 +193,8 @@ class Board:
 
     def copy_in_use(self) -> bool:
         """Whether a worker reads the copy, or is about to. A newer copy must not deprive it of its turn each time."""
-        return self.copy.readers > 0 or any(worker.may_take(self.copy) for worker in self.workers)
+        copy = self.copy
+        return copy is not None and (copy.readers > 0 or any(worker.may_take(copy) for worker in self.workers))
 
     def in_common(self) -> list["ServerWorker"]:
         """The workers that take part in common pushes."""
