@@ -313,7 +313,9 @@ def _flush(path: Path) -> None:
 
 
 def _rng_state(device: torch.device) -> dict[str, Any]:
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    of_numpy = np.random.get_state()
+    assert isinstance(of_numpy, tuple)  # NumPy gives a dictionary only for generators other than its default
+    name, keys, position, has_gauss, gauss = of_numpy
     state = {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
