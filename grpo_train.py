@@ -464,7 +464,6 @@ class Trainer:
         config, rollout = self.config, self.config.rollout
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         self.sampler_checked = False
-        self.fleet: Fleet | None = None
         ahead = config.async_grpo
         recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
 
@@ -504,7 +503,7 @@ class Trainer:
         self.weight_sync = WeightSync(
             model_weights(self.model, self.source.adapter, wire_dtype(self.sync_config, self.device), self.source.tied),
             self.sync_config,
-            self.fleet,
+            self.fleet if self.is_rank0 else None,
             self.device,
             max_lag=(self.max_age + 1) // 2,  # answers need the other half to finish in time
             in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
