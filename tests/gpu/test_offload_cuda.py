@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torchtitan  # noqa: F401  the overlay's shims come first
+from tests.helpers.hosted import on_device
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.offload.offloading import HostedWeights
 from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
@@ -218,7 +219,7 @@ def test_reference_weights_leave_and_come_back(kind):
     assert full - torch.cuda.memory_allocated() >= weight_bytes - ROUNDING
     for _ in range(3):
         hosted.begin_in()
-        with hosted.on_device(), torch.no_grad():
+        with on_device(hosted), torch.no_grad():
             found = model(inputs)
         junk = torch.full((weight_bytes,), 255, dtype=torch.uint8, device=DEVICE)
         assert torch.equal(found, expected)

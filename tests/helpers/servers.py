@@ -16,7 +16,7 @@ import torch
 from tests.helpers import ROOT
 from tests.helpers.ranks import free_port
 from tests.helpers.tiny_models import with_biases
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 
 START_S = 180.0
 STOP_S = 20.0
@@ -111,7 +111,7 @@ def serve_command(
     server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, log_path)
     try:
         try:
-            ServerControl(server.url).wait_healthy(START_S, process)
+            VllmControl(server.url).wait_healthy(START_S, process)
         except Exception as error:
             pytest.fail(f"{error}\n{log_path.read_text(errors='replace')[-4000:]}")
         yield server

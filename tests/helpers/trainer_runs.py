@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks, free_port
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 
 SMALL = {
     "--job.config_file": "train_configs/quickstart.toml",
@@ -56,7 +56,7 @@ def embedded_url() -> str:
     flags = ["--model", ROOT / "train_configs" / "tiny_qwen3", "--port", port]
     server = Ranks(1, script, *flags, log=Path(folder.name, "server.log"), environment=environment())
     atexit.register(server.kill)
-    ServerControl(f"http://127.0.0.1:{port}").wait_healthy(120, server)
+    VllmControl(f"http://127.0.0.1:{port}").wait_healthy(120, server)
     return f"http://127.0.0.1:{port}"
 
 

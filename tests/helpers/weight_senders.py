@@ -12,7 +12,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.registry import ENGINES
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.published import PublishedWeights, model_weights
 
@@ -44,5 +44,5 @@ def changed(folder: Path, seed: int, out: Path) -> Path:
     return out
 
 
-def fleet_of(control: ServerControl) -> Fleet:
+def fleet_of(control: VllmControl) -> Fleet:
     return Fleet([control.url], lambda url: Server(url, control, engine=ENGINES["vllm"]))

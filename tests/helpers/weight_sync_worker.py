@@ -35,7 +35,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.registry import ENGINES
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.weight_sync.link import ServerLink
@@ -149,7 +149,7 @@ def main(job: dict) -> None:
     load_hf_weights(model, source, job["folder"])
 
     def make(url: str) -> Server:
-        return Server(url, ServerControl(url, None, job["sync"]["timeout_seconds"]), engine=ENGINES["vllm"])
+        return Server(url, VllmControl(url, None, job["sync"]["timeout_seconds"]), engine=ENGINES["vllm"])
 
     fleet = WatchedFleet(job["urls"], make, job.get("min_servers", 1)) if rank == 0 else None
     WatchedFleet.events = []

@@ -27,7 +27,7 @@ from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.transport import Group, host_store, wait
@@ -115,7 +115,7 @@ def test_greedy_over_http(server: EmbeddedServer, reference) -> None:
 
 
 def test_control_knows_the_server(server: EmbeddedServer) -> None:
-    control = ServerControl(server.url, None, 30.0)
+    control = VllmControl(server.url, None, 30.0)
     control.wait_healthy(5.0, server.process)
     assert control.world_size() == 1
     assert control.model_info()["max_model_len"] == 1024
@@ -183,7 +183,7 @@ def test_an_incomplete_cohort_is_not_held_forever(server: EmbeddedServer) -> Non
 
 
 def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, reference) -> None:
-    control = ServerControl(server.url, None, 30.0)
+    control = VllmControl(server.url, None, 30.0)
 
     async def scenario() -> list[Completion]:
         async with Client(server.url) as client:
@@ -211,7 +211,7 @@ def test_pause_abort_returns_what_there_is(server: EmbeddedServer) -> None:
         async with Client(server.url) as client:
             task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, LONG, ignore_eos=True), "r"))
             await asyncio.sleep(0.3)
-            await asyncio.to_thread(ServerControl(server.url, None, 30.0).pause, "abort")
+            await asyncio.to_thread(VllmControl(server.url, None, 30.0).pause, "abort")
             return (await task)[0]
 
     completion = run(scenario())
@@ -224,7 +224,7 @@ def test_pause_wait_drains(server: EmbeddedServer) -> None:
         async with Client(server.url) as client:
             task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, 200, ignore_eos=True), "r"))
             await asyncio.sleep(0.1)
-            await asyncio.to_thread(ServerControl(server.url, None, 30.0).pause, "wait")
+            await asyncio.to_thread(VllmControl(server.url, None, 30.0).pause, "wait")
             return (await asyncio.wait_for(task, 20.0))[0]  # on its way
 
     assert len(run(scenario()).token_ids) == 200
@@ -349,7 +349,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 class Trainer:
     """The sending end of one weight transfer, over the project's buckets and groups."""
 
-    def __init__(self, control: ServerControl, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, control: VllmControl, tensors: dict[str, torch.Tensor]) -> None:
         specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         self.control = control
         self.buckets = plan_buckets(specs, 64 << 10)
@@ -399,7 +399,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
     other = AutoModelForCausalLM.from_pretrained(save_tiny_qwen3(tmp_path / "other", seed=1)).eval()
     tensors = dict(other.named_parameters())
     with start(model_dir, tmp_path / "server.log") as server:
-        control = ServerControl(server.url, None, 30.0)
+        control = VllmControl(server.url, None, 30.0)
         with pytest.raises(ServerError, match="init_weight_transfer_engine first"):
             control.start_update()
         trainer = Trainer(control, tensors)
@@ -453,7 +453,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
 def test_an_update_that_leaves_something_out_is_refused(model_dir: Path, reference, tmp_path: Path) -> None:
     tensors = dict(list(reference.named_parameters())[:-1])
     with start(model_dir, tmp_path / "server.log") as server:
-        control = ServerControl(server.url, None, 30.0)
+        control = VllmControl(server.url, None, 30.0)
         trainer = Trainer(control, tensors)
         control.pause()
         control.start_update()

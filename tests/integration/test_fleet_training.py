@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.trainer_runs import BACKGROUND, EndlessRun, endless, environment, steps
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 
 STRAGGLER_S = 1.5
 STEP_S = 1.0
@@ -78,7 +78,7 @@ def servers(tmp_path: Path) -> Iterator[Callable[[str], list[RecordingServer]]]:
             for server in started:
                 stack.callback(server.close)
             for server in started:
-                ServerControl(server.url).wait_healthy(120, server.process)
+                VllmControl(server.url).wait_healthy(120, server.process)
             return started
 
         yield start

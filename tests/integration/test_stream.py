@@ -18,7 +18,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom
@@ -90,7 +90,7 @@ class Run:
         params: SamplingParams = PARAMS,
     ) -> None:
         def make(url: str) -> Server:
-            server = Server(url, ServerControl(url, timeout_s=10))
+            server = Server(url, VllmControl(url, timeout_s=10))
             server.client = VllmClient(url, None, request_timeout_s, lambda: server.version)
             return server
 

@@ -38,7 +38,7 @@ from tests.helpers.weight_senders import CPU, SYNC, changed, fleet_of, trainer_o
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import load_hf_weights
 from torchtitan.grpo.weight_sync.link import WeightSyncError
@@ -55,7 +55,7 @@ DIFFERENT = 0.1
 """Mean difference in nat from which weights, or keys and values, count as others."""
 
 
-class Control(ServerControl):
+class Control(VllmControl):
     """Pauses with the `clear_cache` of the test."""
 
     clear_cache = True
@@ -173,7 +173,7 @@ def declare_plugin(folder: Path) -> None:
 
 
 def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: RunningServer):
-    control = ServerControl(vllm_server.url, None, 60.0)
+    control = VllmControl(vllm_server.url, None, 60.0)
     source, model = trainer_of(vllm_server.model_dir)
 
     def without(name: str):
@@ -198,7 +198,7 @@ def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: Runni
 
 
 def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vllm_server: RunningServer):
-    control = ServerControl(vllm_server.url, None, 60.0)
+    control = VllmControl(vllm_server.url, None, 60.0)
     source, model = trainer_of(vllm_server.model_dir)
 
     model.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))
@@ -232,9 +232,9 @@ def test_the_plug_in_says_what_it_changed(vllm_server: RunningServer):
 
 
 def test_the_server_passes_the_sampling_check(vllm_server: RunningServer):
-    ServerControl(vllm_server.url, None, 60.0).check(1024)
+    VllmControl(vllm_server.url, None, 60.0).check(1024)
     with pytest.raises(UserError, match="max-model-len"):
-        ServerControl(vllm_server.url, None, 60.0).check(100_000)
+        VllmControl(vllm_server.url, None, 60.0).check(100_000)
 
 
 def test_refusals(vllm_server: RunningServer) -> None:
@@ -270,7 +270,7 @@ def test_log_probabilities_are_one_list_where_that_is_asked(vllm_server: Running
 
 
 def test_pause_keep_holds_requests(vllm_server: RunningServer) -> None:
-    control = ServerControl(vllm_server.url, None, 30.0)
+    control = VllmControl(vllm_server.url, None, 30.0)
 
     async def scenario() -> None:
         client = VllmClient(vllm_server.url, None, 60.0, lambda: -1)

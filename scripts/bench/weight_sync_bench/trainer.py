@@ -25,7 +25,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.registry import ENGINES
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import ModelSource, resolve_model
@@ -123,7 +123,7 @@ class Servers:
         for receivers in spawned:  # they start side by side
             self.urls += receivers.urls
         for url in self.urls:
-            ServerControl(url, None, args.timeout_s).wait_healthy(_HEALTH_TIMEOUT_S)
+            VllmControl(url, None, args.timeout_s).wait_healthy(_HEALTH_TIMEOUT_S)
         self.count = int(ranks.agree(len(self.urls)))
         self.faulty = spawned[0].urls[0] if spawned else None
 
@@ -135,7 +135,7 @@ def connected(
     fleet = None
     if ranks.rank == 0:
         control_s = settings.timeout_seconds
-        fleet = Fleet(urls, lambda url: Server(url, ServerControl(url, None, control_s), engine=ENGINES["vllm"]))
+        fleet = Fleet(urls, lambda url: Server(url, VllmControl(url, None, control_s), engine=ENGINES["vllm"]))
     published = model_weights(model, source.adapter, wire_dtype(settings, ranks.device), source.tied)
     sync = WeightSync(published, settings, fleet, ranks.device)
     try:

@@ -10,7 +10,7 @@ from bench_common.output import Output, cell, medians
 from bench_common.process import free_port
 
 from torchtitan.grpo.engines.http_control import ServerError
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 
 from .trainer import bounded, hf_tensors, in_thread, shape_source
@@ -29,7 +29,7 @@ def vllm_nccl(args: argparse.Namespace, out: Output) -> None:
     shapes = hf_tensors(shape_source(args.shape))
     tensors = [(name, torch.randn(shape, device=device).bfloat16()) for name, shape in shapes.items()]
     size = sum(tensor.nbytes for _, tensor in tensors)
-    control = ServerControl(args.url, None, args.timeout_s)
+    control = VllmControl(args.url, None, args.timeout_s)
     control.wait_healthy(args.timeout_s)
     communicator = _join_vllm(engine, control, args.timeout_s)
     packed = {"packed_buffer_size_bytes": args.bucket_mib << 20, "packed_num_buffers": args.num_buffers}
@@ -55,7 +55,7 @@ def _vllm_engine():
     return NCCLWeightTransferEngine
 
 
-def _join_vllm(engine, control: ServerControl, timeout_s: float):
+def _join_vllm(engine, control: VllmControl, timeout_s: float):
     if urlsplit(control.url).hostname not in (_LOCALHOST, "localhost"):
         raise UserError(f"vllm-nccl: --url {control.url}: the server must run on this machine")
     meeting = {"master_address": _LOCALHOST, "master_port": free_port(), "world_size": 1 + control.world_size()}
@@ -82,7 +82,7 @@ def _raise_error(future: Future) -> None:
         future.result()
 
 
-def _push(engine, control: ServerControl, communicator, tensors: list, packed: dict, version: int, timeout_s: float):
+def _push(engine, control: VllmControl, communicator, tensors: list, packed: dict, version: int, timeout_s: float):
     """Seconds of each phase of one push. `packed` says how vLLM packs tensors into buffers."""
     update = packed | {"names": [name for name, _ in tensors], "dtype_names": ["bfloat16"] * len(tensors)}
     update["shapes"] = [list(tensor.shape) for _, tensor in tensors]

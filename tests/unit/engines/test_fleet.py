@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server, read_urls
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 
 A, B, C = "http://a:8000", "http://b:8000", "https://c:8001"
 
 
 def make(url: str) -> Server:
-    return Server(url, ServerControl(url))
+    return Server(url, VllmControl(url))
 
 
 def fleet_of(*urls: str, min_servers: int = 1) -> Fleet:

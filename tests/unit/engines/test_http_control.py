@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan.grpo.engines.http_control import HttpControl, NoReply, ServerError
 from torchtitan.grpo.engines.sglang_control import SglangControl
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 
 
@@ -46,7 +46,7 @@ CALLS: dict[str, Callable[[HttpControl], object]] = {
 
 
 REPLIES = (b"<html>back soon</html>", b"null", b"[]", b"{}", b'{"data": 3}')
-CASES = [(ServerControl, call, said) for call in CALLS for said in REPLIES]
+CASES = [(VllmControl, call, said) for call in CALLS for said in REPLIES]
 # Where SGLang's names are missing it is an old one.
 CASES += [(SglangControl, call, said) for call in CALLS for said in (REPLIES if call == "sampling" else REPLIES[:2])]
 
@@ -66,14 +66,14 @@ def test_the_error_of_an_unhealthy_server_says_what_to_do(listens, hint):
             taken.listen()
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=rf"{url}: not healthy after 0.5 s .*{hint}.* start_timeout_seconds"):
-            ServerControl(url).wait_healthy(0.5)
+            VllmControl(url).wait_healthy(0.5)
 
 
 def test_a_busy_server_and_one_that_is_gone_are_different_errors():
     """Weight sync gives the first another chance."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        control = ServerControl(f"http://127.0.0.1:{taken.getsockname()[1]}", timeout_s=0.2)
+        control = VllmControl(f"http://127.0.0.1:{taken.getsockname()[1]}", timeout_s=0.2)
         with pytest.raises(ServerError, match="nobody listens there") as gone:
             control.weight_version()
         assert not isinstance(gone.value, NoReply)

@@ -63,7 +63,6 @@ def test_added_seconds_are_stages_or_hidden():
     assert seconds["time/sync_s"] < 7.0
     parts = ("rollout", "reward", "sync", "other")
     assert sum(seconds[f"time/{part}_s"] for part in parts) == pytest.approx(seconds["time/step_s"], abs=1e-9)
-    assert ledger.verdict() == verdict(seconds)
 
 
 def test_misuse_is_refused():

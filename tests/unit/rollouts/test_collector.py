@@ -16,7 +16,7 @@ from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
@@ -95,7 +95,7 @@ def dead_urls(new_server) -> list[str]:
 
 
 def make_server(url: str) -> Server:
-    return Server(url, ServerControl(url, timeout_s=10), CountingClient(url))
+    return Server(url, VllmControl(url, timeout_s=10), CountingClient(url))
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 
 _LINKS = "torchtitan.grpo.weight_sync"
 
 ENGINES = {
     "embedded": Engine(  # it has vLLM's routes
-        ServerControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=True
+        VllmControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=True
     ),
     "vllm": Engine(
-        ServerControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=False
+        VllmControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=False
     ),
     "sglang": Engine(
         SglangControl,

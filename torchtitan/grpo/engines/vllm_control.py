@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _TOP_LOGPROBS = 5
 
 
-class ServerControl(HttpControl):
+class VllmControl(HttpControl):
     """See `HttpControl`."""
 
     sampling_hint = "Start vLLM with --logprobs-mode processed_logprobs."

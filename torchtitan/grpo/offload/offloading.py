@@ -16,9 +16,9 @@ from torchtitan.grpo.offload.pinned import CopyStream, PinnedTwin, local_tensor
 class HostedWeights:
     """`[offload] reference_weights = "host"`: a frozen model whose weights are on the device only while it is used.
 
-    Call `begin_in` early, `finish` before the first forward, and `release` when the last forward has been enqueued; or
-    use `on_device` around them. `state_dict` and `load_state_dict` bring the weights to the device, where they stay
-    until `release`. A forward changes no weights, so they are copied to the host once, and again after these two calls.
+    Call `begin_in` early, `finish` before the first forward, and `release` when the last forward has been enqueued.
+    `state_dict` and `load_state_dict` bring the weights to the device, where they stay until `release`. A forward
+    changes no weights, so they are copied to the host once, and again after these two calls.
 
     Args:
         model: With or without FSDP2; after `to_empty`. Its buffers stay on the device.
@@ -38,15 +38,6 @@ class HostedWeights:
         # A checkpoint is loaded into the tensors that `state_dict` returned, so both calls may change weights.
         model.register_state_dict_pre_hook(self._hand_out)
         model.register_load_state_dict_pre_hook(self._hand_out)
-
-    @contextmanager
-    def on_device(self) -> Iterator[nn.Module]:
-        """The model, with its weights on the device."""
-        self.finish()
-        try:
-            yield self._model
-        finally:
-            self.release()
 
     def begin_in(self) -> None:
         """Start copying the weights to the device, after what the compute stream holds now."""

@@ -118,10 +118,6 @@ class OptimizerStateOffload:
             self._twin.use()
             self.phase = Phase.ON_DEVICE
 
-    def idle(self) -> bool:
-        """Whether no copy is under way, for a thread that wants the link."""
-        return self._copies.idle()
-
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call; empty if there was no window. Waits for copies: call it after the step.
 

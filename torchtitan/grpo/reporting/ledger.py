@@ -51,7 +51,6 @@ class Ledger:
         self._hidden_s: dict[str, float] = defaultdict(float)
         self._moved_s: dict[str, float] = defaultdict(float)
         self._step_start: float | None = None
-        self._last: dict[str, float] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -130,12 +129,7 @@ class Ledger:
         for booked in (self._added_s, self._hidden_s, self._moved_s):
             booked.clear()
         self._step_start = now
-        self._last = result
-        return dict(result)
-
-    def verdict(self) -> str:
-        """What bounded the last closed step: see the function of this name."""
-        return verdict(self._last)
+        return result
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
-from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, Router, Start
+from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class Collector:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str,
-        start: Start,
+        start: GroupStart,
         cohort: Cohort | None = None,
         answered: Callable[[], None] = lambda: None,
     ) -> Group:

@@ -29,13 +29,13 @@ class Ticket:
         held_at: Since when it waits for a less busy server that is about to be eligible.
     """
 
-    start: "Start"
+    start: "GroupStart"
     server: asyncio.Future[Server]
     eligible_at: float
     held_at: float | None = None
 
 
-class Start(Protocol):
+class GroupStart(Protocol):
     """What the router needs to know of a group, and tells it.
 
     `min_version` is the oldest weights that its requests accept. `is_under_way` says whether one has had a server.
@@ -156,7 +156,7 @@ class Router:
         sizes = Counter(servers)
         return [(server, (name, sizes[server])) for server in servers]
 
-    async def until_served(self, start: "Start") -> None:
+    async def until_served(self, start: "GroupStart") -> None:
         """Wait until a server is free for such a request."""
         self._release(await self._acquire(start))
 
@@ -172,7 +172,7 @@ class Router:
         token_ids: list[int],
         params: SamplingParams,
         request_id: str,
-        start: Start,
+        start: GroupStart,
         cohort: Cohort | None,
     ) -> list[Completion]:
         """Send a request to the server of its cohort, or else to the best server, and again if that fails."""
@@ -239,7 +239,7 @@ class Router:
         finally:
             self._running[server].discard(request)
 
-    async def _acquire(self, start: Start) -> Server:
+    async def _acquire(self, start: GroupStart) -> Server:
         """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
         ticket = Ticket(start, self._loop.create_future(), self._loop.time())
@@ -323,7 +323,7 @@ class Router:
     def _has_place(self, server: Server) -> bool:
         return server.in_flight < self.max_concurrent_requests
 
-    def _occupy(self, server: Server, start: Start) -> None:
+    def _occupy(self, server: Server, start: GroupStart) -> None:
         if server.in_flight == 0:
             self._busy_since[server] = self._loop.time()
         server.in_flight += 1

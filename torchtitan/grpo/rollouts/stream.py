@@ -21,7 +21,7 @@ from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
 from torchtitan.tools.logging import logger
 
 
-class Start(AnyFrom):
+class BufferedStart(AnyFrom):
     """A group whose buffer entry says which weights it needs."""
 
     def __init__(self, buffer: StalenessBuffer, entry: Entry, limit: asyncio.Timeout, timeout_s: float) -> None:
@@ -269,7 +269,7 @@ class RolloutStream:
         seed = prompt_seed(self._params.seed, f"step{step}", entry.prompt.index, entry.occurrence)
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
         async with asyncio.timeout(self._timeout_s) as limit:
-            start = Start(self._buffer, entry, limit, self._timeout_s)
+            start = BufferedStart(self._buffer, entry, limit, self._timeout_s)
             return await self._collector.group(
                 entry.prompt, params, request_id, start, cohort, lambda: self._answered(entry)
             )

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.engines.vllm_control import ServerControl
+from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
@@ -90,7 +90,7 @@ class ServerLink:
 
     def __init__(
         self,
-        control: ServerControl,
+        control: VllmControl,
         backend: str,
         device: torch.device,
         timeout_s: float,

@@ -27,7 +27,7 @@ _DRAIN_LOOK_S = 0.02
 class SglangLink(ServerLink):
     """See `ServerLink`. SGLang cannot drain while new requests wait there, so the trainer sends none meanwhile."""
 
-    # What calls other routes of ServerControl is overridden here.
+    # What calls other routes of VllmControl is overridden here.
     control: SglangControl  # type: ignore[assignment]
     _name = ""
     """Of the process group, "" while there is none."""
