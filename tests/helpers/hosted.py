@@ -1,0 +1,15 @@
+"""Weights that live on the host, for one forward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torchtitan.grpo.offload.offloading import HostedWeights
+
+
+@contextmanager
+def on_device(hosted: HostedWeights) -> Iterator[None]:
+    hosted.finish()
+    try:
+        yield
+    finally:
+        hosted.release()
