@@ -164,7 +164,7 @@ class Trainer:
         """Turn rewards into advantages and answers into packed rows: this rank's rows of each minibatch."""
         grpo, budget = self.config.grpo, self.row_tokens
         ahead = step > self.step
-        if not ahead:  # this step's activations may still need the memory
+        if not ahead:  # ahead, this step's activations may still need the memory
             self.offload.prefetch()
         with self.ledger.stage("pack"):
             limit = self.config.rollout.max_answer_tokens
