@@ -11,11 +11,12 @@ from bench_common.output import Output, Row, cell, medians
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.link import in_thread
 from torchtitan.grpo.weight_wire.transport import Group, host_store
 
 from .raw import LOCALHOST, broadcast, receive
 from .receivers import Child
-from .trainer import Ranks, Servers, bounded, build, change, connected, in_thread, shape_source
+from .trainer import Ranks, Servers, bounded, build, change, connected, shape_source
 
 COLUMNS = """servers num_buffers bucket_mib buckets total_ms pause_ms snapshot_ms gather_ms pack_ms wire_ms apply_ms
     acknowledge_ms gb_per_s wire_gb_per_s"""
@@ -105,7 +106,7 @@ def raw_broadcasts(args: argparse.Namespace, device: torch.device, size: int, pi
     try:
         flat = torch.empty(size, dtype=torch.uint8, device=device)
 
-        joining = in_thread(lambda: Group(backend, store, 0, 2, device, args.timeout_s, LOCALHOST))
+        joining = in_thread(lambda: Group(backend, store, 0, 2, device, args.timeout_s, LOCALHOST), "bench-join")
         group = bounded(joining, args.timeout_s, "the raw receiver to join", child.check)
         rows = []
         for count in pieces:

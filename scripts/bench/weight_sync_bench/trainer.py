@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -151,20 +150,6 @@ def change(model: torch.nn.Module) -> None:
     """Change every weight, on this rank's shards."""
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     torch._foreach_add_([p for p in locals_ if p.numel()], 1 / 64)
-
-
-def in_thread(call: Callable[[], T]) -> "Future[T]":
-    """`call()` in a daemon thread, which an abandoned wait leaves behind."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def bounded(future: "Future[T]", timeout_s: float, what: str, check: Callable[[], object] = lambda: None) -> T:

@@ -12,8 +12,9 @@ from bench_common.process import free_port
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.link import in_thread
 
-from .trainer import bounded, hf_tensors, in_thread, shape_source
+from .trainer import bounded, hf_tensors, shape_source
 
 COLUMNS = "num_buffers buffer_mib total_ms pause_ms start_ms move_ms finish_ms resume_ms gb_per_s move_gb_per_s"
 _LOCALHOST = "127.0.0.1"
@@ -59,7 +60,7 @@ def _join_vllm(engine, control: VllmControl, timeout_s: float):
     if urlsplit(control.url).hostname not in (_LOCALHOST, "localhost"):
         raise UserError(f"vllm-nccl: --url {control.url}: the server must run on this machine")
     meeting = {"master_address": _LOCALHOST, "master_port": free_port(), "world_size": 1 + control.world_size()}
-    serving = in_thread(lambda: control.init_transfer(meeting | {"rank_offset": 1}))
+    serving = in_thread(lambda: control.init_transfer(meeting | {"rank_offset": 1}), "bench-init")
 
     def check() -> None:
         try:
@@ -74,7 +75,9 @@ def _join_vllm(engine, control: VllmControl, timeout_s: float):
         torch.cuda.set_device(0)
         return engine.trainer_init(meeting)
 
-    return bounded(in_thread(join), timeout_s, f"{control.url} to join vLLM's weight-transfer group", check)
+    return bounded(
+        in_thread(join, "bench-join"), timeout_s, f"{control.url} to join vLLM's weight-transfer group", check
+    )
 
 
 def _raise_error(future: Future) -> None:
@@ -99,8 +102,10 @@ def _push(engine, control: VllmControl, communicator, tensors: list, packed: dic
         torch.cuda.synchronize()
 
     def move() -> None:
-        serving = in_thread(lambda: control.update(update))
-        bounded(in_thread(send), timeout_s, f"{control.url} to receive weights", lambda: _raise_error(serving))
+        serving = in_thread(lambda: control.update(update), "bench-update")
+        bounded(
+            in_thread(send, "bench-send"), timeout_s, f"{control.url} to receive weights", lambda: _raise_error(serving)
+        )
         bounded(serving, timeout_s, f"{control.url} to finish /update_weights")
 
     torch.cuda.synchronize()

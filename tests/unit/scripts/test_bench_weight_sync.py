@@ -21,6 +21,7 @@ from bench_common import output  # noqa: E402
 from weight_sync_bench import exposed, receivers, trainer  # noqa: E402
 
 from torchtitan.grpo.errors import UserError  # noqa: E402
+from torchtitan.grpo.weight_sync.link import in_thread
 
 H200_BYTES = 150_000_000_000
 
@@ -111,7 +112,7 @@ def test_rows_are_whole_documents_half_of_them_answers():
 
 def test_waits_end():
     def bounded(call, timeout_s: float, check=lambda: None):
-        return trainer.bounded(trainer.in_thread(call), timeout_s, "the end of days", check)
+        return trainer.bounded(in_thread(call, "bench-wait"), timeout_s, "the end of days", check)
 
     assert bounded(lambda: 7, 5) == 7
     with pytest.raises(ZeroDivisionError):
