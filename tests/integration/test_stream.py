@@ -453,7 +453,7 @@ def test_when_every_group_takes_too_long_the_run_is_told(make_run, ahead) -> Non
     held = Held()
     held.before = lambda index: True
     run = make_run(ahead=ahead, environment=held.rollout, group_timeout_s=0.5)
-    with pytest.raises(EngineError, match=r"\[rollout\] group_timeout_seconds = 0.5, as all groups of a step"):
+    with pytest.raises(EngineError, match=r"\[rollout\] group_timeout_seconds = 0.5, like all groups of a step"):
         run.stream.take(0)
 
 

@@ -329,7 +329,7 @@ def test_late_groups_are_dropped_if_so_wished() -> None:
 
 
 def test_a_window_under_one_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="a window of 2 groups holds no step of 3"):
+    with pytest.raises(ValueError, match="a window of 2 groups is too small for a step of 3"):
         StalenessBuffer(3, 1, 2)
 
 

@@ -55,7 +55,7 @@ class StalenessBuffer:
         self, groups_per_step: int, max_age: int, window: int, late: Literal["wait", "drop"] = "wait", surplus: int = 0
     ) -> None:
         if window < groups_per_step:
-            raise ValueError(f"a window of {window} groups holds no step of {groups_per_step}")
+            raise ValueError(f"a window of {window} groups is too small for a step of {groups_per_step}")
         self.groups_per_step = groups_per_step
         self.max_age = max_age
         self.window = window

@@ -115,8 +115,8 @@ class Collector:
         self._loop.call_soon_threadsafe(turned.set)
         if not turned.wait(BLOCKED_S):
             raise UserError(
-                f"[rollout] environment = {self.environment_name!r} has kept the event loop from turning for over "
-                f"{BLOCKED_S:g} s: it must await what takes time, or leave it to asyncio.to_thread"
+                f"[rollout] environment = {self.environment_name!r} has blocked the event loop for over "
+                f"{BLOCKED_S:g} s: await slow calls, or run them with asyncio.to_thread"
             )
 
     def add_listener(self, call: Callable[[], None]) -> None:

@@ -308,9 +308,11 @@ class RolloutStream:
         self._timed_out_this_step += 1
         self._buffer.drop(entry)
         what = f"group {entry.number} (prompt {entry.prompt.index}) took longer than [rollout] group_timeout_seconds"
-        logger.warning("%s = %g: another prompt is asked in its place", what, self._timeout_s)
+        logger.warning("%s = %g: another prompt replaces it", what, self._timeout_s)
         if self._timed_out_this_step > self._per_step:
-            self._fail(EngineError(f"{what} = {self._timeout_s:g}, as all groups of a step before it: raise it"))
+            self._fail(
+                EngineError(f"{what} = {self._timeout_s:g}, like all groups of a step before it: raise the limit")
+            )
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
