@@ -24,7 +24,7 @@ from transformers import (
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
-from tests.helpers.tiny_models import with_biases
+from tests.helpers.tiny_models import LLAMA3_ROPE, with_biases
 from torchtitan.grpo.model.packed import Documents, PackedAttention
 from torchtitan.grpo.model.source import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
 
@@ -36,14 +36,6 @@ SHAPE = dict(
     num_key_value_heads=2,
     max_position_embeddings=512,
     initializer_range=0.1,
-)
-LLAMA3_ROPE = dict(
-    rope_type="llama3",
-    rope_theta=500000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
 )
 # Odd widths are refused under tensor parallelism; even ones divide unevenly in 4.
 ODD, EVEN = dict(intermediate_size=91), dict(intermediate_size=90)

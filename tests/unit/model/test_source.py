@@ -21,6 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.helpers.tiny_models import LLAMA3_ROPE
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import FAMILIES, get_family
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
@@ -33,14 +34,6 @@ SHAPE = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=128,
-)
-LLAMA3_ROPE = dict(
-    rope_type="llama3",
-    rope_theta=500000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
 )
 
 

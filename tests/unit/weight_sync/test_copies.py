@@ -9,10 +9,11 @@ import pytest
 
 from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.link import Pause
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_sync.sync_thread import Leader
-from torchtitan.grpo.weight_sync.worker import Board, Mode, ServerWorker
+from torchtitan.grpo.weight_sync.worker import ServerWorker
 
 COPY_S, UPDATE_S, AGREE_S = 0.02, 0.02, 0.01
 

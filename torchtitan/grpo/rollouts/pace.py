@@ -26,9 +26,9 @@ class Pace:
         self._most = (max_age + 2) * groups_per_step + surplus
         self._patience = max(2 * (max_age + 1), WINDOW)
         self.groups = self._least
-        self._judge_anew()
+        self._start_period()
 
-    def _judge_anew(self) -> None:
+    def _start_period(self) -> None:
         self._steps, self._waited_s, self._all_s = 0, 0.0, 0.0
         self._spare = self._most
 
@@ -49,8 +49,8 @@ class Pace:
         share = self._waited_s / self._all_s
         if share > WAITED_SHARE:
             self.groups = min(self.groups + math.ceil(self.groups * min(2 * share, 1.0)), self._most)
-            self._judge_anew()
+            self._start_period()
         elif self._steps >= self._patience:
             unused = self._spare - math.ceil(self._per_step / 4)
             self.groups = max(self.groups - max(unused, 0), self._least)
-            self._judge_anew()
+            self._start_period()

@@ -16,6 +16,7 @@ import torch
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError, in_thread
 from torchtitan.grpo.weight_sync.packer import Packer
@@ -24,7 +25,7 @@ from torchtitan.grpo.weight_sync.push import HostCopy, VersionCopy
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
-from torchtitan.grpo.weight_sync.worker import Board, Mode, ServerWorker
+from torchtitan.grpo.weight_sync.worker import ServerWorker
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 

@@ -1,22 +1,21 @@
-"""One thread per server, and the board on which the leader and the workers meet. Rank 0 only."""
+"""One thread per server, on rank 0."""
 
 import logging
 import pkgutil
 import threading
 import time
 from collections.abc import Callable
-from enum import Enum
 
 import torch
 
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
+from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
+from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Dropped, Push, VersionCopy
 from torchtitan.grpo.weight_sync.report import SyncReport
-from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -26,186 +25,8 @@ that was restarted between two pushes is not mistaken for the one that has our w
 
 _HEALTH_FAILURES_MAX = 3
 _SUSPECT_LOOK_S = 0.5
-_REPORTS_MAX = 1000
 _BACKOFF_S = 0.5
 _BACKOFF_MAX_S = 10.0
-
-
-class Closing(Exception):
-    """Weight sync is being shut down."""
-
-
-class Mode(Enum):
-    """How a server gets its weights."""
-
-    LOST = "lost"
-    """Not at all: it is being connected again."""
-    ALONE = "alone"
-    """From a copy, at its own pace."""
-    COMMON = "common"
-    """In pushes together with the others."""
-
-
-class Board:
-    """What the leader (the sync thread of rank 0) and the workers share, under one lock.
-
-    The leader and the main thread wait for `changed`. Each worker waits for a condition of its own on the same lock:
-    with many servers, what one does must not wake all the others.
-
-    Args:
-        pause: How servers are paused.
-        plan_info: What every link needs to connect; see `ServerLink.connect`.
-        copy: Where a version is kept for servers in mode ALONE. None if there is none.
-        copies_only: There are no common pushes: every server is fed from the copy (transport "disk").
-
-    Attributes:
-        sent: The version of the newest common push. A server needs it, or a newer one, to be admitted (I3).
-        push_s: Seconds of the last common push over all its servers; with `copies_only`, of the last server.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        buckets: list[Bucket],
-        num_buffers: int,
-        timeout_s: float,
-        straggler_s: float,
-        pause: Pause,
-        plan_info: dict,
-        copy: VersionCopy | None,
-        copies_only: bool,
-    ):
-        self.fleet = fleet
-        self.buckets = buckets
-        self.num_buffers = num_buffers
-        self.timeout_s = timeout_s
-        self.straggler_s = straggler_s
-        self.pause = pause
-        self.plan_info = plan_info
-        self.copy = copy
-        self.copies_only = copies_only
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        self.workers: list[ServerWorker] = []
-        self.sent = -1
-        self.push_s = 0.0
-        self._closing = False
-        self._push_wanted = False
-        self._copy_wanted = False
-        self._reports: list[SyncReport] = []
-        fleet.add_listener(self._on_fleet_change)
-
-    def notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
-    def wake_workers(self, mode: Mode | None = None) -> None:
-        """Wake the workers in a mode, or all."""
-        with self.changed:
-            for worker in self.workers:
-                if mode is None or worker.mode is mode:
-                    worker.wake.notify_all()
-
-    def close(self) -> None:
-        """Every wait of the leader and the workers ends with Closing."""
-        with self.changed:
-            self._closing = True
-            self.changed.notify_all()
-            self.wake_workers()
-
-    def check(self) -> None:
-        """Raise Closing once `close` was called."""
-        if self._closing:
-            raise Closing
-
-    # Workers ask, the leader answers.
-
-    def ask_for_push(self) -> None:
-        """A server joins common pushes, and no other server would have to wait: push even if no push is due."""
-        with self.changed:
-            self._push_wanted = True
-            self.changed.notify_all()
-
-    def ask_for_copy(self) -> None:
-        """A worker needs a newer copy than there is."""
-        with self.changed:
-            self._copy_wanted = True
-            self.changed.notify_all()
-
-    def push_is_wanted(self) -> bool:
-        """Whether to push now although no push is due. Under the lock."""
-        return self._push_wanted
-
-    def copy_is_wanted(self) -> bool:
-        """Whether to make a copy, if none is in use. Under the lock."""
-        return self._copy_wanted
-
-    def begin_push(self, make: Callable[[list[str], Callable[[str, str], None]], Push]) -> Push:
-        """Invite all workers in mode COMMON to a push. `make` gets their addresses, and what to call on a drop."""
-        with self.changed:
-            workers = {worker.url: worker for worker in self.in_common()}
-            push = make(list(workers), lambda url, why: workers[url].drop(why))
-            self._push_wanted = False
-            for worker in workers.values():
-                worker.invite(push)
-        return push
-
-    def sending(self, version: int) -> None:
-        """This version is on its way to everyone: servers with older ones are no longer admitted."""
-        with self.lock:
-            self.sent = version
-
-    def push_settled(self, report: SyncReport) -> None:
-        """Every server has acknowledged a common push, or has left it."""
-        with self.changed:
-            self.push_s = report.seconds["total"]
-            self.add_report(report)
-            self.changed.notify_all()
-
-    def server_updated_alone(self, report: SyncReport) -> None:
-        """One server has got a version from the copy."""
-        with self.lock:
-            if self.copies_only:
-                self.push_s = report.seconds["total"]
-            self.add_report(report)
-
-    def copy_made(self) -> None:
-        """The copy holds a new version."""
-        with self.changed:
-            self._copy_wanted = False
-            self.changed.notify_all()
-            self.wake_workers(Mode.ALONE)
-
-    def add_report(self, report: SyncReport) -> None:
-        with self.lock:
-            self._reports = [*self._reports[-_REPORTS_MAX:], report]
-
-    def take_reports(self) -> list[SyncReport]:
-        """Pushes that ended since the last call."""
-        with self.lock:
-            reports, self._reports = self._reports, []
-        return reports
-
-    def replace_workers(self, gone: list["ServerWorker"], new: list["ServerWorker"]) -> None:
-        """The list of servers has changed."""
-        with self.lock:
-            self.workers = [worker for worker in self.workers if worker not in gone] + new
-
-    def copy_in_use(self) -> bool:
-        """Whether a worker reads the copy, or is about to. A newer copy must not deprive it of its turn each time."""
-        copy = self.copy
-        return copy is not None and (copy.readers > 0 or any(worker.may_take(copy) for worker in self.workers))
-
-    def in_common(self) -> list["ServerWorker"]:
-        """The workers that take part in common pushes."""
-        return [worker for worker in self.workers if worker.mode is Mode.COMMON and not worker.dropped]
-
-    def _on_fleet_change(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-            for worker in self.workers:
-                if worker.server.suspected:
-                    worker.wake.notify_all()
 
 
 class ServerWorker(threading.Thread):
