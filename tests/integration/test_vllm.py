@@ -136,7 +136,7 @@ class Served:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("weights")
-    first = Path(os.environ["SERVER_MODEL"]) if "SERVER_URL" in os.environ else save_tiny_qwen3(folder / "A")
+    first = Path(os.environ["SERVER_MODEL"]) if "SERVER_URL" in os.environ else save_tiny_qwen3(folder / "A", tied=True)
     return {"A": first, "B": changed(first, 7, folder / "B"), "C": changed(first, 8, folder / "C")}
 
 
