@@ -11,8 +11,7 @@ from bench_common.output import Output, Row, cell, medians
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.link import in_thread
-from torchtitan.grpo.weight_wire.transport import Group, host_store
+from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread
 
 from .raw import LOCALHOST, broadcast, receive
 from .receivers import Child

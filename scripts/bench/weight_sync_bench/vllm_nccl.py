@@ -12,7 +12,7 @@ from bench_common.process import free_port
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.link import in_thread
+from torchtitan.grpo.weight_wire.transport import in_thread
 
 from .trainer import bounded, hf_tensors, shape_source
 

@@ -21,7 +21,7 @@ from bench_common import output  # noqa: E402
 from weight_sync_bench import exposed, receivers, trainer  # noqa: E402
 
 from torchtitan.grpo.errors import UserError  # noqa: E402
-from torchtitan.grpo.weight_sync.link import in_thread  # noqa: E402
+from torchtitan.grpo.weight_wire.transport import in_thread  # noqa: E402
 
 H200_BYTES = 150_000_000_000
 

@@ -9,14 +9,13 @@ import torch
 from tests.helpers import ROOT
 from tests.helpers.published_worker import checkpoint, parameters, published
 from tests.helpers.ranks import Ranks as Processes
-from torchtitan.grpo.weight_sync.link import in_thread
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights, whole
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import Holding, joined
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS, PROTOCOL, Receiver
-from torchtitan.grpo.weight_wire.transport import Group, host_store, wait
+from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread, wait
 
 CPU = torch.device("cpu")
 

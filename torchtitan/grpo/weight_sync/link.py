@@ -1,15 +1,13 @@
 """The trainer's end of one server: its control routes, its process group, and the state of the current update."""
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -20,9 +18,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
-from torchtitan.grpo.weight_wire.transport import Group, address_towards, host_store, wait
-
-T = TypeVar("T")
+from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, address_towards, in_thread, wait
 
 _CHECK_S = 0.05
 _DRAIN_CHECK_S = 0.25
@@ -52,20 +48,6 @@ class Pause:
     in_flight: bool = True
     recompute_kv: bool = True
     drain_timeout_s: float = 600.0
-
-
-def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
-    """Run `call` in a daemon thread, so that a call that never returns blocks neither the caller nor the process."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 class ServerLink:
@@ -129,16 +111,10 @@ class ServerLink:
             deadline = time.monotonic() + self._timeout_s
             world_size = 1 + self.control.world_size()
             address = self._own_address()
-            store, port = host_store(address, self._timeout_s)
-            info = plan_info | {"backend": self._backend, "master_address": address, "master_port": port}
+            rendezvous = Rendezvous(self._backend, world_size, self._device, self._timeout_s, address)
+            info = plan_info | {"backend": self._backend, "master_address": address, "master_port": rendezvous.port}
             info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self._timeout_s}
-
-            def join() -> Group:
-                return Group(self._backend, store, 0, world_size, self._device, self._timeout_s, address)
-
-            served = in_thread(lambda: self.control.init_transfer(info), "weight-sync-init")
-            joined = in_thread(join, "weight-sync-join")
-            self._group = self._both_ends(served, joined, deadline)
+            self._group = self._both_ends(lambda: self.control.init_transfer(info), rendezvous, deadline)
 
     def _own_address(self) -> str:
         """This machine's address on the route to the server."""
@@ -146,17 +122,24 @@ class ServerLink:
         assert where.hostname is not None  # config/urls.py refuses addresses without a host
         return address_towards(where.hostname, where.port or 80)
 
-    def _both_ends(self, served: "Future[None]", joined: "Future[Group]", deadline: float) -> Group:
-        """Wait until the server's call has returned and this end has joined."""
-        while not (served.done() and joined.done()):
-            if served.done():
-                served.result()  # raises the server's error now: it will not join
-            self.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError("timed out waiting for the server to join the weight-transfer group")
-            time.sleep(0.005)
-        served.result()
-        return joined.result()
+    def _both_ends(self, serve: Callable[[], None], rendezvous: Rendezvous, deadline: float) -> Group:
+        """Make the call that has the server join, and wait until it has returned and this end has joined too."""
+        served, joined = in_thread(serve, "weight-sync-init"), rendezvous.joined
+        try:
+            while not (served.done() and joined.done()):
+                if served.done():
+                    served.result()  # raises the server's error now: it will not join
+                self.check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out waiting for the server to join the weight-transfer group")
+                time.sleep(0.005)
+            served.result()
+            return rendezvous.group()
+        except BaseException:
+            rendezvous.give_up()
+            raise
+        finally:
+            del served, joined  # their error's traceback has this frame
 
     def stop(self, version: int) -> None:
         """Pause the server, as `Pause` says, for an update to this version or a newer one."""
@@ -296,18 +279,17 @@ class ServerLink:
             self.close()
             raise
         except (RuntimeError, OSError) as error:  # TimeoutError is an OSError
-            cause: BaseException = error
+            cause = str(error)
             if not isinstance(error, TimeoutError) and self._update is not None:
-                cause = self._update_failure(_SERVER_SAYS_WHY_S) or error
+                cause = self._update_failure(_SERVER_SAYS_WHY_S) or cause
             self.close()
             raise WeightSyncError(self.url, phase, self._version, self.bytes_done, cause) from error
 
-    def _update_failure(self, timeout_s: float) -> BaseException | None:
-        """The error of the server's update call, if it fails within `timeout_s`."""
-        try:
-            return self._update.exception(timeout_s)
-        except FutureTimeoutError:
-            return None
+    def _update_failure(self, timeout_s: float) -> str:
+        """The error of the server's update call, if it fails within `timeout_s`; else ""."""
+        with suppress(FutureTimeoutError):
+            return str(self._update.exception(timeout_s) or "")
+        return ""
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

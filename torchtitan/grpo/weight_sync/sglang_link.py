@@ -16,10 +16,10 @@ from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import DiskFeed
-from torchtitan.grpo.weight_sync.link import ServerLink, in_thread
+from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
-from torchtitan.grpo.weight_wire.transport import Group, host_store, wait
+from torchtitan.grpo.weight_wire.transport import Rendezvous, in_thread, wait
 
 _DRAIN_LOOK_S = 0.02
 
@@ -41,22 +41,19 @@ class SglangLink(ServerLink):
             self._leave()
             name = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}"
             address = self._own_address()
-            store, port = host_store(address, self._timeout_s)
             prefixes = (
                 name,
                 f"{name}/",
                 "cuda/" if self._backend == "nccl" else "cpu/",
             )  # as SGLang's torch nests them
-
-            def join() -> Group:
-                return Group(
-                    self._backend, store, 0, world_size, self._device, self._timeout_s, address, prefixes, hello=False
-                )
-
-            served = in_thread(
-                lambda: self.control.join_group(name, self._backend, address, port, world_size), "weight-sync-init"
+            rendezvous = Rendezvous(
+                self._backend, world_size, self._device, self._timeout_s, address, prefixes=prefixes, hello=False
             )
-            self._group = self._both_ends(served, in_thread(join, "weight-sync-join"), deadline)
+
+            def serve() -> None:
+                self.control.join_group(name, self._backend, address, rendezvous.port, world_size)
+
+            self._group = self._both_ends(serve, rendezvous, deadline)
             self._name = name
 
     def _leave(self) -> None:

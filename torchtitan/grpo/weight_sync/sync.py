@@ -18,7 +18,7 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.disk import DiskCopy
-from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError, in_thread
+from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.published import PublishedWeights
 from torchtitan.grpo.weight_sync.push import HostCopy, VersionCopy
@@ -28,6 +28,7 @@ from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+from torchtitan.grpo.weight_wire.transport import in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
+
 _POLL_S = 0.0002
 _POLL_MAX_S = 0.05
 _LOOK_S = 0.25
+_PREFIX = "torchtitan_grpo"
 _ABANDONED = "abandoned"
+_HERE = "here"
+"""Prefix of the keys with which ranks say that they are about to join."""
+_JOIN_POLL_S = 0.005
+_WORD_S = 0.5
+"""How long a rendezvous that is given up goes on telling so."""
 _NCCL_TIMEOUT_FACTOR = 10.0
 _GLOO_TIMEOUT_MARGIN_S = 5.0
 _ABORT_POLL_S = 0.05
@@ -28,6 +39,22 @@ _constructing = threading.Lock()
 _ending = threading.Lock()
 _destroying: set[threading.Thread] = set()
 _exiting = False
+
+
+def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
+    """Run `call` in a daemon thread, so that a call that never returns blocks neither the caller nor the process."""
+    future: Future[T] = Future()
+    threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
+    return future
+
+
+def _run(call: Callable[[], T], future: "Future[T]") -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del call, future  # the error's traceback has this frame: together they would keep each other alive
 
 
 def address_towards(host: str, port: int) -> str:
@@ -53,6 +80,46 @@ def host_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """The rendezvous store that `host_store` made."""
     return dist.TCPStore(address, port, None, False, timedelta(seconds=timeout_s))
+
+
+class Rendezvous:
+    """Where the ranks of one group meet, and rank 0's way into the group, in a thread.
+
+    The thread has a connection to the store, but not the store itself. So `give_up` can end it, wherever it waits, by
+    taking the store away.
+
+    Args:
+        address: This machine's, on the route to the other end. The store listens there, at `port`.
+        options: The other arguments of rank 0's `Group`.
+    """
+
+    def __init__(self, backend: str, size: int, device: torch.device, timeout_s: float, address: str, **options: Any):
+        store, self.port = host_store(address, timeout_s)
+        self._store: dist.Store | None = store
+        connection = join_store(address, self.port, timeout_s)
+        self.joined = in_thread(
+            lambda: Group(backend, connection, 0, size, device, timeout_s, address, **options), "weight-sync-join"
+        )
+
+    def group(self) -> "Group":
+        """The group that rank 0 has joined. It keeps the store. Raises what joining raised."""
+        group = self.joined.result()
+        group.hosts, self._store = self._store, None
+        return group
+
+    def give_up(self) -> None:
+        """The group will not come about. Waits for half a second at most."""
+        self.joined.add_done_callback(_abort_late)
+        if self._store is not None:
+            with suppress(RuntimeError):
+                dist.PrefixStore(_PREFIX, self._store).set(_ABANDONED, "1")  # so that ranks which look end quietly
+            futures.wait([self.joined], timeout=_WORD_S)
+            self._store = None
+
+
+def _abort_late(joined: "Future[Group]") -> None:
+    if joined.exception() is None:
+        joined.result().abort()
 
 
 @contextmanager
@@ -86,8 +153,8 @@ def _destroy_no_more() -> None:
 class Group:
     """Rank 0 is the trainer's; ranks 1.. are one server's workers.
 
-    Joining blocks until all ranks have joined. Gloo and the store bound it by `timeout_s`. NCCL's own set-up has no
-    bound, so a caller that must not hang joins in a thread and can give up on it.
+    Joining blocks until all ranks have joined. Ranks first wait for one another in the store, bounded by `timeout_s`:
+    that wait can be given up, while gloo's own set-up takes no word, and NCCL's does not even have a bound.
 
     The group's own timeout is longer than `timeout_s`. So a `wait` here fires first, and its error says what was waited
     for. With NCCL it is much longer: its watchdog must never act. Gloo can cancel an operation only by that timeout, so
@@ -103,7 +170,7 @@ class Group:
         device: torch.device,
         timeout_s: float,
         address: str,
-        prefixes: Sequence[str] = ("torchtitan_grpo",),
+        prefixes: Sequence[str] = (_PREFIX,),
         hello: bool = True,
     ):
         """Join the group.
@@ -111,7 +178,7 @@ class Group:
         Args:
             address: This machine's, on the route to the other end; gloo binds to it.
             prefixes: Prefixes of keys in the store, wrapped in this order. The other end has the same ones.
-            hello: Run a first all-reduce; the other end must do so too.
+            hello: Wait for all ranks before joining, and run a first all-reduce. The other end must do so too.
 
         Raises:
             TimeoutError, RuntimeError: The other end did not join in time, or failed.
@@ -123,8 +190,11 @@ class Group:
         for prefix in prefixes:
             store = dist.PrefixStore(prefix, store)
         self._store = store
+        self.hosts: dist.Store | None = None  # of rank 0: it lives as long as the group
         self._next_look = 0.0
         self._works: list[dist.Work] = []  # gloo operations that may be running
+        if hello:
+            self._meet(timeout_s)
         if backend == "nccl":
             torch.cuda.set_device(device)
             options = dist.ProcessGroupNCCL.Options()
@@ -143,9 +213,28 @@ class Group:
             return
         # The first collective creates NCCL's communicator. Run it here, where both ends are present.
         ranks = torch.ones(1, dtype=torch.int64, device=device)
-        wait(self.all_reduce(ranks), time.monotonic() + timeout_s, "the first all_reduce of a weight-transfer group")
-        if ranks.item() != size:
-            raise RuntimeError(f"weight-transfer group: {ranks.item()} ranks answered, expected {size}")
+        what = "the first all_reduce of a weight-transfer group"
+        try:
+            wait(self.all_reduce(ranks), time.monotonic() + timeout_s, what)
+            if ranks.item() != size:
+                raise RuntimeError(f"weight-transfer group: {ranks.item()} ranks answered, expected {size}")
+        except BaseException:
+            self.abort()  # not by the destructor, which waits
+            raise
+
+    def _meet(self, timeout_s: float) -> None:
+        """Wait until every rank is about to join."""
+        deadline = time.monotonic() + timeout_s
+        self._store.set(f"{_HERE}/{self.rank}", "1")
+        keys = [f"{_HERE}/{rank}" for rank in range(self.size)]
+        pause_s = _JOIN_POLL_S
+        while not self._store.check(keys):
+            if self._store.check([_ABANDONED]):
+                raise RuntimeError("the other end has given this connection up")
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out waiting for all ranks to join the weight-transfer group")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:
         """Start sending `tensor` from rank 0 to every rank. Keep it alive and unchanged until the work is done."""

@@ -1,0 +1,66 @@
+"""Connections to a real embedded server, hundreds of them: what they leave behind in the process."""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.helpers.embedded_servers import ServerThread
+from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
+from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_to_json
+from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+
+CPU = torch.device("cpu")
+PLAN = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
+INFO = {"protocol": PROTOCOL, "num_buffers": 1, "verify": True, "plan": PLAN}
+
+
+@pytest.fixture
+def server() -> Iterator[ServerThread]:
+    server = ServerThread(0)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def link(server: ServerThread) -> ServerLink:
+    control = VllmControl(server.url, None, 60.0)
+    return ServerLink(control, "gloo", CPU, 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
+
+
+def refused(link: ServerLink) -> None:
+    with pytest.raises(WeightSyncError, match="weight transfer protocol 0 from the trainer"):
+        link.connect(INFO | {"protocol": 0})
+
+
+def accepted(link: ServerLink) -> None:
+    link.connect(INFO)
+    link.close()
+
+
+def used() -> tuple[int, int]:
+    """Threads and file descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("attempt", [refused, accepted])
+def test_connections_leave_no_threads_and_no_descriptors(link: ServerLink, attempt: Callable[[ServerLink], None]):
+    """Without the garbage collector, which a trainer runs rarely."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            attempt(link)
+        before = used()
+        for _ in range(25):
+            attempt(link)
+        deadline = time.monotonic() + 5
+        while any(now > then + 5 for now, then in zip(used(), before, strict=True)):
+            assert time.monotonic() < deadline, f"threads and descriptors: {before}, then {used()}"
+            time.sleep(0.05)
+    finally:
+        gc.enable()
