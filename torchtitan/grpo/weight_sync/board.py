@@ -130,7 +130,7 @@ class Board:
         """Invite all workers in mode COMMON to a push. `make` gets their addresses, and what to call on a drop."""
         with self.changed:
             workers = {worker.url: worker for worker in self.in_common()}
-            push = make(list(workers), lambda url, why: workers[url].drop(why))
+            push = make(list(workers), lambda url, why: workers[url].drop(push, why))
             self._push_wanted = False
             for worker in workers.values():
                 worker.invite(push)

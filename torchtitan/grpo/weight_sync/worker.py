@@ -1,5 +1,6 @@
 """One thread per server, on rank 0."""
 
+import gc
 import logging
 import pkgutil
 import threading
@@ -26,7 +27,14 @@ that was restarted between two pushes is not mistaken for the one that has our w
 _HEALTH_FAILURES_MAX = 3
 _SUSPECT_LOOK_S = 0.5
 _BACKOFF_S = 0.5
-_BACKOFF_MAX_S = 10.0
+_BACKOFF_DOUBLINGS_MAX = 7
+_DEAD_S = 5.0
+"""Longest pause before the health of a lost server is asked again: it must be back soon after it is healthy."""
+_REFUSES_S = 60.0
+"""Longest pause before a healthy server that failed is connected again, which costs a process group at both ends."""
+_COLLECT_EVERY = 100
+"""Losses between two full collections of garbage. The trainer collects young garbage only, and what a connection left
+may be old by the time it is garbage."""
 
 
 class ServerWorker(threading.Thread):
@@ -34,7 +42,7 @@ class ServerWorker(threading.Thread):
 
     Attributes:
         mode: How the server gets its weights now.
-        dropped: Why the leader goes on without this server, until it has connected again; "" if it does not.
+        dropped: Why the leader goes on without this server in the push that it is invited to; "" if it does not.
         wake: Notified when there is something to do.
     """
 
@@ -53,7 +61,9 @@ class ServerWorker(threading.Thread):
         self._given = -1  # on this connection
         self._removed = False
         self._retry_at = 0.0
-        self._backoff_s = _BACKOFF_S
+        self._dead = False
+        self._failures = 0  # in a row, all deaths or all refusals
+        self._losses = 0
         self._health_failures = 0
         self._next_look = 0.0
 
@@ -75,7 +85,6 @@ class ServerWorker(threading.Thread):
         """Form the process group. The main thread calls it before the worker starts, the worker afterwards."""
         self._given = -1
         self.link.connect(self._board.plan_info)
-        self._backoff_s = _BACKOFF_S
         self._health_failures = 0
 
     def invite(self, push: Push) -> None:
@@ -83,10 +92,12 @@ class ServerWorker(threading.Thread):
         self._push = push
         self.wake.notify()
 
-    def drop(self, why: str) -> None:
-        """The leader goes on without this server, which may still be busy with the previous push."""
-        self.dropped = why
-        self._board.fleet.withdraw(self.server, why, lost=False)
+    def drop(self, push: Push, why: str) -> None:
+        """The leader goes on with `push` without this server, which may still be busy with the previous one."""
+        with self._board.lock:
+            if push is self._push:  # else it has left by itself, and may have connected again
+                self.dropped = why
+                self._board.fleet.withdraw(self.server, why, lost=False)
 
     def remove(self) -> None:
         """The server is no longer listed: leave it."""
@@ -139,7 +150,6 @@ class ServerWorker(threading.Thread):
             seconds = self.link.update(seat, board.buckets, board.num_buffers)
         except Dropped as why:
             # The server has a mix of two versions: connect again, at once.
-            self.dropped = ""
             self._leave_push(push)
             board.fleet.withdraw(self.server, str(why), lost=False)
             self.link.close()
@@ -148,12 +158,15 @@ class ServerWorker(threading.Thread):
             self._leave_push(push)
             self._lose(error)
         else:
-            self._given = push.version
-            if not self.dropped:
-                board.fleet.admit(self.server, push.version)
+            self._has_given(push.version)
             with board.changed:
+                late = bool(self.dropped) and push.version < board.sent
                 if self._push is push:  # else the next one is here already
-                    self._push = None
+                    self._push, self.dropped = None, ""
+                if late:
+                    self.mode = Mode.ALONE
+                elif not self.dropped:
+                    board.fleet.admit(self.server, push.version)
             push.ended(self.url, seconds)
         finally:
             self.link.check = board.check
@@ -184,7 +197,7 @@ class ServerWorker(threading.Thread):
             with board.changed:
                 copy.release()
                 board.changed.notify_all()
-        self._given = version
+        self._has_given(version)
         with board.changed:
             newest = version >= board.sent
             own_s = seconds["total"] - seconds.get("drain", 0.0)
@@ -213,13 +226,18 @@ class ServerWorker(threading.Thread):
 
     def _reconnect(self) -> None:
         board = self._board
-        self._wait(lambda: time.monotonic() >= self._retry_at, self._retry_at - time.monotonic())
-        if time.monotonic() < self._retry_at or self._removed:
+        pause_s = min(self._retry_at - time.monotonic(), _DEAD_S)
+        if self._wait(lambda: self._removed, pause_s):
             return
         try:
             if not self.server.control.is_healthy():
-                self._lose("it is not healthy")
-                return
+                raise EngineError("it is not healthy")
+        except (UserError, EngineError) as error:
+            self._lose(error, dead=True)
+            return
+        if time.monotonic() < self._retry_at:
+            return  # it is there, and refused a moment ago
+        try:
             self.server.check()
             self.connect()
         except (WeightSyncError, UserError, EngineError) as error:
@@ -239,13 +257,13 @@ class ServerWorker(threading.Thread):
         self._next_look = time.monotonic() + _SUSPECT_LOOK_S
         try:
             if not server.control.is_healthy():
-                self._lose("it is not healthy")
+                self._lose("it is not healthy", dead=True)
                 return
             reported = server.control.weight_version()
         except (EngineError, UserError) as error:
             self._health_failures += 1
             if not isinstance(error, NoReply) or self._health_failures >= _HEALTH_FAILURES_MAX:
-                self._lose(error)
+                self._lose(error, dead=True)
             return
         self._health_failures = 0
         if reported not in (None, str(self._given)) and self._given >= 0:
@@ -273,18 +291,27 @@ class ServerWorker(threading.Thread):
                 self.wake.wait(min(deadline, self._next_look if look else deadline) - now)
             return True
 
-    def _lose(self, reason: object) -> None:
+    def _has_given(self, version: int) -> None:
+        self._given, self._failures = version, 0
+
+    def _lose(self, reason: object, dead: bool = False) -> None:
+        """Connect again, after a pause that grows with each failure in a row. Death and refusal are counted apart."""
         self.link.close()
-        self.dropped = ""
         self.mode = Mode.LOST
-        self._retry_at = time.monotonic() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_MAX_S)
+        if dead is not self._dead:
+            self._dead, self._failures = dead, 0
+        pause_s = min(_BACKOFF_S * 2**self._failures, _DEAD_S if dead else _REFUSES_S)
+        self._failures = min(self._failures + 1, _BACKOFF_DOUBLINGS_MAX)
+        self._retry_at = time.monotonic() + pause_s
+        self._losses += 1
+        if self._losses % _COLLECT_EVERY == 0:
+            gc.collect()
         self._board.fleet.withdraw(self.server, str(reason))
         self._board.wake_workers(Mode.ALONE)  # perhaps no other server is left that would have to wait for them
 
     def _leave_push(self, push: Push | None = None) -> None:
         """Leave this push, and the one that may have come since."""
         with self._board.changed:
-            invited, self._push = self._push, None
+            invited, self._push, self.dropped = self._push, None, ""
         for each in {push, invited} - {None}:
             each.ended(self.url, None)

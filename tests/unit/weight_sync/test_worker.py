@@ -1,0 +1,178 @@
+"""One server's worker beside a real board and fleet: when it connects again, and what a drop leaves behind."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.weight_sync import worker as worker_module
+from torchtitan.grpo.weight_sync.board import Board, Mode
+from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
+from torchtitan.grpo.weight_sync.push import Push, VersionCopy
+from torchtitan.grpo.weight_sync.worker import ServerWorker
+
+LATE_S = 0.05
+
+
+class Link:
+    """Of a server that refuses to connect, or takes `update_s` for a version."""
+
+    def __init__(self, update_s: float, refuses: bool = False) -> None:
+        self.check: Callable[[], None] = lambda: None
+        self.update_s, self.refuses = update_s, refuses
+        self.connected: list[float] = []
+
+    def connect(self, plan_info: dict) -> None:
+        self.connected.append(time.monotonic())
+        if self.refuses:
+            raise WeightSyncError("http://server", "connect", -1, 0, "HTTP 500")
+
+    def stop(self, version: int) -> None:
+        pass
+
+    def update(self, feed, buckets: list, num_buffers: int) -> dict[str, float]:
+        deadline = time.monotonic() + self.update_s
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.001)
+        feed.let_go(1)
+        return {"total": self.update_s}
+
+    def close(self) -> None:
+        pass
+
+
+class Copy(VersionCopy):
+    def feed(self) -> SimpleNamespace:
+        return SimpleNamespace(version=self.version, let_go=lambda count: None)
+
+
+class Servers:
+    """Workers of some servers; no leader."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        links: list[Link],
+        mode: Mode = Mode.COMMON,
+        healthy: Callable[[], bool] = lambda: True,
+    ):
+        by_url = {f"http://server{i}": link for i, link in enumerate(links)}
+        control = SimpleNamespace(is_healthy=healthy, weight_version=lambda: None)
+        monkeypatch.setattr(ServerWorker, "_make_link", staticmethod(lambda server, *_: by_url[server.url]))
+        self.fleet = Fleet(list(by_url), lambda url: Server(url, control), min_servers=0)
+        buckets = [SimpleNamespace(index=0, payload_bytes=1)]
+        self.board = Board(self.fleet, buckets, 1, 10.0, LATE_S, Pause(), {}, Copy(), copies_only=False)
+        self.workers = self.board.workers = [ServerWorker(s, self.board, "gloo", None) for s in self.fleet.servers]
+        for worker in self.workers:
+            worker.mode = mode
+
+    def push(self, version: int) -> Push:
+        """To the servers that take part in pushes. Those that are late are dropped."""
+        push = self.board.begin_push(lambda urls, on_drop: Push(version, 1, 1, urls, LATE_S, on_drop))
+        self.board.sending(version)
+        push.offer(None, None)
+        push.complete([], {})
+        return push
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Servers]]:
+    made: list[Servers] = []
+
+    def make(*args, **kwargs) -> Servers:
+        made.append(Servers(monkeypatch, *args, **kwargs))
+        for worker in made[-1].workers:
+            worker.start()
+        return made[-1]
+
+    yield make
+    for servers in made:
+        servers.board.close()
+        for worker in servers.workers:
+            worker.join(10)
+            assert not worker.is_alive()
+
+
+def until(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_two_stragglers_of_one_drop_take_part_in_later_pushes(make):
+    """Listeners take so long with the first one's drop that the second one has connected again before its own."""
+    links = [Link(0.0), Link(0.2), Link(0.2)]
+    servers = make(links)
+    _, *late = servers.workers
+    leader = threading.current_thread()
+    servers.fleet.add_listener(lambda: time.sleep(0.1) if threading.current_thread() is leader else None)
+    servers.push(1)
+    until(lambda: all(worker.mode is Mode.ALONE for worker in late))
+    for link in links:
+        link.update_s = 0.0
+    servers.board.copy.complete(1, [])
+    servers.board.copy_made()
+    until(lambda: len(servers.fleet.eligible(1)) == 3)
+    assert servers.board.in_common() == servers.workers
+    servers.push(2)
+    until(lambda: len(servers.fleet.eligible(2)) == 3)
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_a_server_that_finishes_as_it_is_dropped_is_not_left_out(make, newest):
+    """It has the whole version. It enters traffic if that is the newest."""
+    servers = make([Link(0.0)])
+    (worker,) = servers.workers
+    begun, finish = threading.Event(), threading.Event()
+
+    def update(feed, buckets: list, num_buffers: int) -> dict[str, float]:
+        begun.set()
+        assert finish.wait(10)
+        return {"total": 1.0}
+
+    worker.link.update = update
+    push = servers.board.begin_push(lambda urls, on_drop: Push(1, 1, 1, urls, LATE_S, on_drop))
+    assert begun.wait(10)
+    with servers.board.lock:
+        worker.drop(push, "late")
+        servers.board.sending(newest)
+    assert servers.board.in_common() == []
+    finish.set()
+    until(lambda: servers.board.in_common() == [worker])
+    assert servers.fleet.servers[0].in_traffic is (newest == 1)
+    assert servers.board.push_is_wanted() is (newest == 2), "no other server would have to wait for it"
+
+
+def test_a_server_that_refuses_is_left_alone_and_one_that_was_dead_is_back_soon(make, monkeypatch):
+    monkeypatch.setattr(worker_module, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(worker_module, "_DEAD_S", 0.05)
+    monkeypatch.setattr(worker_module, "_REFUSES_S", 0.64)
+    alive, asked = True, 0
+
+    def healthy() -> bool:
+        nonlocal asked
+        asked += 1
+        if not alive:
+            raise EngineError("nobody listens there")
+        return True
+
+    link = Link(0.0, refuses=True)
+    make([link], Mode.LOST, healthy)
+    until(lambda: len(link.connected) == 9)
+    pauses = [after - before for before, after in zip(link.connected, link.connected[1:], strict=False)]
+    assert sum(pauses[:4]) < 0.3 and min(pauses[6:]) > 0.5, pauses
+    alive, asked = False, 0
+    until(lambda: asked >= 8)
+    before = asked
+    time.sleep(0.3)
+    assert asked - before >= 3, "it is asked for its health often"
+    alive, link.refuses = True, False
+    since = time.monotonic()
+    until(lambda: len(link.connected) == 10)
+    assert link.connected[-1] - since < 0.3
