@@ -178,12 +178,19 @@ class WeightSync:
         self._packer.snapshots.order_writes_after()
 
     def drain(self) -> None:
-        """Wait, bounded, until all servers that take part in pushes have the newest version. Call on every rank."""
+        """Wait, bounded, until all servers have the newest version, those that are fed alone too. Call on every rank.
+
+        So no server is left paused, or with a torn version. A server that is lost is not waited for.
+        """
         if self._board is None:
             self._wait_for_push(self._newest)
             return
+        board, version = self._board, self._newest
         with self.hurry():
-            self._wait_for_push(self._newest)
+            self._wait_for_push(version)
+            if version >= 0:
+                what = f"all servers to have version {version}"
+                self._wait_until(lambda: all(worker.is_settled(version) for worker in board.workers), what)
 
     @contextmanager
     def hurry(self) -> Iterator[None]:

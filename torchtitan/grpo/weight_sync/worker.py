@@ -105,6 +105,11 @@ class ServerWorker(threading.Thread):
             self._removed = True
             self.wake.notify_all()
 
+    def is_settled(self, version: int) -> bool:
+        """Whether the server serves this version or a newer one, or is lost and not being fed."""
+        server = self.server
+        return self.mode is Mode.LOST if server.lost else server.in_traffic and server.version >= version
+
     def may_take(self, copy: VersionCopy) -> bool:
         """Whether it waits for a copy, and this one is newer than what the server has and not older than `sent`."""
         return self._awaits_copy and copy.version > self._has and copy.version >= self._board.sent
