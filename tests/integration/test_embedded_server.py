@@ -30,7 +30,8 @@ from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
-from torchtitan.grpo.weight_wire.transport import Group, host_store, wait
+from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread, wait
 
 LONG = 900
 """Answer tokens of a request that is still running when the test does something else: about 1 s."""
@@ -354,7 +355,7 @@ class Trainer:
         self.control = control
         self.buckets = plan_buckets(specs, 64 << 10)
         store, port = host_store("127.0.0.1", 20.0)
-        info = {"protocol": 1, "backend": "gloo", "master_address": "127.0.0.1", "master_port": port}
+        info = {"protocol": PROTOCOL, "backend": "gloo", "master_address": "127.0.0.1", "master_port": port}
         info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 20.0, "verify": True}
         joined = threading.Thread(target=control.init_transfer, args=(info | {"plan": plan_to_json(self.buckets)},))
         joined.start()
@@ -461,6 +462,22 @@ def test_an_update_that_leaves_something_out_is_refused(model_dir: Path, referen
             trainer.send(tensors, 1)
         with pytest.raises(ServerError, match="mix of two versions"):
             control.resume()
+
+
+def test_a_trainer_that_never_joins_stops_no_answers(server: EmbeddedServer) -> None:
+    """Its store answers, but it does not come. Once it is gone, so is its connection."""
+    store, port = host_store("127.0.0.1", 20.0)
+    info = {"protocol": PROTOCOL, "backend": "gloo", "master_address": "127.0.0.1", "master_port": port}
+    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 20.0, "verify": True}
+    info["plan"] = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
+    joining = in_thread(lambda: VllmControl(server.url, None, 30.0).init_transfer(info), "test-join")
+    while not store.check(["torchtitan_grpo/here/1"]):
+        time.sleep(0.01)
+    started = time.monotonic()
+    assert run(generate(server.url, [3], SamplingParams(1, 1.0, 1)))
+    assert time.monotonic() - started < 5 and not joining.done()
+    del store
+    assert isinstance(joining.exception(10), ServerError)
 
 
 def test_nan_weights_are_an_error_for_every_request(reference, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ _PREFIX = "torchtitan_grpo"
 _ABANDONED = "abandoned"
 _HERE = "here"
 """Prefix of the keys with which ranks say that they are about to join."""
+_GIVEN_UP = "this end has given the transfer up"
 _JOIN_POLL_S = 0.005
 _WORD_S = 0.5
 """How long a rendezvous that is given up goes on telling so."""
@@ -44,6 +45,7 @@ _exiting = False
 def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
     """Run `call` in a daemon thread, so that a call that never returns blocks neither the caller nor the process."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who gives up the wait cannot cancel it
     threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
     return future
 
@@ -241,13 +243,17 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        return self._started(self._pg.broadcast([tensor], options))
+        return self._started(lambda pg: pg.broadcast([tensor], options))
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Start a sum over all ranks, in place."""
-        return self._started(self._pg.allreduce([tensor]))
+        return self._started(lambda pg: pg.allreduce([tensor]))
 
-    def _started(self, work: dist.Work) -> dist.Work:
+    def _started(self, start: Callable[[Any], dist.Work]) -> dist.Work:
+        pg = self._pg
+        if pg is None:  # by another thread
+            raise RuntimeError(_GIVEN_UP)
+        work = start(pg)
         if self.backend == "gloo":
             self._works = [w for w in self._works if not w.is_completed()] + [work]
         return work
@@ -256,8 +262,10 @@ class Group:
         """For waits of ranks 1..: raise if rank 0 has given up the group. NCCL itself does not report that.
 
         Raises:
-            RuntimeError: Rank 0 has given up, or its store is gone.
+            RuntimeError: Rank 0 has given up, or its store is gone, or this end has given up.
         """
+        if self._pg is None:
+            raise RuntimeError(_GIVEN_UP)
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_S

@@ -7,6 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class EmbeddedApp:
         self._waiting: dict[Request, asyncio.Future] = {}
         self._cohorts: dict[str, Cohort] = {}
         self._receiver: Any = None
+        self._joining: Future | None = None
         self._update: ModelUpdate | None = None
         self._torn = False
 
@@ -241,14 +243,25 @@ class EmbeddedApp:
     async def init_weight_transfer_engine(self, http: web.Request) -> web.Response:
         # Imported here: a server that never gets an update does not need process groups.
         from torchtitan.grpo.weight_wire.receiver import Receiver
+        from torchtitan.grpo.weight_wire.transport import in_thread
 
         init_info = (await _json(http)).get("init_info")
         if not isinstance(init_info, dict):
             raise BadRequest("init_info must be an object")
         if self._receiver is not None:
-            await self._call(self._receiver.close)
+            self._receiver.close()
             self._receiver = None
-        self._receiver = await self._call(lambda: Receiver(init_info, self.generator.model.device, rank_in_server=0))
+        # A trainer may never join. Generation does not wait for it, and a newer connection takes its place.
+        joining = self._joining = in_thread(lambda: Receiver(init_info, self.generator.model.device), "weight-transfer")
+        try:
+            receiver = await asyncio.wrap_future(joining)
+        except asyncio.CancelledError:  # the trainer has hung up
+            joining.add_done_callback(_close_late)
+            raise
+        if joining is not self._joining:
+            receiver.close()
+            raise BadRequest("another trainer has connected since")
+        self._receiver = receiver
         return web.json_response({"message": "Weight transfer initialized"})
 
     async def start_weight_update(self, _: web.Request) -> web.Response:
@@ -260,14 +273,15 @@ class EmbeddedApp:
         return web.json_response({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        update, update_info = self._update, (await _json(http)).get("update_info")
-        if update is None:
+        update_info = (await _json(http)).get("update_info")
+        update, receiver = self._update, self._receiver
+        if update is None or receiver is None:
             raise BadRequest("call /start_weight_update first")
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
         # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
         self._torn, self._update = True, None
-        await self._call(lambda: self._receiver.receive(update_info, update.load, update.check_complete))
+        await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete))
         self._update = update
         return web.json_response({"message": "Weights updated"})
 
@@ -307,6 +321,11 @@ class EmbeddedApp:
 
     async def weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.generator.version})
+
+
+def _close_late(joining: Future) -> None:
+    if joining.exception() is None:
+        joining.result().close()
 
 
 def _choice(index: int, row: AnswerRow) -> dict:
