@@ -353,6 +353,22 @@ def test_kl_estimators_by_formula_and_in_expectation():
     assert (kl_estimate(log_p, log_q, "k3") >= 0).all()
 
 
+def test_k3_far_from_the_reference_never_pushes_away_from_it():
+    """Value and gradient, against the formula and finite differences, on both sides of the bound on log q/p."""
+    log_ratios = [-300.0, -30.0, -1.0, 0.0, 1.0, 10.0, 19.9, 20.1, 25.0, 300.0]
+    logprobs = (-torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
+    reference = torch.zeros_like(logprobs)
+    values = kl_estimate(logprobs, reference, "k3")
+    (gradient,) = torch.autograd.grad(values.sum(), logprobs)
+    bounded = [min(x, 20.0) for x in log_ratios]
+    assert values.tolist() == pytest.approx([math.expm1(x) - x for x in bounded], rel=1e-12)
+    assert gradient.tolist() == pytest.approx([-math.expm1(x) if x < 20 else 0.0 for x in log_ratios], rel=1e-12)
+    with torch.no_grad():
+        above, below = (kl_estimate(logprobs + step, reference, "k3") for step in (1e-6, -1e-6))
+    torch.testing.assert_close((above - below) / 2e-6, gradient, rtol=1e-5, atol=1e-5)
+    assert (values.diff() >= 0)[3:].all(), "more divergence never costs less"
+
+
 def test_mismatch_sums():
     trainer, sampler = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, 5.0])
     sums = mismatch_sums(trainer, sampler, torch.tensor([0.5, 0.5, 0.0]))
@@ -472,4 +488,4 @@ def test_age_sums_of_nothing_and_of_values_without_bounds():
     assert sums["age_tokens"].tolist() == sums["age_clipped_tokens"].tolist() == [1, 1]
     assert sums["age_ratio_sum"].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
     assert sums["age_ratio_squared_sum"].tolist() == pytest.approx([math.exp(40), math.exp(-40)])
-    assert sums["age_mismatch_kl_sum"].tolist() == pytest.approx([math.exp(20) - 1 - 899, math.exp(-499) - 1 + 499])
+    assert sums["age_mismatch_kl_sum"].tolist() == pytest.approx([math.exp(20) - 1 - 20, math.exp(-499) - 1 + 499])

@@ -85,7 +85,8 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
     """Schulman's estimators [T] of KL(policy || reference) from samples of the policy; differentiable in logprobs.
 
     k1 = log p/q, unbiased; k2 = (log p/q)^2 / 2, biased, low variance; k3 = q/p - 1 - log q/p, unbiased and never
-    negative. As a loss term, k1's own gradient is zero in expectation: it belongs in the reward.
+    negative. As a loss term, k1's own gradient is zero in expectation: it belongs in the reward. k3's gradient is
+    1 - q/p; beyond LOG_RATIO_BOUND k3 is constant, and its gradient 0 (see `_k3`).
     """
     log_ratio = reference_logprobs - logprobs  # log q/p
     if estimator == "k1":
@@ -93,7 +94,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
     if estimator == "k2":
         return log_ratio.square() / 2
     if estimator == "k3":
-        return log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio
+        return _k3(log_ratio)
     raise ValueError(f"unknown estimator {estimator!r}: use 'k1', 'k2' or 'k3'")
 
 
@@ -211,7 +212,7 @@ def policy_loss(
         "clipped_high_tokens": total(result.clipped_high),
         "dual_clipped_tokens": total(result.dual_clipped),
         "ratio_sum": total(result.ratio),
-        "policy_kl_sum": total(log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio),
+        "policy_kl_sum": total(_k3(log_ratio)),
     }
     if kl is not None:
         metrics["kl_sum"] = total(kl)
@@ -276,7 +277,7 @@ def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: T
     """
     log_ratio = (trainer_logprobs - sampler_logprobs).detach().where(weights != 0, 0)
     return {
-        "mismatch_kl_sum": (log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio).sum(),
+        "mismatch_kl_sum": _k3(log_ratio).sum(),
         "mismatch_abs_sum": log_ratio.abs().sum(),
     }
 
@@ -307,7 +308,7 @@ def age_sums(
         "age_ratio_sum": ratio,
         "age_ratio_squared_sum": ratio.square(),
         "age_clipped_tokens": clipped.double(),
-        "age_mismatch_kl_sum": log_ratio.clamp(max=LOG_RATIO_BOUND).expm1() - log_ratio,
+        "age_mismatch_kl_sum": _k3(log_ratio),
     }
     per_token = torch.stack(list(values.values())).where(trained, 0)
     sums = per_token.new_zeros(len(values), max_age + 1).index_add(1, ages.clamp(0, max_age), per_token)
@@ -330,6 +331,17 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLo
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """exp(x) - 1 - x. From LOG_RATIO_BOUND on, where exp(x) would overflow, it stays at its value there: gradient 0.
+
+    The bound holds for both terms. If only exp(x) were bounded, -x would take over beyond: the value would fall, and the
+    gradient point away from the reference. verl bounds x the same way and the value by 10, so that its gradient is 0
+    from x = 2.6 on. TRL bounds neither.
+    """
+    log_ratio = log_ratio.clamp(max=LOG_RATIO_BOUND)
+    return log_ratio.expm1() - log_ratio
 
 
 def _sequence_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
