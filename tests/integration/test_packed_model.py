@@ -22,7 +22,9 @@ from torchtitan.grpo.model.packed import Documents, _by_length_class, attention_
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
 
+PAD = 7
 SHAPE = dict(
+    pad_token_id=PAD,
     vocab_size=300,
     hidden_size=64,
     intermediate_size=160,
@@ -84,6 +86,8 @@ def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, 
     reference.save_pretrained(tmp_path)
     model = packed_model(tmp_path)
     batch = samples([(3, 5), (1, 1), (17, 30), (8, 9), (40, 2), (2, 60)])
+    for sample in batch:  # transformers trains the pad token as an output, but not where it is looked up
+        sample.prompt_ids[len(sample.prompt_ids) // 2] = sample.answer_ids[len(sample.answer_ids) // 2] = PAD
     (row,) = microbatches(batch, 192, 1, pad_multiple)[0]
     logprobs, entropy = model(row, TEMPERATURE)
     loss = logprobs.sum()
@@ -96,6 +100,7 @@ def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, 
     expected_logprobs.sum().backward()
     theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
     ours = source_of(tmp_path).adapter.to_hf({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert bool(theirs["model.embed_tokens.weight"][PAD].any()) == tied
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
 

@@ -14,8 +14,10 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_models import with_biases
 
+PAD = 85  # among the most frequent tokens, and in the second rank's shard of the vocabulary
 SHAPE = dict(
     vocab_size=131,  # odd, so that FSDP2 and TP shards are uneven
+    pad_token_id=PAD,
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=2,

@@ -52,9 +52,20 @@ class ModelSource:
         """Embedding and output are one parameter."""
         return self.model_args.enable_weight_tying
 
+    @property
+    def pad_token(self) -> int | None:
+        """`pad_token_id` of config.json where the vocabulary has it. Counted from the end if negative, as in PyTorch."""
+        token, size = self.hf_config.get("pad_token_id"), self.model_args.vocab_size
+        return token % size if token is not None and -size <= token < size else None
+
     def build(self) -> nn.Module:
-        """The model on torch's current default device, its weights not initialised."""
-        return self.family.model_cls(self.model_args)
+        """The model on torch's current default device, its weights not initialised.
+
+        As in transformers, looking up the pad token does not train its embedding. As an output it is trained.
+        """
+        model = self.family.model_cls(self.model_args)
+        model.tok_embeddings.padding_idx = self.pad_token
+        return model
 
 
 def resolve_model(model_cfg: Any, seq_len: int) -> ModelSource:
