@@ -225,15 +225,13 @@ class Trainer:
                 )
                 self.weight_sync.order_writes_after()
                 self.offload.step()
+            batch.metrics["train/lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
             self.lr_schedulers.step()
         return sums, grad_norm
 
     def learned(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
         """Turn what `update` returned into metrics. Waits for the device."""
-        return policy_metrics(self._sum(sums)) | {
-            "train/grad_norm": float(grad_norm),
-            "train/lr": self.lr_schedulers.schedulers[0].get_last_lr()[0],
-        }
+        return policy_metrics(self._sum(sums)) | {"train/grad_norm": float(grad_norm)}
 
     def publish(self, wait: bool = False) -> None:
         """Publish this step's weights to the servers; with `[weight_sync] async_weight_update` in the background."""
@@ -340,6 +338,7 @@ class Trainer:
             penalties = iter((grpo.kl_coef * kl).tolist())
             rewards = [[reward - next(penalties) for reward in group] for group in rewards]
             by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
+            batch.advantages[part.start : part.stop] = by_group
             advantages = torch.tensor([a for group in by_group for a in group], device=self.device)
             for row in rows:
                 row.advantages = advantages[row.samples[row.sample_ids]]

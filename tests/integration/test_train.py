@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections import defaultdict
+from statistics import fmean
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_p
     plain = [[{k: v for k, v in s.items() if k not in validated} for s in without_times(r)] for r in (whole, resumed)]
     assert plain[0] == plain[1]
     assert len({line["train/grad_norm"] for line in whole}) == 4
+    warmup = [8e-4 * step / 4 for step in (1, 2, 3, 4)]  # as long as the schedule
+    assert [line["train/lr"] for line in whole] == pytest.approx(warmup)
 
 
 def test_the_export_is_the_trained_model_and_mismatch_stays_under_1e_4(tmp_path):
@@ -96,8 +100,19 @@ def test_two_ranks_learn_what_one_rank_learns(flags, tmp_path):
     train(tmp_path / "start", {"--training.steps": "1"})
     folder = str(tmp_path / "start" / "checkpoint" / "step-1" / "hf")
     flags = flags | {"--model.hf_assets_path": folder, "--model.weights": "hf", "--sft.steps": "0"}
+    flags |= {"--metrics.samples_per_step": "1000"}
     alone = train(tmp_path / "one", flags)
     sharded = train(tmp_path / "two", flags, ranks=2)
     for one, two in zip(alone, sharded, strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "policy/kl", "policy/entropy"):
             assert two[name] == pytest.approx(one[name], abs=2e-4), (one["step"], name)
+    samples = [json.loads(line) for line in (tmp_path / "one" / "samples.jsonl").read_text().splitlines()]
+    groups = defaultdict(list)
+    for sample in samples:
+        if sample["step"] > 1:  # in step 1 the policy is the reference
+            groups[sample["step"], sample["prompt_index"]].append(sample)
+    by_reward = [s["reward"] - fmean(s["reward"] for s in group) for group in groups.values() for s in group]
+    shown = [s["advantage"] for group in groups.values() for s in group]
+    assert (shown == pytest.approx(by_reward, abs=1e-9)) == (flags.get("--grpo.kl_placement") != "reward")
+    for group in groups.values():
+        assert sum(s["advantage"] for s in group) == pytest.approx(0, abs=1e-6)
