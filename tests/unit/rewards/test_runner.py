@@ -11,7 +11,7 @@ from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.sources import load_rows
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.functions import exact_match, math_verify, numeric_match
+from torchtitan.grpo.rewards.functions import exact_match, numeric_match
 from torchtitan.grpo.rewards.runner import RewardRunner
 
 FUNCTIONS = """
@@ -100,7 +100,24 @@ def test_exact_match_ignores_space_around_only():
         ("100000000000000001", "100000000000000000", 0.0),
         ("none", "5", 0.0),
         ("", "5", 0.0),
+        ("-$5", "-5", 1.0),
+        ("-$5", "5", 0.0),
+        ("-\\$5", "$-5", 1.0),
+        ("3/2", "1/2", 0.0),
+        ("3 / 2", "1.5", 1.0),
+        ("1.5", "6/4", 1.0),
+        ("1 1/2", "1.5", 1.0),
+        ("-1\\frac{1}{2}", "-1.5", 1.0),
+        ("\\dfrac32", "2", 0.0),
+        ("1{,}234", "1234", 1.0),
+        ("10,080", "10,\\!080", 1.0),
+        ("5/0", "5", 0.0),
+        ("1e999999999", "5", 0.0),
+        ("1e" + "9" * 50, "5", 0.0),
+        ("9" * 100000, "5", 0.0),
+        ("1 " * 100000 + "5", "5", 1.0),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_numeric_match_compares_the_last_number(text, reference, score):
     assert numeric_match(text, Prompt(0, [1], "?", reference)) == score
@@ -109,19 +126,79 @@ def test_numeric_match_compares_the_last_number(text, reference, score):
 def test_built_in_functions_refuse_a_prompt_without_reference():
     with pytest.raises(ValueError, match=r"\[data\] answer_column"):
         exact_match("", Prompt(0, [1], "?"))
-    with pytest.raises(ValueError, match="holds no number"):
-        numeric_match("1", Prompt(0, [1], "?", "one"))
+    for reference in ("one", "1/0", "1e999999999"):
+        with pytest.raises(ValueError, match="holds no number"):
+            numeric_match("1", Prompt(0, [1], "?", reference))
 
 
-def test_math_verify_works_in_a_worker_process():
+MATH_REFERENCES = {
+    r"2\sqrt{3}": ["2", "3"],
+    r"-2 + 7i": ["-2", "2", "7"],
+    r"2k+2": ["2"],
+    r"\left( 3, \frac{\pi}{2} \right)": ["3", "2"],
+    r"y = 2x + 3": ["2", "3"],
+    r"\frac{11}{36}": ["11", "36"],
+    r"-\frac{3}{4}": ["3", "4", r"\frac{3}{4}"],
+    r"3\frac{1}{2}": ["3", "1", r"\frac{1}{2}"],
+    r"\frac14": ["1", "4", "14"],
+    r"\frac{3}{2}\pi": ["3", "2", r"\frac{3}{2}"],
+    r"[-2,7]": ["-2", "7", "(-2,7)"],
+    r"(-\infty, 5)": ["5"],
+    r"(-\infty,-2)\cup(3,\infty)": ["-2", "3"],
+    r"-5 \le x \le 3": ["-5", "3"],
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": ["1", "4", r"\begin{pmatrix} 1 & 2 \\ 4 & 3 \end{pmatrix}"],
+    "\\begin{pmatrix} -1/3 \\\\\n 2/3 \\end{pmatrix}": ["2/3", "3"],
+    r"\{1, 2, 3\}": ["1", "3"],
+    r"1, -2": ["1", "-2"],
+    r"3 \pm 2 \sqrt{2}": ["2", "3"],
+    r"90^\circ": ["9", "180"],
+    r"50\%": ["5"],
+    r"\text{Evelyn}": [r"\text{Bob}", "3"],
+    r"\text{(C)}": [r"\text{(B)}", "3"],
+    r"10,080": ["10", "80"],
+    r"1{,}234{,}567": ["1", "234", "567"],
+    r"\$32{,}348": ["32", "348"],
+    r"2^{10}": ["2", "10"],
+    r"\log_2 5": ["2", "5"],
+    r"11\sqrt2": ["11", "2"],
+    r"5 \text{ cm}": ["2"],
+    "5 cm": ["2"],
+    "42": ["2", "4"],
+    "-0.5": ["0.5", "5"],
+    "1/2": ["1", "2"],
+}
+"""References as in the MATH data set and plain ones, and wrong answers to each."""
+
+
+READ_AS_HALF = {
+    "so $\\frac{2}{4}$": 1.0,
+    r"\boxed{0.5}": 1.0,
+    r"it is \frac{1}{2}": 1.0,
+    "A: 0.5": 1.0,
+    "#### 0.5": 1.0,
+    "1 - 1/2 is 0.5.": 1.0,
+    "0.5.": 1.0,
+    "$(1,2)$": 0.0,
+    r"it is 0.5\sqrt{3}": 0.0,
+    "no idea": 0.0,
+    "": 0.0,
+}
+
+
+def test_math_verify_reads_references_as_in_math():
+    """The reference itself is right in every form. Its numbers alone are wrong."""
     pytest.importorskip("math_verify")
-    answers = ["so $\\frac{2}{4}$", "\\boxed{0.5}", "1/2", "\\frac{1}{2}", "$\\frac{1}{3}$", "no idea", ""]
-    samples = make_samples(*answers, answer="\\frac{1}{2}")
+    forms = [r"So it is $\boxed{%s}$.", r"\boxed{%s}", "$%s$", "%s"]
+    samples, scores = make_samples(*READ_AS_HALF, answer="1/2"), list(READ_AS_HALF.values())
+    for reference, wrong in MATH_REFERENCES.items():
+        texts = [form % answer for answer in (reference.replace("\n", ""), *wrong) for form in forms]
+        samples += make_samples(*texts, answer=reference)
+        scores += [1.0] * len(forms) + [0.0] * len(wrong) * len(forms)
     with RewardRunner(Reward(functions=["math_verify"], workers=1)) as runner:
         runner.score(samples)
-    assert [sample.reward for sample in samples] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert not any(sample.reward_failures for sample in samples)
-    assert math_verify("$(1,2)$", samples[0].prompt) == 0.0
+        assert not runner.failures
+    read = zip(samples, scores, strict=True)
+    assert [(s.prompt.answer, s.text, s.reward) for s, score in read if s.reward != score] == []
 
 
 @pytest.mark.parametrize(("timeout_s", "reason"), [(30.0, "TimeoutException"), (2.0, "timeout_seconds = 2.0")])

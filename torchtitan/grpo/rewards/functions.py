@@ -9,8 +9,9 @@ import contextlib
 import functools
 import importlib.util
 import re
+from collections import deque
 from collections.abc import Callable
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
@@ -18,7 +19,20 @@ from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import load_function
 
 RewardFunction = Callable[[str, Prompt], float]
-NUMBER = re.compile(r"(?<![\d.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBER = re.compile(
+    rf"(?<![\d.])(?P<sign>[-+]?)(?:\\?[$€£¥]\s*(?P<second_sign>[-+]?))?"
+    rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<top>{_UNSIGNED})(?:\s?/\s?(?P<bottom>[-+]?{_UNSIGNED}))?"
+)
+"""A number, as in `-$1,234.50`, `2e-3`, `3/2` and `1 1/2`."""
+LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+DIGITS_MAX = 1000
+"""Digits of a number, and size of its exponent, that numeric_match compares. Exact arithmetic on more costs time."""
+
+DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
+COMMAND = re.compile(r"\\[A-Za-z]")
+TEXT_COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
+WORD = re.compile(r"(?<!\S)[A-Za-z]{2,}(?=[\s.,:;!?]|$)|[A-Za-z]:")
 
 
 def exact_match(answer: str, prompt: Prompt) -> float:
@@ -27,10 +41,13 @@ def exact_match(answer: str, prompt: Prompt) -> float:
 
 
 def numeric_match(answer: str, prompt: Prompt) -> float:
-    """1 if the last number in the answer equals the reference's as a decimal: `$1,234.50` is `1234.5`."""
+    """1 if the last number in the answer equals the reference's: `$1,234.50` is `1234.5`, and `3/2` is `1.5`.
+
+    A number of over DIGITS_MAX digits, or with such an exponent, is a wrong answer.
+    """
     expected = _last_number(_reference(prompt))
     if expected is None:
-        raise ValueError(f"the reference answer {prompt.answer!r} holds no number")
+        raise ValueError(f"the reference answer {prompt.answer!r} holds no number of up to {DIGITS_MAX} digits")
     return float(_last_number(answer) == expected)
 
 
@@ -100,18 +117,56 @@ def _reference(prompt: Prompt) -> str:
     return prompt.answer
 
 
-def _last_number(text: str) -> Decimal | None:
-    numbers = [match.group() for match in NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-"))]
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+def _last_number(text: str) -> Fraction | None:
+    """The exact value of the last number; None if there is none or it is beyond DIGITS_MAX."""
+    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\!", "")
+    last = deque(NUMBER.finditer(LATEX_FRACTION.sub(_plain_fraction, text)), maxlen=1)
+    if not last:
+        return None
+    parts = last[0].groupdict(default="")
+    values = [_exact(parts[name] or default) for name, default in (("whole", "0"), ("top", ""), ("bottom", "1"))]
+    if None in values or values[2] == 0:
+        return None
+    whole, top, bottom = values
+    return (whole + top / bottom) * (-1) ** (parts["sign"] + parts["second_sign"]).count("-")
+
+
+def _plain_fraction(latex: re.Match[str]) -> str:
+    top, short_top, bottom, short_bottom = latex.groups(default="")
+    after_digit = latex.string[max(0, latex.start() - 1) : latex.start()].isdigit()  # a mixed number
+    return f"{' ' if after_digit else ''}{top or short_top}/{bottom or short_bottom}"
+
+
+def _exact(number: str) -> Fraction | None:
+    mantissa, _, exponent = number.replace(",", "").lower().partition("e")
+    if len(mantissa) > DIGITS_MAX or len(exponent) > 6 or abs(int(exponent or 0)) > DIGITS_MAX:
+        return None
+    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
 
 
 def _parse_math(text: str) -> list[Any]:
-    from math_verify import parse
+    """What Math-Verify reads in `text`. It finds LaTeX inside delimiters only, and elsewhere just plain numbers.
 
-    for candidate in (text, f"${text}$"):  # Math-Verify recognises LaTeX only inside dollars
-        with contextlib.suppress(Exception):  # not parsable; the library's timeout is a BaseException and passes
-            if found := parse(candidate, raise_on_error=True):
-                return found
+    So a text without delimiters is read as LaTeX in whole. Words are no LaTeX: text with words is searched first, and
+    a number is never picked out of bare LaTeX: `2\\sqrt{3}` is not 2.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    latex = [LatexExtractionConfig()]
+    anything = [*latex, ExprExtractionConfig()]
+    searched = (text, latex if COMMAND.search(text) else anything)
+    whole = (f"${text.strip(' .').replace(chr(10), ' ')}$", latex)
+    if DELIMITER.search(text):
+        attempts = [(text, anything)]
+    elif WORD.search(TEXT_COMMAND.sub("", text)):
+        attempts = [searched, whole]
+    else:
+        attempts = [whole, searched]
+    for mode in ("no_fallback", "first_match"):  # in the second round also what cannot be parsed, as text
+        for candidate, targets in attempts:
+            with contextlib.suppress(Exception):  # not parsable; the library's timeout is a BaseException and passes
+                if found := parse(candidate, targets, fallback_mode=mode, raise_on_error=True):
+                    return found
     return []
 
 
