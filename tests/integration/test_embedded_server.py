@@ -1,6 +1,7 @@
 """The embedded server as a real process, through the trainer's own clients."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -133,14 +134,27 @@ def test_control_knows_the_server(server: EmbeddedServer) -> None:
         ({"token_ids": [512]}, r"0\.\.511"),
         ({"token_ids": [1], "sampling_params": {"top_p": 0.9}}, "'top_p' must be one of"),
         ({"token_ids": [1], "sampling_params": {"best_of": 2}}, "'best_of' is not supported"),
-        ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "'temperature' must be a number of at least 0"),
+        ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "'temperature' must be 0, or a number from 1e-06 to"),
+        ({"token_ids": [1], "sampling_params": {"temperature": 1e-45}}, "'temperature' must be 0, or a number from 1e-06"),
+        ({"token_ids": [1], "sampling_params": {"temperature": 10**400}}, "'temperature' must be 0, or a number from"),
+        ({"token_ids": [1], "sampling_params": {"temperature": float("nan")}}, "'temperature' must be 0, or a number"),
+        ({"token_ids": [1], "sampling_params": {"seed": 2**63}}, "'seed' must be a whole number from -9223372036854775"),
+        ({"token_ids": [1], "sampling_params": {"seed": 1.5}}, "'seed' must be a whole number from -9223372036854775"),
+        ({"token_ids": [1], "sampling_params": {"n": 10**9}}, "'n' must be a whole number from 1 to 65536, not 1000000000"),
+        ({"token_ids": [1], "sampling_params": {"n": "x" * 5000}}, "'n' must be a whole number from 1 to 65536"),
         ({"token_ids": [1], "sampling_params": {"stop_token_ids": 7}}, "stop_token_ids must be a list"),
         ([], "must be a JSON object"),
+        (b"\xff{}", "the body is not JSON"),
+        (b"[" * 100000, "the body is not JSON"),
+        (b'{"token_ids": [' + b"9" * 5000 + b"]}", "the body is not JSON"),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_bad_requests(server: EmbeddedServer, body: Any, message: str) -> None:
-    reply = requests.post(f"{server.url}/inference/v1/generate", json=body, timeout=10)
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    reply = requests.post(f"{server.url}/inference/v1/generate", data=data, timeout=10)
     assert reply.status_code == 400
+    assert len(reply.text) < 400
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(reply.json()["error"]["message"])
 

@@ -8,6 +8,9 @@ import torch
 CHUNK_ELEMENTS = 1 << 25
 """Most logits that become float64 cumulative probabilities at once (256 MiB)."""
 
+TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-6, 1e6
+"""Temperatures over 0 at which logits divided by it stay finite in float32."""
+
 _WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -46,7 +49,7 @@ def sample(
 
     Args:
         logits: [R, V], any float dtype.
-        temperatures: [R] float32.
+        temperatures: [R] float32, 0 or from TEMPERATURE_MIN to TEMPERATURE_MAX.
         keys, positions: [R] int64, see `uniform`.
         top: How many of the most likely tokens to return as well.
 

@@ -2,9 +2,9 @@
 
 import asyncio
 import hmac
-import json
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +15,7 @@ from aiohttp import web
 
 from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
+from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
 
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 COHORT_TIMEOUT_S = 10.0
 BODY_BYTES_MAX = 64 << 20
 TOP_LOGPROBS_MAX = 20
+ANSWERS_MAX = 1 << 16
+"""Most answers to one request. Each is a row in the queue at once."""
+INT64 = range(-(1 << 63), 1 << 63)
 
 NEUTRAL = {
     "top_p": (1, 1.0),
@@ -108,7 +112,7 @@ class EmbeddedApp:
         if (
             self.api_key
             and request.path != "/health"
-            and not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode())
+            and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {self.api_key}".encode())
         ):
             return _error(401, "unauthorized: send the server's API key as a bearer token")
         try:
@@ -159,22 +163,20 @@ class EmbeddedApp:
             raise BadRequest("stop_token_ids must be a list of integers")
         room = max(1, self.generator.max_model_len - len(token_ids))
         params = SamplingParams(
-            n=_number(sampling, "n", 1, int, 1),
-            temperature=float(_number(sampling, "temperature", 1.0, (int, float), 0)),
-            max_tokens=_number(sampling, "max_tokens", room, int, 1),
+            n=_whole(sampling, "n", 1, 1, ANSWERS_MAX),
+            temperature=_temperature(sampling),
+            max_tokens=_whole(sampling, "max_tokens", room, 1, INT64.stop - 1),
             stop_token_ids=tuple(stop_token_ids),
-            seed=_number(sampling, "seed", None, int, -(1 << 63)),
+            seed=_whole(sampling, "seed", None, INT64.start, INT64.stop - 1),
             ignore_eos=bool(sampling.pop("ignore_eos", False)),
         )
         flat_logprobs = bool(sampling.pop("flat_logprobs", False))
-        top_logprobs = _number(sampling, "logprobs", 0, int, 0)
-        if top_logprobs > min(TOP_LOGPROBS_MAX, vocab_size):
-            raise BadRequest(f"logprobs must be at most {min(TOP_LOGPROBS_MAX, vocab_size)}")
+        top_logprobs = _whole(sampling, "logprobs", 0, 0, min(TOP_LOGPROBS_MAX, vocab_size))
         for name, value in sampling.items():
             if name not in NEUTRAL:
-                raise BadRequest(f"sampling parameter {name!r} is not supported by the embedded server")
+                raise BadRequest(f"sampling parameter {_short(name)} is not supported by the embedded server")
             if value not in NEUTRAL[name]:
-                raise BadRequest(f"sampling parameter {name!r} must be one of {NEUTRAL[name]}, not {value!r}")
+                raise BadRequest(f"sampling parameter {name!r} must be one of {NEUTRAL[name]}, not {_short(value)}")
         try:
             self.generator.check(len(token_ids), params.max_tokens)
         except ValueError as error:
@@ -209,8 +211,8 @@ class EmbeddedApp:
 
     def _join(self, header: str, request: Request) -> None:
         name, _, size = header.rpartition("/")
-        if not name or not size.isdigit() or int(size) < 1:
-            raise BadRequest(f"{COHORT_HEADER} must be <name>/<size>, not {header!r}")
+        if not name or not re.fullmatch("[1-9][0-9]{0,8}", size):
+            raise BadRequest(f"{COHORT_HEADER} must be <name>/<size>, not {_short(header)}")
         cohort = self._cohorts.setdefault(name, Cohort(int(size)))
         cohort.requests.append(request)
         if cohort.timer is None:
@@ -367,21 +369,35 @@ def _error(status: int, message: str) -> web.Response:
 async def _json(http: web.Request) -> dict:
     try:
         body = await http.json()
-    except json.JSONDecodeError as error:
+    except (ValueError, LookupError, RecursionError) as error:  # also no text, or in an unknown encoding
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body
 
 
-def _number(sampling: dict, name: str, default: Any, kind: Any, minimum: float) -> Any:
-    """Take `name` out of the sampling parameters."""
+def _whole(sampling: dict, name: str, default: Any, lowest: int, highest: int) -> Any:
+    """Take a whole number out of the sampling parameters."""
     value = sampling.pop(name, default)
-    if value is default:
-        return default
-    if isinstance(value, bool) or not isinstance(value, kind) or not value >= minimum:
-        raise BadRequest(f"sampling parameter {name!r} must be a number of at least {minimum}, not {value!r}")
+    if value is not default and (type(value) is not int or not lowest <= value <= highest):
+        raise BadRequest(
+            f"sampling parameter {name!r} must be a whole number from {lowest} to {highest}, not {_short(value)}"
+        )
     return value
+
+
+def _temperature(sampling: dict) -> float:
+    value = sampling.pop("temperature", 1.0)
+    if type(value) not in (int, float) or not (value == 0 or TEMPERATURE_MIN <= value <= TEMPERATURE_MAX):
+        raise BadRequest(
+            f"sampling parameter 'temperature' must be 0, or a number from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}, "
+            f"not {_short(value)}"
+        )
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:100]
 
 
 def cache_budget_bytes(device: torch.device) -> int:
