@@ -278,6 +278,17 @@ def test_results_that_are_no_finite_number_are_failures(functions):
     assert [bool(sample.reward_failures) for sample in samples] == [True] * 5 + [False]
 
 
+def test_a_weighted_sum_that_overflows_float32_is_a_failure_of_its_largest_part(functions, caplog):
+    samples = make_samples("a" * 3, " ", "a" * 30)
+    names = [f"{functions}:length", f"{functions}:spaces", "exact_match"]
+    with RewardRunner(Reward(functions=names, weights=[1e37, -1e308, 2.0], workers=1)) as runner:
+        runner.score(samples)
+        assert runner.failures == {names[0]: 1, names[1]: 1}
+    assert [sample.reward for sample in samples] == [3 * 1e37, 1e37, 0.0]
+    assert [sample.reward_failures for sample in samples] == [[], [names[1]], [names[0]]]
+    assert samples[2].rewards[names[0]] == 0.0 and "returned 30, which with its weight 1e+37" in caplog.text
+
+
 def test_nothing_is_scored_twice_after_a_crash(functions, tmp_path):
     log = tmp_path / "log"
     samples = make_samples("a", "b", "crash", "c", columns={"log": str(log)})

@@ -1,6 +1,6 @@
 """Answers are scored in worker processes, so that no reward function can stop a run.
 
-A function may hang, raise, end its process or return no number. It then costs one score: the score is 0, and the
+A function may hang, raise, end its process, return no number or one that overflows. It then costs one score: the score is 0, and the
 sample names the function. Each worker has its own pipe and sends every score by itself. So the call that hangs is
 known exactly and stopped after its own time limit, and nothing is scored twice.
 """
@@ -25,6 +25,8 @@ from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a worker process to import its functions."""
+REWARD_MAX = 1e38
+"""Largest weighted sum of an answer's scores. Advantages are float32, and the difference of two rewards must fit."""
 CHUNK_SAMPLES = 16
 """Maximum number of samples in one message to a worker."""
 
@@ -78,12 +80,23 @@ class RewardRunner:
             self._idle.put(worker)
         for k, sample in enumerate(samples):
             own = scores[k * len(self._names) : (k + 1) * len(self._names)]
+            sample.reward = self._weighted_sum(own)
             sample.rewards = {name: score.value for name, score in zip(self._names, own, strict=True)}
-            sample.reward = sum(weight * score.value for weight, score in zip(self._weights, own, strict=True))
             failed = [(name, score.failure) for name, score in zip(self._names, own, strict=True) if score.failure]
             sample.reward_failures = [name for name, _ in failed]
             for name, failure in failed:
                 self._count_failure(name, failure, sample)
+
+    def _weighted_sum(self, scores: list[Score]) -> float:
+        """Sum of an answer's scores. While it is over REWARD_MAX, its largest part becomes a failure, in `scores`."""
+        parts = [weight * score.value for weight, score in zip(self._weights, scores, strict=True)]
+        while not abs(sum(parts)) <= REWARD_MAX:  # it may be NaN: inf - inf
+            worst = max(range(len(parts)), key=lambda i: abs(parts[i]))
+            failure = (
+                f"returned {scores[worst].value:g}, which with its weight {self._weights[worst]:g} is over float32"
+            )
+            scores[worst], parts[worst] = Score(0.0, failure), 0.0
+        return sum(parts)
 
     def _count_failure(self, name: str, failure: str, sample: Sample) -> None:
         with self._lock:
