@@ -67,6 +67,15 @@ def test_a_process_that_can_closes_in_order(number, status):
     assert "Timeout" not in said
 
 
+def test_a_process_that_closes_after_an_error_still_says_which():
+    closes = "from torchtitan.grpo.stopping import end_within\nend_within(60)\nprint('waits', flush=True)\n"
+    process = start(f"\nimport time\n{closes}time.sleep({GRACE_S / 2})\nprint('error', flush=True)")
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "error\n"
+    assert process.returncode == 0
+
+
 def test_what_a_forked_child_is_told_is_not_for_its_parent():
     child = "import os, signal, time\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\ntime.sleep(0.5)\n"
     process = start(f"\n{child}os.kill(pid, signal.SIGINT)\nos.waitpid(pid, 0)\ntime.sleep({3 * GRACE_S})\n")

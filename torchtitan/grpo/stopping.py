@@ -19,13 +19,22 @@ _LAUNCHER_POLL_S = 1.0
 
 _lock = threading.Lock()
 _end_at = float("inf")
+_closing = False
 
 
 def end_within(seconds: float) -> None:
-    """If the process still lives then, write the stack of every thread to stderr and exit with status 1.
+    """The main thread closes from now on. If the process still lives after `seconds`, write the stack of every thread
+    to stderr and exit with status 1.
 
-    Neither the interpreter nor the main thread is needed for that. A later call can only shorten the time.
+    Neither the interpreter nor the main thread is needed for that. A later call can only shorten the time. So does
+    SIGTERM, which does not interrupt what is closing already: an error would be lost before it is printed.
     """
+    global _closing
+    _closing = True
+    _exit_within(seconds)
+
+
+def _exit_within(seconds: float) -> None:
     global _end_at
     with _lock:
         if time.monotonic() + seconds < _end_at:
@@ -39,7 +48,7 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
     Call it from the main thread. Under torchrun the process also stops when torchrun is gone: a killed torchrun would
     leave its trainers on the GPUs.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: None if _closing else sys.exit(143))
     heard, told = os.pipe()
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
@@ -48,7 +57,7 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
     def listen() -> None:
         while os.read(heard, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
             pass
-        end_within(grace_s)
+        _exit_within(grace_s)
 
     threading.Thread(target=listen, name="stop-watch", daemon=True).start()
     if "TORCHELASTIC_RUN_ID" in os.environ:
