@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan.grpo.config.job_config import WeightSync
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.weight_sync.board import Board, Mode
+from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.link import Pause
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_sync.sync_thread import Leader
@@ -110,3 +110,12 @@ def test_a_server_gets_every_version_that_it_has_time_for(agree_s, monkeypatch):
     assert leader.error is None and copy.faults == []
     assert link.given == sorted(link.given) and link.given[-1] == 39
     assert len(link.given) >= 5, "versions pass the server by while it waits"
+
+
+def test_no_push_begins_when_the_workers_have_been_told_to_end():
+    """They would never leave it, and the leader would wait for them."""
+    fleet = Fleet(["http://server"], lambda url: Server(url, SimpleNamespace()))
+    board = Board(fleet, [], 1, 10.0, 1.0, Pause(True, True, 10.0), {}, None, copies_only=False)
+    board.close()
+    with pytest.raises(Closing):
+        board.begin_push(lambda servers, on_drop: pytest.fail("a push began"))

@@ -127,8 +127,13 @@ class Board:
         return self._copy_wanted
 
     def begin_push(self, make: Callable[[list[str], Callable[[str, str], None]], Push]) -> Push:
-        """Invite all workers in mode COMMON to a push. `make` gets their addresses, and what to call on a drop."""
+        """Invite all workers in mode COMMON to a push. `make` gets their addresses, and what to call on a drop.
+
+        Raises:
+            Closing: `close` was called. Workers that have ended would not leave the push.
+        """
         with self.changed:
+            self.check()
             workers = {worker.url: worker for worker in self.in_common()}
             push = make(list(workers), lambda url, why: workers[url].drop(push, why))
             self._push_wanted = False
