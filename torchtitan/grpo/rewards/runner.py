@@ -1,8 +1,8 @@
 """Answers are scored in worker processes, so that no reward function can stop a run.
 
 A function may hang, raise, end its process, return no number or one that overflows. It then costs one score: the score
-is 0, and the sample names the function. Each worker has its own pipe and sends every score by itself. So the call that hangs is
-known exactly and stopped after its own time limit, and nothing is scored twice.
+is 0, and the sample names the function. Each worker has its own pipe and sends every score by itself. So the call that
+hangs is known exactly and stopped after its own time limit, and nothing is scored twice.
 """
 
 import contextlib

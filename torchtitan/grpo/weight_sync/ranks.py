@@ -25,6 +25,9 @@ class Ranks:
         timeout_s: Longest wait of rank 0 for the others, which have nothing else to do.
         others_timeout_s: Longest wait of the others for rank 0, which may be waiting for a server. The groups' own
             timeouts are twice as long: the waits here fire first, since their errors say what was waited for (I6).
+
+    Attributes:
+        check: Called in the waits of `command`, `greatest` and `all_to_first`. What it raises ends the wait.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, others_timeout_s: float):
@@ -32,6 +35,7 @@ class Ranks:
         self.rank = dist.get_rank() if initialised else 0
         self.size = dist.get_world_size() if initialised else 1
         self.device = device
+        self.check: Callable[[], None] | None = None
         self._timeout_s = timeout_s if self.rank == 0 else others_timeout_s
         if self.size == 1:
             return
@@ -57,7 +61,7 @@ class Ranks:
         receives = [n * size for n in counts] if self.rank == 0 else [0] * self.size
         target = (gathered if self.rank == 0 else own.new_empty(0)).view(torch.uint8)
         work = dist.all_to_all_single(target, own.view(torch.uint8), receives, sends, group=self._bytes, async_op=True)
-        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
+        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}", self.check)
 
     def share(self, value: Any, what: str) -> Any:
         """Rank 0's JSON value on every rank. The others' argument is ignored."""
@@ -89,7 +93,8 @@ class Ranks:
             return kind
         tensor = torch.tensor([kind])
         work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
-        wait(work, time.monotonic() + self._timeout_s, "a command from trainer rank 0 in weight sync", check)
+        what = "a command from trainer rank 0 in weight sync"
+        wait(work, time.monotonic() + self._timeout_s, what, check or self.check)
         return int(tensor)
 
     def greatest(self, value: int, what: str) -> int:
@@ -98,7 +103,7 @@ class Ranks:
             return value
         tensor = torch.tensor([value])
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._messages, async_op=True)
-        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
+        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}", self.check)
         return int(tensor)
 
     def _broadcast(self, tensor: torch.Tensor, what: str) -> None:

@@ -52,6 +52,7 @@ class SyncThread(threading.Thread):
         self.closing = False
         self.busy = False
         self._ranks, self._packer, self._timeout_s, self._on_error = ranks, packer, timeout_s, on_error
+        ranks.check = self._raise_if_closed  # another rank may have closed first
 
     def run(self) -> None:
         try:
@@ -100,7 +101,7 @@ class Follower(SyncThread):
         self.changed = threading.Condition()
 
     def _work(self) -> None:
-        while (command := self._ranks.command(_BEAT, self._raise_if_closed)) != _CLOSE:
+        while (command := self._ranks.command(_BEAT)) != _CLOSE:
             if command == _SEND:
                 with self._hold() as snapshot:
                     for bucket in self._packer.buckets:
@@ -159,7 +160,7 @@ class Leader(SyncThread):
             with board.changed:
                 job = self._next_job()
             if self.closing:
-                self._ranks.command(_CLOSE)
+                self._ranks.command(_CLOSE, lambda: None)
                 return
             if time.monotonic() > looked + _BEAT_S:
                 self._reread_servers()
