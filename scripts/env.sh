@@ -55,6 +55,48 @@ install_torch() {
     "$python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$constraints"
 }
 
+# Choose the virtual environment of this checkout: the active one, or .venv, which is made if it is missing. Call it from
+# the repository's root. Sets `python`.
+use_venv() {
+    python=$(find_python)
+    if ! "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then
+        [ -x .venv/bin/python ] || "$python" -m venv .venv
+        # shellcheck disable=SC1091
+        source .venv/bin/activate
+        python=$(command -v python)
+    fi
+}
+
+# Whether `python` has this checkout and torch, installed since pyproject.toml last changed.
+is_installed() {
+    "$python" - <<'PY'
+import importlib.util
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+try:
+    installed = distribution("torchtitan-grpo")
+except PackageNotFoundError:
+    sys.exit(1)
+url = json.loads(installed.read_text("direct_url.json") or "{}").get("url")
+record = Path(str(installed.locate_file(next(f for f in installed.files or [] if f.name == "RECORD"))))
+current = url == Path.cwd().as_uri() and record.stat().st_mtime > Path("pyproject.toml").stat().st_mtime
+sys.exit(not (current and importlib.util.find_spec("torch")))
+PY
+}
+
+# install_project WHAT: install torch and this checkout, `.` or with extras, for `python`.
+install_project() {
+    local constraints
+    echo "== install into $("$python" -c 'import sys; print(sys.prefix)')"
+    constraints=$(mktemp)
+    install_torch "$python" "$constraints"
+    "$python" -m pip install --quiet -c "$constraints" -e "$1"
+    rm -f "$constraints"
+}
+
 # parse_serve_arguments ENGINE [arguments ...]: parse the command line of serve_vllm.sh and serve_sglang.sh. Sets
 # `model`, `port`, `host`, `device` (cpu, gpu or empty), `gpus`, and `extra`, the engine's own flags. The script defines
 # `usage`.

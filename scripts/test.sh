@@ -22,18 +22,8 @@ while true; do
 done
 cd "$(repo_root)"
 
-python=$(find_python)
-if ! "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
-    # shellcheck disable=SC1091
-    source .venv/bin/activate
-    python=$(command -v python)
-fi
-echo "== install into $("$python" -c 'import sys; print(sys.prefix)')"
-constraints=$(mktemp)
-trap 'rm -f "$constraints"' EXIT
-install_torch "$python" "$constraints"
-"$python" -m pip install --quiet -c "$constraints" -e '.[test]'
+use_venv
+install_project '.[test]'
 
 # provide NAME WANTED VARIABLE INSTALLER VENV: export the variable, the Python that runs this engine's servers.
 provide() {

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# See a model learn: install what is missing, then run train_configs/quickstart.toml.
+#
+#   bash scripts/quickstart.sh [flags of grpo_train.py ...]
+#
+# Works on a bare machine with Python 3.11 or newer: installs into the active virtual environment, or makes .venv. The
+# next time it starts at once. Each run gets a folder of its own under outputs/.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit; fi
+cd "$(repo_root)"
+use_venv
+is_installed || install_project .
+
+run=outputs/quickstart number=1
+while [ -e "$run" ]; do
+    number=$((number + 1))
+    run=outputs/quickstart-$number
+done
+"$python" -m torch.distributed.run --nproc-per-node 1 grpo_train.py \
+    --job.config_file train_configs/quickstart.toml --job.dump_folder "$run" "$@"
+
+echo
+echo "The run is in $run. Its answers and curves:"
+echo "    $python scripts/show_samples.py $run --step -1"
+echo "    $python scripts/plot_metrics.py $run --metrics reward/mean    # needs matplotlib"
+case $(nvidia-smi -L 2>/dev/null | grep -c '^GPU') in
+    0) ;;
+    1) echo "This machine has one GPU. Servers and trainer need one each: the recipes in train_configs/ start at two." ;;
+    *)
+        echo "This machine has GPUs. Try a real model next: README.md, \"Train your own\", with"
+        echo "    train_configs/gsm8k_qwen3_0.6b_vllm_2gpu.toml"
+        ;;
+esac
