@@ -36,6 +36,7 @@ def test_shell_scripts_parse(script):
     [
         "install_sglang_cpu.sh",
         "install_vllm_cpu.sh",
+        "quickstart.sh",
         "serve_sglang.sh",
         "serve_vllm.sh",
         "test.sh",
