@@ -22,7 +22,8 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.broadcast import Broadcaster
-from torchtitan.grpo.checkpoint import Checkpointer
+from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
+from torchtitan.grpo.checkpoint.folder_lock import only_run_in
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
@@ -261,7 +262,7 @@ class Trainer:
                     self.ledger.add("sync", report.seconds["total"], hidden=True)
             metrics |= sync_metrics(reports, self.fleet) | self.rollouts.metrics()
         times = self.ledger.close_step()
-        metrics |= self.offload.metrics()
+        metrics |= self.offload.metrics() | self.checkpointer.metrics()
         if self.is_rank0:
             busy_s = self.collector.take_busy_seconds()
             metrics |= server_metrics(self.fleet, busy_s, reports, times["time/step_s"])
@@ -275,7 +276,7 @@ class Trainer:
         if self._saves():
             with self.ledger.stage("checkpoint"):
                 self.broadcast.barrier()  # rank 0 may still validate
-                self.checkpointer.save(self.step)
+                self.checkpointer.save(self.step, last=self.step == self.config.training.steps)
                 self.offload.settle()
 
     def state_dict(self) -> dict[str, Any]:
@@ -376,8 +377,9 @@ class Trainer:
         self.source = resolve_model(config.model, config.training.seq_len)
         self.tokenizer = load_tokenizer(assets)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
-        Checkpointer.check_folder(config.checkpoint, config.job.dump_folder)
         if self.is_rank0:
+            self.resources.enter_context(only_run_in(config.job.dump_folder))
+            Checkpointer.check_folder(config.checkpoint, config.job.dump_folder)
             held_out = config.validation.prompts if config.validation.enable else 0
             self.prompts = PromptSource(config.data, self.tokenizer, self.seed, validation_prompts=held_out)
             if held_out:
@@ -449,6 +451,7 @@ class Trainer:
             tokenizer=self.tokenizer,
             reference=self.reference,
             seed=self.seed,
+            timeout_s=config.comm.init_timeout_seconds,
         )
         self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
         self.ledger = Ledger(self.device)

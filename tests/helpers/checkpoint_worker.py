@@ -3,15 +3,19 @@
 Usage: checkpoint_worker.py train DUMP OUT STEPS [resume]   trains, saves at step 2, writes losses and digests
        checkpoint_worker.py save-forever DUMP               saves step 1, 2, ... whose weights all equal the step
        checkpoint_worker.py stop-in-save DUMP               saves step 1, then hangs inside the save of step 2
+       checkpoint_worker.py fail-in-save DUMP OUT           a rank fails on its own, then inside a collective
 """
 
 import hashlib
 import json
+import os
 import random
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,16 +26,17 @@ from transformers import PreTrainedTokenizerFast
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.checkpoint import Checkpointer
+from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
 
+WORKER = Path(__file__)
 TINY = dict(
     architectures=["Qwen3ForCausalLM"],
     model_type="qwen3",
@@ -129,6 +134,16 @@ class TinyTrainer:
         return digest.hexdigest()
 
 
+def saved_at(dump: Path, *steps: int, **checkpoint) -> TinyTrainer:
+    """A trainer that has trained to the last of `steps` and saved at each."""
+    trainer = TinyTrainer(dump, **checkpoint)
+    while trainer.step < steps[-1]:
+        trainer.train_step()
+        if trainer.step in steps:
+            trainer.checkpointer.save(trainer.step)
+    return trainer
+
+
 def train(dump: Path, out: str, steps: int, resume: bool) -> None:
     trainer = TinyTrainer(dump, resume=resume)
     loaded = trainer.checkpointer.load_latest()
@@ -166,12 +181,46 @@ def stop_in_save(dump: Path) -> None:
         trainer.checkpointer.save(step)
 
 
+def fail_in_save(dump: Path, out: str) -> None:
+    """Saves step 1. In the save of step 2 the last rank's optimizer raises. Step 3 is saved. In the save of step 4 the
+    last rank raises while the model is gathered. Each rank writes what it learned of each save, and after how long.
+    """
+    trainer = TinyTrainer(dump, export_hf=True)
+    rank = dist.get_rank()
+    last_rank = rank == dist.get_world_size() - 1
+    learned = []
+
+    def fail(*_: object) -> None:
+        raise OSError("broken on purpose")
+
+    def save(last: bool) -> None:
+        trainer.train_step()
+        started = time.monotonic()
+        said = ""
+        try:
+            trainer.checkpointer.save(trainer.step, last)
+        except RuntimeError as error:
+            said = str(error)
+        learned.append((said, time.monotonic() - started))
+        Path(f"{out}-{rank}").write_text(json.dumps(learned))
+
+    save(last=False)
+    with patch.object(OptimizersContainer, "state_dict", fail) if last_rank else nullcontext():
+        save(last=True)
+    save(last=False)
+    with patch.object(DTensor, "full_tensor", fail) if last_rank else nullcontext():
+        save(last=False)
+    os._exit(0)  # as a rank that failed: without the others
+
+
 if __name__ == "__main__":
     dist_utils.init_distributed(JobConfig().comm, base_folder=".")
     if sys.argv[1] == "train":
         train(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), "resume" in sys.argv)
     elif sys.argv[1] == "save-forever":
         save_forever(Path(sys.argv[2]))
+    elif sys.argv[1] == "fail-in-save":
+        fail_in_save(Path(sys.argv[2]), sys.argv[3])
     else:
         stop_in_save(Path(sys.argv[2]))
     dist.destroy_process_group()

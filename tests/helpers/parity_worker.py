@@ -17,7 +17,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.model.parallelize import build_model
-from torchtitan.grpo.model.source import export_hf, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import gather_hf, load_hf_weights, resolve_model, write_hf
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -60,7 +60,7 @@ def main(tp: int, out: str, folders: list[str]) -> None:
         tokens = torch.randint(3, source.model_args.vocab_size, (64,), generator=torch.Generator().manual_seed(1))
         expected = reference_logprobs(folder, tokens)
         exported = f"{folder}-exported-{world}-{tp}"
-        export_hf(model, source, exported, AutoTokenizer.from_pretrained(folder), torch.float32)
+        write_hf(gather_hf(model, source, torch.float32), source, exported, AutoTokenizer.from_pretrained(folder))
         dist.barrier()
         seen[folder] = {
             "differing": differing,

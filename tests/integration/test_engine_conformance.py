@@ -30,7 +30,7 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.source import export_hf, load_hf_weights
+from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 TINY = ROOT / "train_configs" / "tiny_qwen3"
@@ -134,7 +134,7 @@ def served(engine, start, tmp_path_factory) -> Served:
     folder = tmp_path_factory.mktemp("model")
     drawn = save_tiny_qwen2(folder / "drawn", vocab_size=4096, tied=engine == "sglang")  # in several buckets
     source, model = trainer_of(drawn)
-    export_hf(model, source, folder / "A", load_tokenizer(str(TINY)), torch.float32)
+    write_hf(gather_hf(model, source, torch.float32), source, folder / "A", load_tokenizer(str(TINY)))
     return Served(engine, start(engine, folder / "A"), {"A": folder / "A", "B": changed(drawn, 7, folder / "B")})
 
 

@@ -26,7 +26,7 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_models import LLAMA3_ROPE, with_biases
 from torchtitan.grpo.model.packed import Documents, PackedAttention
-from torchtitan.grpo.model.source import ModelSource, export_hf, load_hf_weights, resolve_model, write_hf_config
+from torchtitan.grpo.model.source import ModelSource, gather_hf, load_hf_weights, resolve_model, write_hf, write_hf_config
 
 SHAPE = dict(
     vocab_size=127,  # odd, so that FSDP2 and TP shards are uneven
@@ -125,7 +125,8 @@ def test_export_loads_into_transformers(folders, name, tmp_path):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     # By class: for a folder of Qwen2, AutoTokenizer takes its tokenizer whatever tokenizer_config.json says.
-    export_hf(model, source, tmp_path, PreTrainedTokenizerFast.from_pretrained(folders[name]), torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders[name])
+    write_hf(gather_hf(model, source, torch.float32), source, tmp_path, tokenizer)
     tokens = some_tokens(200)
     torch.testing.assert_close(transformers_logits(tmp_path, tokens), logits(model, tokens), atol=1e-5, rtol=0)
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path).encode("t5 t7") == [5, 7]
@@ -136,7 +137,8 @@ def test_export_loads_into_transformers(folders, name, tmp_path):
 
 def test_export_casts_and_says_so(folders, tmp_path):
     source, model = load(folders["qwen3-tied"])
-    export_hf(model, source, tmp_path, AutoTokenizer.from_pretrained(folders["qwen3-tied"]), torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(folders["qwen3-tied"])
+    write_hf(gather_hf(model, source, torch.bfloat16), source, tmp_path, tokenizer)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert exported.dtype == torch.bfloat16
     assert torch.equal(exported.lm_head.weight, model.output.weight.bfloat16())

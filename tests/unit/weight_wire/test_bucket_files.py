@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import ROOT
-from torchtitan.grpo.weight_sync.disk import DiskCopy
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.disk import _MEMORY, _PREFIX, DiskCopy
 from torchtitan.grpo.weight_wire.bucket_files import bucket_path, read_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets
 
@@ -98,3 +100,13 @@ def test_a_folder_of_its_own_is_removed(bucket):
     assert folder.is_dir()
     copy.close()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_folder_without_room_for_two_versions_is_refused_at_the_start(given, tmp_path):
+    (bucket,) = plan_buckets([TensorSpec("a", torch.float32, (1 << 45,))], limit_bytes=1)
+    before = set(_MEMORY.glob(f"{_PREFIX}*"))
+    needed = re.escape(f"needs {2 * bucket.wire_bytes:,} bytes in {tmp_path if given else ''}")
+    with pytest.raises(UserError, match=needed + r".* and [\d,]+ are free: set \[weight_sync\] disk_folder"):
+        DiskCopy(str(tmp_path) if given else "", [bucket])
+    assert given or set(_MEMORY.glob(f"{_PREFIX}*")) <= before, "a folder of its own is removed"

@@ -216,26 +216,34 @@ def write_hf_config(source: ModelSource, tokenizer: PreTrainedTokenizerBase, fol
         shutil.copyfile(generation_config, folder / generation_config.name)
 
 
-def export_hf(
-    model: nn.Module,
-    source: ModelSource,
-    folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-) -> None:
-    """Write a folder that transformers and vLLM load: safetensors, config and tokenizer. Collective.
+def gather_hf(model: nn.Module, source: ModelSource, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The whole model on rank 0 in `dtype` in host memory, by Hugging Face name; nothing on others. Collective.
 
-    Tensors are gathered one at a time. Rank 0 holds the whole model in `dtype` in host memory and writes it.
+    Tensors are gathered one at a time.
     """
     # Every rank runs the generator, because gathering is collective; only rank 0 keeps the tensors.
     # They are copied: a tensor gathered from uneven shards is a view of padded storage, which safetensors refuses.
     full = {name: value.to("cpu", dtype, copy=True) for name, value in _gathered(model, source) if _is_writer()}
-    if not _is_writer():
+    return source.adapter.to_hf(full) if _is_writer() else {}
+
+
+def write_hf(
+    tensors: dict[str, torch.Tensor],
+    source: ModelSource,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write a folder that transformers and vLLM load: safetensors, config and tokenizer.
+
+    Args:
+        tensors: What `gather_hf` returned. Nothing is written without.
+    """
+    if not tensors:
         return
     hf_config = {key: value for key, value in source.hf_config.items() if key != "torch_dtype"}
-    hf_config["dtype"] = str(dtype).removeprefix("torch.")
+    hf_config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     write_hf_config(dataclasses.replace(source, hf_config=hf_config), tokenizer, folder)
-    save_torch_state_dict(source.adapter.to_hf(full), folder)
+    save_torch_state_dict(tensors, folder)
 
 
 def _is_writer() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.bucket_files import write_bucket
@@ -32,6 +33,9 @@ class DiskCopy(VersionCopy):
     Args:
         folder: Where versions are kept. "" makes a folder in memory (/dev/shm), or else a temporary one.
         buckets: The plan.
+
+    Raises:
+        UserError: The folder has no room.
     """
 
     def __init__(self, folder: str, buckets: Sequence[Bucket]):
@@ -49,6 +53,19 @@ class DiskCopy(VersionCopy):
             self._folder.mkdir(parents=True, exist_ok=True)
         self._buckets = buckets
         self._part = self._whole = self._folder / "version.part"
+        self._remove_versions()  # an earlier run's
+        self._check_space()
+
+    def _check_space(self) -> None:
+        """A version is written beside the one before it."""
+        needed = 2 * sum(bucket.wire_bytes for bucket in self._buckets)
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            self.close()
+            raise UserError(
+                f'[weight_sync] transport = "disk" needs {needed:,} bytes in {self._folder} for two versions of the '
+                f"weights, and {free:,} are free: set [weight_sync] disk_folder to a folder with more room"
+            )
 
     def begin(self) -> None:
         super().begin()
@@ -61,7 +78,7 @@ class DiskCopy(VersionCopy):
     def complete(self, version: int, expected: list[int]) -> None:
         old = list(self._folder.glob("version-*"))
         self._whole = self._folder / f"version-{version:08d}"
-        shutil.rmtree(self._whole, ignore_errors=True)  # an earlier run's
+        shutil.rmtree(self._whole, ignore_errors=True)  # the same version, published again
         self._part.rename(self._whole)
         for folder in old:
             if folder != self._whole:
@@ -71,9 +88,12 @@ class DiskCopy(VersionCopy):
     def feed(self) -> "DiskFeed":
         return DiskFeed(self.version, self._whole)
 
-    def close(self) -> None:
+    def _remove_versions(self) -> None:
         for folder in [self._part, *self._folder.glob("version-*")]:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._remove_versions()
         if self._own:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()

@@ -1,0 +1,250 @@
+"""Disks that are full, folders that cannot be written, and files that are not what was written.
+
+A torn checkpoint is named and never loaded. A save that fails leaves the checkpoints before it whole.
+"""
+
+import errno
+import json
+import logging
+import os
+import random
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.checkpoint_worker import WORKER, TinyTrainer, saved_at
+from tests.helpers.ranks import Ranks
+from torchtitan.grpo.checkpoint.checkpointer import Checkpointer, complete_steps
+from torchtitan.grpo.checkpoint.marker import damages, read_marker
+from torchtitan.grpo.checkpoint.together import StageFailed
+from torchtitan.grpo.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------- torn checkpoints
+
+FILES = [
+    "complete.json",
+    "dcp/.metadata",
+    "dcp/__0_0.distcp",
+    "hf/config.json",
+    "hf/model.safetensors",
+    "hf/tokenizer.json",
+    "hf/tokenizer_config.json",
+    "rng-rank-0.pt",
+    "trainer.json",
+]
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory) -> Path:
+    """A run with whole checkpoints of steps 1 and 2."""
+    dump = tmp_path_factory.mktemp("run")
+    saved_at(dump, 1, 2, export_hf=True)
+    return dump
+
+
+@pytest.fixture(scope="module")
+def resumed(dump) -> TinyTrainer:
+    return TinyTrainer(dump, resume=True)
+
+
+def errors(caplog) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR)
+
+
+def flip(content: bytes) -> bytes:
+    """One bit is another."""
+    position = random.Random(len(content)).randrange(8 * len(content))
+    damaged = bytearray(content)
+    damaged[position // 8] ^= 1 << position % 8
+    return bytes(damaged)
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {"flipped": flip, "cut": lambda content: content[:-1]}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(dump, resumed, name, caplog):
+    path = dump / "checkpoint" / "step-2"
+    assert sorted(f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file()) == FILES
+    whole = (path / name).read_bytes()
+    try:
+        for damage in (*DAMAGE.values(), None):
+            (path / name).unlink()
+            if damage:
+                (path / name).write_bytes(damage(whole))
+            caplog.clear()
+            assert resumed.checkpointer.load_latest() == resumed.step == 1
+            if damage or name != "complete.json":  # without it, the folder is no checkpoint
+                assert f"{path} is torn: " in errors(caplog) and name in errors(caplog)
+    finally:
+        (path / name).write_bytes(whole)
+    caplog.clear()
+    assert resumed.checkpointer.load_latest() == resumed.step == 2 and not errors(caplog)
+
+
+def test_every_flipped_bit_is_found(dump):
+    path = dump / "checkpoint" / "step-2"
+    marker = read_marker(path)
+    for name in marker.files:
+        whole = (path / name).read_bytes()
+        for seed in range(20):
+            damaged = bytearray(whole)
+            damaged[random.Random(seed).randrange(len(whole))] ^= 1 << seed % 8
+            (path / name).write_bytes(damaged)
+            assert damages(path, marker) == [f"{name} has another checksum than when it was written"]
+        (path / name).write_bytes(whole)
+    assert damages(path, marker) == []
+
+
+def test_the_checkpoint_of_load_step_is_not_replaced_by_another(dump):
+    path = dump / "checkpoint" / "step-2"
+    chosen = TinyTrainer(dump, resume=True, load_step=2)
+    for name in ("trainer.json", "complete.json"):
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(flip(whole))
+        with pytest.raises(UserError, match=rf"step-2 is torn: .*{name} .*choose another by .checkpoint. load_step"):
+            chosen.checkpointer.load_latest()
+        (path / name).write_bytes(whole)
+    assert chosen.checkpointer.load_latest() == 2
+
+
+def test_without_a_whole_checkpoint_the_run_ends_and_names_each(tmp_path):
+    saved_at(tmp_path, 1, 2)
+    for step, name in ((1, "rng-rank-0.pt"), (2, "complete.json")):
+        file = tmp_path / "checkpoint" / f"step-{step}" / name
+        file.write_bytes(flip(file.read_bytes()))
+    with pytest.raises(UserError, match=r"step-2 is torn: its complete.json .*step-1 is torn: rng-rank-0.pt .*\[job\]"):
+        TinyTrainer(tmp_path, resume=True).checkpointer.load_latest()
+
+
+def test_a_torn_checkpoint_does_not_count_among_those_kept(tmp_path):
+    saved_at(tmp_path, 1, 2)
+    torn = tmp_path / "checkpoint" / "step-2" / "trainer.json"
+    torn.write_bytes(flip(torn.read_bytes()))
+    resumed = TinyTrainer(tmp_path, resume=True)
+    assert resumed.checkpointer.load_latest() == 1
+    resumed.step = 3
+    resumed.checkpointer.save(3)
+    assert complete_steps(tmp_path / "checkpoint") == [1, 2, 3]
+    resumed.step = 2
+    resumed.checkpointer.save(2)  # whole again, and the newest
+    assert complete_steps(tmp_path / "checkpoint") == [3, 2]
+
+
+# ------------------------------------------------------------------------------------------- saves that fail
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory) -> TinyTrainer:
+    return saved_at(tmp_path_factory.mktemp("failing"), 1, export_hf=True)
+
+
+def fails_then_succeeds(
+    trainer: TinyTrainer, expected: str, mend: Callable[[], None], caplog, cause: str = os.strerror(errno.ENOSPC)
+) -> None:
+    """The next save fails as expected, and training goes on; once it is mended, the one after succeeds."""
+    folder, before = trainer.checkpointer.folder, trainer.step
+    failed = trainer.checkpointer.metrics()["checkpoint/failed"]
+    weights = trainer.digest()
+    caplog.clear()
+    trainer.step += 1
+    trainer.checkpointer.save(trainer.step)
+    assert trainer.checkpointer.metrics()["checkpoint/failed"] == failed + 1
+    said = errors(caplog)
+    assert expected in said and cause in said and "Training goes on" in said, said
+    with pytest.raises(StageFailed, match="checkpoint: "):
+        trainer.checkpointer.save(trainer.step, last=True)
+    mend()
+    assert not list(folder.glob("*.tmp")), "what was written is gone, for the disk may be full"
+    assert complete_steps(folder)[-1] == before
+    assert damages(folder / f"step-{before}", read_marker(folder / f"step-{before}")) == []
+    assert trainer.digest() == weights
+    trainer.checkpointer.save(trainer.step)
+    assert complete_steps(folder)[-1] == trainer.step
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("dcp/__0_0.distcp", "writing {}/dcp"),
+        ("dcp/.metadata.tmp", "writing {}/dcp"),
+        ("hf/config.json", "writing {}/hf"),
+        ("rng-rank-0.pt", "writing {}/rng-rank-0.pt"),
+        ("trainer.json", "writing {}/trainer.json"),
+        ("complete.json", "completing "),
+    ],
+)
+def test_a_full_disk_in_any_stage_of_a_save(trainer, name, stage, monkeypatch, caplog):
+    """What is written to /dev/full is refused by the kernel, as by a full disk."""
+    clear = Checkpointer._clear
+
+    def clear_and_aim(self: Checkpointer, unfinished: Path) -> None:
+        clear(self, unfinished)
+        (unfinished / name).parent.mkdir(exist_ok=True)
+        (unfinished / name).symlink_to("/dev/full")
+
+    monkeypatch.setattr(Checkpointer, "_clear", clear_and_aim)
+    unfinished = trainer.checkpointer.folder / f"step-{trainer.step + 1}.tmp"
+    fails_then_succeeds(trainer, f"checkpoint: {stage.format(unfinished)}", monkeypatch.undo, caplog)
+
+
+def test_a_folder_that_cannot_be_written(trainer, caplog):
+    folder = trainer.checkpointer.folder
+    folder.rename(folder.with_name("away"))
+    folder.symlink_to("/proc/sys")  # it refuses even root
+
+    def mend() -> None:
+        folder.unlink()
+        folder.with_name("away").rename(folder)
+
+    fails_then_succeeds(trainer, f"checkpoint: clearing {folder}", mend, caplog, "Error")
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.mark.parametrize(("part", "file"), [("dcp", "dcp/__0_0.distcp"), ("hf", "hf/model.safetensors")])
+def test_a_disk_that_fills_up_and_has_room_again(small_disk, part, file, caplog):
+    """It is full in the middle of a large file."""
+    trainer = saved_at(small_disk / "run", 1, export_hf=True)
+    disk, ballast = os.statvfs(small_disk), small_disk / "ballast"
+    sizes = read_marker(trainer.checkpointer.folder / "step-1").files
+    pages = {name: -(-size // disk.f_frsize) for name, size in sizes.items()}
+    before = sum(count for name, count in pages.items() if name.startswith("dcp/")) if part == "hf" else 0
+    ballast.write_bytes(bytes((disk.f_bavail - before - pages[file] // 2) * disk.f_frsize))
+    unfinished = trainer.checkpointer.folder / "step-2.tmp"
+    fails_then_succeeds(trainer, f"checkpoint: writing {unfinished / part}", ballast.unlink, caplog)
+
+
+# ------------------------------------------------------------------------------------------ a rank that fails
+
+
+def test_no_rank_waits_for_one_that_failed(tmp_path):
+    ranks = Ranks(2, WORKER, "fail-in-save", tmp_path / "dump", tmp_path / "learned", log=tmp_path / "log")
+    ranks.check(60)
+    learned = [json.loads((tmp_path / f"learned-{rank}").read_text()) for rank in (0, 1)]
+    for first, failed, again, inside in learned:
+        assert first[0] == again[0] == "", "a failure of one rank's own leaves no rank in a collective"
+        assert "collecting weights and optimizer state failed on rank 1: OSError: broken on purpose" in failed[0]
+        assert "gathering the model failed on rank" in inside[0] and "the run cannot go on" in inside[0]
+        assert failed[1] < 5 and inside[1] < 5
+    assert "broken on purpose" in learned[1][-1][0]
+    assert complete_steps(tmp_path / "dump" / "checkpoint") == [1, 3]

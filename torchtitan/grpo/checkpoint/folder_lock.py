@@ -1,0 +1,77 @@
+"""One run at a time in a dump folder: two would delete each other's checkpoints and mix their metrics."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.stopping import GRACE_S
+from torchtitan.tools.logging import logger
+
+LOCK = "run.lock"
+WAIT_S = GRACE_S + 15.0
+"""A requeued job may start while the run before it still ends. torchrun kills that 30 s after its SIGTERM."""
+_POLL_S = 0.1
+
+
+@contextlib.contextmanager
+def only_run_in(dump_folder: str | Path, wait_s: float | None = None) -> Iterator[None]:
+    """Hold the folder's lock. The kernel releases it when the process ends, however that happens.
+
+    Args:
+        wait_s: How long to wait for a run that holds it; by default `WAIT_S`.
+
+    Raises:
+        UserError: Another run holds it, or the folder cannot be written.
+    """
+    folder = Path(dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error}): change [job] dump_folder") from error
+    with file:  # no program that this one starts inherits it
+        os.register_at_fork(after_in_child=file.close)  # nor does a fork, which may outlive this process
+        _lock(file, folder, WAIT_S if wait_s is None else wait_s)
+        with contextlib.suppress(OSError):  # a full disk: only the holder's name is lost
+            file.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+            file.flush()
+        yield
+
+
+def _lock(file: TextIO, folder: Path, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    warned = False
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = _holder(file.read())
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another run uses {folder} ({holder}) and has not ended within {wait_s:g} s: stop it, or set "
+                    "another [job] dump_folder"
+                ) from error
+            if not warned:
+                logger.warning(f"Another run uses {folder} ({holder}): waiting up to {wait_s:g} s for its end")
+                warned = True
+            time.sleep(_POLL_S)
+        except OSError as error:  # a network file system without locks
+            return logger.warning(f"{folder} cannot be locked ({error}): see to it that no second run uses it")
+
+
+def _holder(text: str) -> str:
+    try:
+        holder = json.loads(text)
+        return f"host {holder['host']}, process {holder['pid']}, since {holder['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "which has not written its name yet"

@@ -1,0 +1,171 @@
+"""`complete.json`: what a checkpoint is, and by which sizes and checksums a damaged file is found."""
+
+import json
+import os
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+MARKER = "complete.json"
+_STEP_NAME = re.compile(r"step-(\d+)")
+_WRITER = re.compile(r"(?:dcp/__(\d+)_\d+\.distcp|rng-rank-(\d+)\.pt)")
+_PIECE_BYTES = 16 << 20
+_THREADS = 4
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was written. The message says what is wrong with which file."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What `complete.json` holds.
+
+    Attributes:
+        step: The step after which it was written.
+        world_size: Ranks that wrote it.
+        saved_at: Seconds since 1970.
+        states: What `dcp/` holds.
+        files: Bytes by file name.
+        number: Counts the checkpoints of a folder in the order they were written; a clock may go back. 0 if it is from
+            before there was a number.
+        checksums: `checksum` by file name. Empty if it is from before there were any.
+    """
+
+    step: int
+    world_size: int
+    saved_at: float
+    states: list[str]
+    files: dict[str, int]
+    number: int = 0
+    checksums: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        (folder / MARKER).write_text(_sealed(asdict(self)), encoding="utf-8")
+
+
+_ENTRIES = {entry.name for entry in fields(Marker)}
+_FIRST_ENTRIES = _ENTRIES - {"number", "checksums"}
+
+
+def read_marker(folder: Path) -> Marker:
+    """The marker of the checkpoint in `folder`.
+
+    Raises:
+        Damaged: It cannot be read, or is not what was written.
+    """
+    try:
+        text = (folder / MARKER).read_text(encoding="utf-8")
+        entries = json.loads(text)
+    except OSError as error:
+        raise Damaged(f"its {MARKER} cannot be read ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"its {MARKER} is not JSON") from error
+    if not isinstance(entries, dict) or not entries.keys() >= _FIRST_ENTRIES:
+        raise Damaged(f"its {MARKER} lacks entries")
+    if entries.keys() != _FIRST_ENTRIES:  # sealed: the entries determine every byte of the file
+        entries.pop("checksum", None)
+        if entries.keys() != _ENTRIES or _sealed(entries) != text:
+            raise Damaged(f"its {MARKER} is not what was written")
+    if not _is_possible(**entries) or folder.name != f"step-{entries['step']}":
+        raise Damaged(f"its {MARKER} has an entry that cannot be")
+    return Marker(**entries)
+
+
+def _sealed(entries: dict[str, Any]) -> str:
+    """The file's text: the entries and their checksum."""
+    return json.dumps(entries | {"checksum": _hex(zlib.crc32(json.dumps(entries).encode()))}, indent=2)
+
+
+def _is_possible(
+    step: Any, world_size: Any, saved_at: Any, states: Any, files: Any, number: Any = 0, checksums: Any = None
+) -> bool:
+    """Whether each entry is of its type. JSON has no other keys than strings."""
+    return (
+        all(type(count) is int and 0 <= count < 2**63 for count in (step, world_size, number))
+        and step * world_size > 0
+        and type(saved_at) in (int, float)
+        and 0 <= saved_at < 2**63
+        and isinstance(states, list)
+        and all(isinstance(name, str) for name in states)
+        and isinstance(files, dict)
+        and all(type(size) is int for size in files.values())
+        and (checksums is None or isinstance(checksums, dict) and checksums.keys() == files.keys())
+    )
+
+
+def markers(folder: Path) -> tuple[list[Marker], dict[Path, str]]:
+    """The checkpoints in `folder`: markers in the order they were written, and what is wrong with those that cannot be
+    read.
+    """
+    found, damaged = [], {}
+    for path in folder.glob("step-*"):
+        if _STEP_NAME.fullmatch(path.name) and (path / MARKER).is_file():
+            try:
+                found.append(read_marker(path))
+            except Damaged as error:
+                damaged[path] = str(error)
+    return sorted(found, key=lambda marker: (marker.number, marker.saved_at)), damaged
+
+
+def checksum(path: Path) -> str:
+    """The CRC-32 of a file's pieces, in hexadecimal. It finds any change of up to 32 bits in a row.
+
+    Several threads read, since one of them checks about 3 GB/s (BLAKE2b 0.5, SHA-256 0.9).
+    """
+
+    def of_piece(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return zlib.crc32(file.read(_PIECE_BYTES)).to_bytes(4, "big")
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pieces = pool.map(of_piece, range(0, path.stat().st_size, _PIECE_BYTES))
+        return _hex(zlib.crc32(b"".join(pieces)))
+
+
+def _hex(number: int) -> str:
+    return f"{number:08x}"
+
+
+def measured(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
+    """Size and checksum by name of the files that `rank` has written, after a flush to disk."""
+    result = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        writer = _WRITER.fullmatch(name)
+        if path.is_file() and rank == int(writer[1] or writer[2] if writer else 0):
+            flush(path)
+            result[name] = path.stat().st_size, checksum(path)
+    return result
+
+
+def damages(folder: Path, marker: Marker, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with the checkpoint's files; each rank checks its share of the bytes."""
+    by_size = sorted(marker.files, key=lambda name: (marker.files[name], name))
+    found = (_damage(folder / name, marker.files[name], marker.checksums.get(name)) for name in by_size[rank::ranks])
+    return [f"{name} {what}" for name, what in zip(by_size[rank::ranks], found, strict=True) if what]
+
+
+def _damage(path: Path, size: int, expected: str | None) -> str | None:
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"has {found} bytes, not {size}"
+        return "has another checksum than when it was written" if expected not in (None, checksum(path)) else None
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, ValueError) as error:  # ValueError: no file can have that name
+        return f"cannot be read ({error})"
+
+
+def flush(path: Path) -> None:
+    """Flush a file or a folder's entries to disk, so that they survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
