@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.helpers.checkpoint_worker import WORKER, TinyTrainer, saved_at
 from tests.helpers.ranks import Ranks
+from tests.helpers.trainer_runs import attempt, embedded_url, steps, train
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer, complete_steps
 from torchtitan.grpo.checkpoint.marker import damages, read_marker
 from torchtitan.grpo.checkpoint.together import StageFailed
@@ -232,6 +233,27 @@ def test_a_disk_that_fills_up_and_has_room_again(small_disk, part, file, caplog)
     ballast.write_bytes(bytes((disk.f_bavail - before - pages[file] // 2) * disk.f_frsize))
     unfinished = trainer.checkpointer.folder / "step-2.tmp"
     fails_then_succeeds(trainer, f"checkpoint: writing {unfinished / part}", ballast.unlink, caplog)
+
+
+def test_a_run_goes_on_after_a_failed_save_and_the_last_one_must_succeed(tmp_path):
+    folder = tmp_path / "run" / "checkpoint"
+    folder.mkdir(parents=True)
+    obstacles = [folder / "step-2.tmp", folder / "step-4.tmp"]
+    for obstacle in obstacles:
+        obstacle.write_text("a file, where a save makes a folder")
+    flags: dict[str, str | None] = {"--training.steps": "4", "--checkpoint.interval": "1", "--sft.steps": "0"}
+    flags |= {"--rollout.urls": embedded_url(), "--validation.no-enable": None, "--checkpoint.no-export_hf": None}
+    status, said = attempt(tmp_path / "run", flags)
+    assert status != 0
+    assert f"checkpoint: clearing {obstacles[0]} failed on rank 0: FileExistsError" in said
+    assert said.count("Training goes on, and saves again in 1 steps") == 1
+    assert f"StageFailed: checkpoint: clearing {obstacles[1]} failed" in said
+    assert [line["checkpoint/failed"] for line in steps(tmp_path / "run")] == [0, 0, 1, 1]
+    assert complete_steps(folder) == [1, 3]
+    for obstacle in obstacles:
+        obstacle.unlink()
+    train(tmp_path / "run", flags | {"--checkpoint.resume": None})
+    assert complete_steps(folder) == [3, 4]
 
 
 # ------------------------------------------------------------------------------------------ a rank that fails
