@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
+from torchtitan.grpo.checkpoint.together import Together
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
@@ -182,8 +184,9 @@ def stop_in_save(dump: Path) -> None:
 
 
 def fail_in_save(dump: Path, out: str) -> None:
-    """Saves step 1. In the save of step 2 the last rank's optimizer raises. Step 3 is saved. In the save of step 4 the
-    last rank raises while the model is gathered. Each rank writes what it learned of each save, and after how long.
+    """Saves step 1. In the save of step 2 the last rank's optimizer raises. Step 3 is saved. Then the last
+    rank is late for a stage, and in the save of step 4 it raises while the model is gathered. Each rank writes what it
+    learned each time, and after how long.
     """
     trainer = TinyTrainer(dump, export_hf=True)
     rank = dist.get_rank()
@@ -193,23 +196,26 @@ def fail_in_save(dump: Path, out: str) -> None:
     def fail(*_: object) -> None:
         raise OSError("broken on purpose")
 
-    def save(last: bool) -> None:
-        trainer.train_step()
-        started = time.monotonic()
-        said = ""
+    def learn(action: Callable[..., object], *arguments: object) -> None:
+        started, said = time.monotonic(), ""
         try:
-            trainer.checkpointer.save(trainer.step, last)
+            action(*arguments)
         except RuntimeError as error:
             said = str(error)
         learned.append((said, time.monotonic() - started))
         Path(f"{out}-{rank}").write_text(json.dumps(learned))
 
-    save(last=False)
+    def save(last: bool) -> None:
+        trainer.train_step()
+        trainer.checkpointer.save(trainer.step, last)
+
+    learn(save, False)
     with patch.object(OptimizersContainer, "state_dict", fail) if last_rank else nullcontext():
-        save(last=True)
-    save(last=False)
+        learn(save, True)
+    learn(save, False)
+    learn(Together(1.0).locally, "sleeping", lambda: time.sleep(2 * last_rank))
     with patch.object(DTensor, "full_tensor", fail) if last_rank else nullcontext():
-        save(last=False)
+        learn(save, False)
     os._exit(0)  # as a rank that failed: without the others
 
 

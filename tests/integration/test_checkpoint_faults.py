@@ -246,7 +246,7 @@ def test_a_run_goes_on_after_a_failed_save_and_the_last_one_must_succeed(tmp_pat
     status, said = attempt(tmp_path / "run", flags)
     assert status != 0
     assert f"checkpoint: clearing {obstacles[0]} failed on rank 0: FileExistsError" in said
-    assert said.count("Training goes on, and saves again in 1 steps") == 1
+    assert said.count("Training goes on, and the next save is due in 1 steps") == 1
     assert f"StageFailed: checkpoint: clearing {obstacles[1]} failed" in said
     assert [line["checkpoint/failed"] for line in steps(tmp_path / "run")] == [0, 0, 1, 1]
     assert complete_steps(folder) == [1, 3]
@@ -263,10 +263,12 @@ def test_no_rank_waits_for_one_that_failed(tmp_path):
     ranks = Ranks(2, WORKER, "fail-in-save", tmp_path / "dump", tmp_path / "learned", log=tmp_path / "log")
     ranks.check(60)
     learned = [json.loads((tmp_path / f"learned-{rank}").read_text()) for rank in (0, 1)]
-    for first, failed, again, inside in learned:
+    for first, failed, again, late, inside in learned:
         assert first[0] == again[0] == "", "a failure of one rank's own leaves no rank in a collective"
         assert "collecting weights and optimizer state failed on rank 1: OSError: broken on purpose" in failed[0]
+        assert "after sleeping, rank" in late[0] and late[1] < 5
         assert "gathering the model failed on rank" in inside[0] and "the run cannot go on" in inside[0]
         assert failed[1] < 5 and inside[1] < 5
     assert "broken on purpose" in learned[1][-1][0]
+    assert "Ranks 1 failed to pass monitoredBarrier" in learned[0][3][0], "rank 0 names the one that is late"
     assert complete_steps(tmp_path / "dump" / "checkpoint") == [1, 3]

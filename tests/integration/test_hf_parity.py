@@ -26,7 +26,14 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_models import LLAMA3_ROPE, with_biases
 from torchtitan.grpo.model.packed import Documents, PackedAttention
-from torchtitan.grpo.model.source import ModelSource, gather_hf, load_hf_weights, resolve_model, write_hf, write_hf_config
+from torchtitan.grpo.model.source import (
+    ModelSource,
+    gather_hf,
+    load_hf_weights,
+    resolve_model,
+    write_hf,
+    write_hf_config,
+)
 
 SHAPE = dict(
     vocab_size=127,  # odd, so that FSDP2 and TP shards are uneven

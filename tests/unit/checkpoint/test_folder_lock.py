@@ -24,9 +24,9 @@ HOLDER = rf"\(host {socket.gethostname()}, process {os.getpid()}, since \d{{4}}-
 
 
 def test_a_second_run_is_refused_and_the_first_one_named(tmp_path):
-    with only_run_in(tmp_path), pytest.raises(UserError, match=rf"uses {tmp_path} {HOLDER} .*another \[job\] dump_folder"):
-        with only_run_in(tmp_path, wait_s=0.15):
-            pass
+    said = rf"uses {tmp_path} {HOLDER} .*another \[job\] dump_folder"
+    with only_run_in(tmp_path), pytest.raises(UserError, match=said), only_run_in(tmp_path, wait_s=0.15):
+        pass
     with only_run_in(tmp_path, wait_s=0):
         pass
 
@@ -82,7 +82,10 @@ def test_a_lock_that_names_nobody(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_refused():
-    with pytest.raises(UserError, match=r"/proc/sys/run cannot be written .*\[job\] dump_folder"), only_run_in("/proc/sys/run"):
+    with (
+        pytest.raises(UserError, match=r"/proc/sys/run cannot be written .*\[job\] dump_folder"),
+        only_run_in("/proc/sys/run"),
+    ):
         pass
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import shutil
 import tempfile
@@ -150,7 +151,8 @@ class Checkpointer:
             if last:
                 raise
             self._failed_saves += 1
-            logger.error(f"{error}. Training goes on, and saves again in {self.cfg.interval} steps")
+            if self.rank == 0:
+                logger.error(f"{error}. Training goes on, and the next save is due in {self.cfg.interval} steps")
             return
         self._saved_step = step
         self._torn_steps.discard(step)
@@ -270,7 +272,7 @@ class Checkpointer:
         keep = self.cfg.keep_latest_k
         older = [s for s in complete_steps(self.folder) if s not in {self._saved_step, *self._torn_steps}]
         try:
-            for step in older[: len(older) - keep + 1] if keep and len(older) >= keep else []:
+            for step in older[: max(0, len(older) - keep + 1)] if keep else []:
                 # Delete the marker first: a folder that is partly deleted is then not a checkpoint.
                 (self.folder / f"step-{step}" / MARKER).unlink()
                 shutil.rmtree(self.folder / f"step-{step}", ignore_errors=True)
@@ -289,10 +291,10 @@ class Checkpointer:
         found, torn = self.together.locally(f"looking for checkpoints in {self.folder}", self._look)[0]
         for path, marker in reversed(found.items()):
             check = functools.partial(damages, path, marker, self.rank, self.world_size)
-            problems = sum(self.together.locally(f"checking {path}", check), [])
+            problems = list(itertools.chain(*self.together.locally(f"checking {path}", check)))
             if not problems:
-                for other, what in torn.items():
-                    logger.error(f"checkpoint {other} is torn: {what}. The run continues from {path}. Delete {other}")
+                for other, what in torn.items() if self.rank == 0 else ():
+                    logger.error(f"checkpoint {other} is torn: {what}. Continuing from {path} instead. Delete {other}")
                 if not marker.checksums:
                     logger.warning(f"{path} has no checksums, so only the sizes of its files were checked")
                 return marker
@@ -300,7 +302,8 @@ class Checkpointer:
             self._torn_steps.add(marker.step)
         if torn:
             said = "; ".join(f"checkpoint {path} is torn: {what}" for path, what in torn.items())
-            others = "choose another by [checkpoint] load_step" if self.cfg.load_step >= 0 else "start in another [job] dump_folder"
+            explicit = self.cfg.load_step >= 0
+            others = "choose another by [checkpoint] load_step" if explicit else "start in another [job] dump_folder"
             raise UserError(f"{said}. Restore the file from a copy, or {others}")
         return None
 

@@ -93,7 +93,7 @@ def _is_possible(
         and all(isinstance(name, str) for name in states)
         and isinstance(files, dict)
         and all(type(size) is int for size in files.values())
-        and (checksums is None or isinstance(checksums, dict) and checksums.keys() == files.keys())
+        and (checksums is None or (isinstance(checksums, dict) and checksums.keys() == files.keys()))
     )
 
 

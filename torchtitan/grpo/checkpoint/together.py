@@ -42,7 +42,8 @@ class Together:
             StageFailed: A rank raised another error.
             RuntimeError: A rank has ended, or did not come in time.
         """
-        result, failure = None, None
+        result: Result | None = None
+        failure: Exception | None = None
         try:
             result = action()
         except Exception as error:
@@ -57,16 +58,18 @@ class Together:
             RuntimeError: This rank failed inside a collective. It must not wait for the others, which may wait for it
                 on their devices, where no message reaches them. Its end ends them: gloo and torchrun see to that.
         """
-        failure = None
+        failure: BaseException | None = None
         try:
             result = action()
         except CheckpointException as error:  # a BaseException
             failure = error
         except Exception as error:
-            raise RuntimeError(
-                f"checkpoint: {what} failed on rank {self.rank} inside a collective, so the run cannot go on: "
-                f"{_in_words(error)}"
-            ) from error
+            if self.world_size > 1:
+                raise RuntimeError(
+                    f"checkpoint: {what} failed on rank {self.rank} inside a collective, so the run cannot go on: "
+                    f"{_in_words(error)}"
+                ) from error
+            failure = error
         self._agree(what, None, failure)
         return result
 

@@ -101,7 +101,8 @@ class Checkpoint:
     keep_latest_k: Annotated[int, Range(at_least=0)] = 2
     """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes per parameter) and an export."""
     load_step: Annotated[int, Range(at_least=-1, why="-1 is the newest")] = -1
-    """Step to resume from. -1 is the newest complete checkpoint."""
+    """Step to resume from. -1 is the newest whole checkpoint. A torn one is named and passed over; with a step it ends
+    the run."""
     resume: bool = False
     """Resume from a complete checkpoint in `job.dump_folder`/`checkpoint.folder`. Off: a used folder is refused."""
     export_hf: bool = True
