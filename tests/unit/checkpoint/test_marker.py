@@ -29,8 +29,7 @@ def test_a_marker_comes_back_and_any_flipped_bit_is_refused(tmp_path):
         damaged = bytearray(content)
         damaged[position // 8] ^= 1 << position % 8
         (folder / MARKER).write_bytes(damaged)
-        with pytest.raises(Damaged, match=f"its {MARKER} "):
-            read_marker(folder)
+        assert markers(tmp_path)[0] == [], f"bit {position}"
 
 
 @pytest.mark.parametrize(
