@@ -8,7 +8,10 @@ import json
 import logging
 import os
 import random
+import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -199,6 +202,20 @@ def test_a_full_disk_in_any_stage_of_a_save(trainer, name, stage, monkeypatch, c
     monkeypatch.setattr(Checkpointer, "_clear", clear_and_aim)
     unfinished = trainer.checkpointer.folder / f"step-{trainer.step + 1}.tmp"
     fails_then_succeeds(trainer, f"checkpoint: {stage.format(unfinished)}", monkeypatch.undo, caplog)
+
+
+def test_a_signal_inside_a_save_still_ends_the_run(trainer, monkeypatch):
+    """DCP catches the SystemExit that a signal raises there."""
+    unfinished = trainer.checkpointer.folder / f"step-{trainer.step + 1}.tmp"
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    monkeypatch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit):
+            trainer.checkpointer.save(trainer.step + 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [path.name for path in (unfinished / "dcp").iterdir()] == ["__0_0.distcp"], "inside DCP"
+    shutil.rmtree(unfinished)
 
 
 def test_a_folder_that_cannot_be_written(trainer, caplog):

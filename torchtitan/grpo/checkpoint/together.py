@@ -54,7 +54,7 @@ class Together:
         """Run what waits for other ranks, and return this rank's result.
 
         Raises:
-            StageFailed: DCP, which tells all ranks of one rank's failure.
+            StageFailed: From DCP, which tells all ranks of one rank's failure.
             RuntimeError: This rank failed inside a collective. It must not wait for the others, which may wait for it
                 on their devices, where no message reaches them. Its end ends them: gloo and torchrun see to that.
         """
@@ -63,6 +63,9 @@ class Together:
             result = action()
         except CheckpointException as error:  # a BaseException
             failure = error
+            for cause, _ in error.failures.values():
+                if not isinstance(cause, Exception):  # a signal's SystemExit, which DCP catches too
+                    raise cause from error
         except Exception as error:
             if self.world_size > 1:
                 raise RuntimeError(
