@@ -112,6 +112,15 @@ def test_every_flipped_bit_is_found(dump):
     assert damages(path, marker) == []
 
 
+def test_a_broken_marker_of_an_older_checkpoint_is_a_warning(dump, resumed, caplog):
+    marker = dump / "checkpoint" / "step-1" / "complete.json"
+    whole = marker.read_bytes()
+    marker.write_bytes(flip(whole))
+    assert resumed.checkpointer.load_latest() == 2
+    assert f"{marker.parent} is torn: its complete.json " in caplog.text and not errors(caplog)
+    marker.write_bytes(whole)
+
+
 def test_the_checkpoint_of_load_step_is_not_replaced_by_another(dump):
     path = dump / "checkpoint" / "step-2"
     chosen = TinyTrainer(dump, resume=True, load_step=2)

@@ -117,7 +117,7 @@ class Checkpointer:
                 f"checkpoints cannot be written to {folder} ({error}): change [job] dump_folder or [checkpoint] folder"
             ) from error
         found, torn = _candidates(folder, checkpoint_cfg.load_step)
-        steps = [int(path.name.removeprefix("step-")) for path in (*found, *torn)]
+        steps = [_step_of(path) for path in (*found, *torn)]
         if steps and not checkpoint_cfg.resume:
             raise UserError(
                 f"{folder} already holds checkpoints of steps {steps}: set [checkpoint] resume = true to continue "
@@ -294,7 +294,9 @@ class Checkpointer:
             problems = list(itertools.chain(*self.together.locally(f"checking {path}", check)))
             if not problems:
                 for other, what in torn.items() if self.rank == 0 else ():
-                    logger.error(f"checkpoint {other} is torn: {what}. Continuing from {path} instead. Delete {other}")
+                    older = _step_of(other) < marker.step
+                    say = logger.warning if older else logger.error
+                    say(f"checkpoint {other} is torn: {what}. The run continues from {path}. Delete {other}")
                 if not marker.checksums:
                     logger.warning(f"{path} has no checksums, so only the sizes of its files were checked")
                 return marker
@@ -328,6 +330,10 @@ class Checkpointer:
                 f"{path} was written by {marker.world_size} ranks and is loaded by {self.world_size}: weights and "
                 "optimizer state are exact, random states are derived from the seed"
             )
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _candidates(folder: Path, load_step: int) -> tuple[dict[Path, Marker], dict[Path, str]]:
