@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +45,7 @@ from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
+from torchtitan.grpo.policy.sampler_check import SamplerCheck
 from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.step_metrics import (
@@ -76,6 +78,7 @@ class Batch:
     Attributes:
         groups: The answers; empty on ranks other than 0.
         rewards, advantages: By group and sample, on every rank.
+        servers: That sampled tokens of the version that is trained, on every rank.
         minibatches: This rank's packed rows of each minibatch, on its device.
         metrics: Of rollouts and packing.
     """
@@ -83,6 +86,7 @@ class Batch:
     groups: list[Group]
     rewards: list[list[float]]
     advantages: list[list[float]]
+    servers: list[str]
     minibatches: list[list[Microbatch]]
     metrics: dict[str, float]
 
@@ -135,10 +139,10 @@ class Trainer:
             self.step += 1
             self.garbage_collection.run(self.step)
             batch = batch or self.pack(self.collect(self.step), self.step)
-            sums, grad_norm = self.update(batch)
+            on_device = self.update(batch)
             self.publish()
             following = self.pack_ahead()
-            self.log(batch.metrics | self.learned(sums, grad_norm) | self.validate(), batch)
+            self.log(batch.metrics | self.learned(batch, *on_device) | self.validate(), batch)
             self.save()
             batch = following
         self.weight_sync.drain()
@@ -169,21 +173,26 @@ class Trainer:
             self.offload.prefetch()
         with self.ledger.stage("pack"):
             limit = self.config.rollout.max_answer_tokens
-            rewards = self.broadcast.json([[shaped_reward(s, grpo, limit) for s in group] for group in groups])
+            shaped = [[shaped_reward(s, grpo, limit) for s in group] for group in groups]
+            rewards, servers = self.broadcast.json([shaped, self.sampler_check.servers(groups, step - 1)])
             advantages = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
-            minibatches, packed = [], []
+            minibatches: list[list[Microbatch]] = []
+            packed = []
             for part in split(len(advantages), grpo.minibatches):
                 rows = None
                 if self.is_rank0:
                     own = [groups[i] for i in part], [advantages[i] for i in part]
-                    samples = training_samples(*own, version=step - 1, grpo=grpo, max_answer_tokens=limit)
+                    # The sampler's log-probabilities meet a policy that the first minibatch has changed.
+                    compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else []
+                    numbers = partial(self.sampler_check.numbers, compared, step - 1)
+                    samples = training_samples(*own, step - 1, grpo, limit, numbers)
                     rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
                     packed.append(rows)
                 minibatches.append([row.to(self.device) for row in self.broadcast.rows(rows, self.data_rank)])
             metrics = rollout_metrics(groups, step - 1, self.max_age)
             if packed:
                 metrics |= packing_metrics(packed, self.attention_tokens) | {"pack/ahead": float(ahead)}
-            return Batch(groups, rewards, advantages, minibatches, metrics)
+            return Batch(groups, rewards, advantages, servers, minibatches, metrics)
 
     def pack_ahead(self) -> Batch | None:
         """With `[async_grpo]`: pack the next step's batch while the device trains this one, if its groups are ready.
@@ -208,6 +217,7 @@ class Trainer:
         """
         fixed_logprobs = self._fixed_logprobs(batch)
         sums: dict[str, torch.Tensor] = {}
+        counts = self.max_age, len(batch.servers)
         with self.ledger.stage("train"):
             for rows, fixed in zip(batch.minibatches, fixed_logprobs, strict=True):
                 self.optimizers.zero_grad()
@@ -215,12 +225,12 @@ class Trainer:
                 def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
                     self.offload.poll()
                     logprobs, entropy = self.model(row, self.config.rollout.temperature)
-                    return losses.row_loss(logprobs, entropy, row, self.config.grpo, *fixed[index], self.max_age)
+                    return losses.row_loss(logprobs, entropy, row, self.config.grpo, *fixed[index], *counts)
 
                 added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
                 sums = {name: sums.get(name, 0) + value for name, value in added.items()}
-                if not self.sampler_checked:
-                    self._check_sampler(self._sum(sums))
+                if self.sampler_check.is_due and batch.servers:
+                    self.sampler_check.before_first_step(batch.servers, self._sum(sums))
                 grad_norm = dist_utils.clip_grad_norm_(
                     list(self.model.parameters()), self.config.training.max_norm, foreach=True
                 )
@@ -230,9 +240,11 @@ class Trainer:
             self.lr_schedulers.step()
         return sums, grad_norm
 
-    def learned(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
-        """Turn what `update` returned into metrics. Waits for the device."""
-        return policy_metrics(self._sum(sums)) | {"train/grad_norm": float(grad_norm)}
+    def learned(self, batch: Batch, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
+        """Turn what `update` returned into metrics, and check the servers by it. Waits for the device."""
+        summed = self._sum(sums)
+        self.sampler_check.after_step(batch.servers, summed)
+        return policy_metrics(summed, batch.servers) | {"train/grad_norm": float(grad_norm)}
 
     def publish(self, wait: bool = False) -> None:
         """Publish this step's weights to the servers; with `[weight_sync] async_weight_update` in the background."""
@@ -344,20 +356,6 @@ class Trainer:
             for row in rows:
                 row.advantages = advantages[row.samples[row.sample_ids]]
 
-    def _check_sampler(self, sums: dict[str, float]) -> None:
-        """Before the first optimizer step, check that servers and trainer hold the same model."""
-        if sums["tokens"] == 0:
-            return  # nothing to compare in this step
-        self.sampler_checked = True
-        limit = self.config.rollout.max_logprob_mismatch
-        mismatch = sums["mismatch_abs_sum"] / sums["tokens"]
-        if mismatch > limit:
-            raise UserError(
-                f"sampler and trainer log-probabilities of the same tokens differ by {mismatch:.3f} nat on average, "
-                f"over [rollout] max_logprob_mismatch = {limit}: check that the servers serve this model, run with "
-                f"--logprobs-mode processed_logprobs and no quantisation ({', '.join(self.urls)})"
-            )
-
     def _sum(self, sums: dict[str, torch.Tensor]) -> dict[str, Any]:
         return sum_over_ranks(sums, self.device, self.data_group)
 
@@ -465,7 +463,6 @@ class Trainer:
         """Wait for the servers, check that they fit the trainer, form the weight-sync groups."""
         config, rollout = self.config, self.config.rollout
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
-        self.sampler_checked = False
         ahead = config.async_grpo
         recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
 
@@ -477,7 +474,6 @@ class Trainer:
 
         if self.is_rank0:
             self.fleet = Fleet(self.urls, make, rollout.min_servers, rollout.urls_file)
-            self.urls = [server.url for server in self.fleet.servers]
             for server in self.fleet.servers:
                 server.control.wait_healthy(rollout.start_timeout_seconds)
                 server.check()
@@ -502,6 +498,7 @@ class Trainer:
                 config.training.steps,
                 lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
             )
+        self.sampler_check = SamplerCheck(config, self.fleet if self.is_rank0 else None)
         self.weight_sync = WeightSync(
             model_weights(self.model, self.source.adapter, wire_dtype(self.sync_config, self.device), self.source.tied),
             self.sync_config,

@@ -57,7 +57,9 @@ def test_which_samples_count():
 def test_samples_hold_advantage_weight_and_the_age_of_each_token():
     groups = [[answer(1.0, 2, version=4), answer(0.0, 3, versions=[2, 3, 4])], [answer(0.0, 5, finish_reason="abort")]]
     grpo = Grpo(loss_aggregation="token", zero_variance_groups="keep")
-    first, second = training_samples(groups, [[0.5, -0.5], [0.1]], version=4, grpo=grpo, max_answer_tokens=LIMIT)
+    advantages = [[0.5, -0.5], [0.1]]
+    first, second = training_samples(groups, advantages, 4, grpo, LIMIT, lambda sample: [1] * len(sample.token_ids))
+    assert first.servers == [1, 1] and second.servers == [1, 1, 1]
     assert (first.advantage, second.advantage) == (0.5, -0.5)
     assert first.weight == second.weight == 1 / 5  # the aborted answer is in no normaliser, and is not trained
     assert first.ages == [0, 0] and second.ages == [2, 1, 0]

@@ -20,6 +20,7 @@ def sample(prompt_tokens: int, answer_tokens: int, seed: int = 0) -> PackedSampl
         weight=rng.uniform(0.1, 1),
         sampler_logprobs=[-rng.random() for _ in range(answer_tokens)],
         ages=[rng.randrange(4) for _ in range(answer_tokens)],
+        servers=[rng.randrange(3) for _ in range(answer_tokens)],
     )
 
 
@@ -51,6 +52,7 @@ def unpack(microbatches: list[list[PackedRow]]) -> dict[int, PackedSample]:
                 weight,
                 row.sampler_logprobs[document][mask].tolist(),
                 row.ages[document][mask].tolist(),
+                servers=row.servers[document][mask].tolist(),
             )
     return found
 
@@ -96,7 +98,7 @@ def test_every_sample_comes_back_once(num_ranks, pad_multiple, count):
         assert found[i].advantage == pytest.approx(expected.advantage)
         assert found[i].weight == pytest.approx(expected.weight)
         assert found[i].sampler_logprobs == pytest.approx(expected.sampler_logprobs)
-        assert found[i].ages == expected.ages
+        assert found[i].ages == expected.ages and found[i].servers == expected.servers
 
 
 def test_exact_row():
@@ -112,6 +114,7 @@ def test_exact_row():
     assert row.weights.tolist() == [0, 0.25, 0.25, 0]
     assert row.sampler_logprobs.tolist() == [0, -1, -2, 0]
     assert row.ages.tolist() == [0, 2, 1, 0]
+    assert row.servers.tolist() == [-1, 0, 0, -1]
 
 
 def test_tokens_of_an_environment_are_context():
@@ -227,6 +230,8 @@ def test_bad_samples_are_errors():
         pack([PackedSample([1], [1], 0.0, 1.0, [0.0, 0.0])], 8, 1)
     with pytest.raises(ValueError, match="1 ages for 2"):
         pack([PackedSample([1], [1, 2], 0.0, 1.0, [0.0, 0.0], [0])], 8, 1)
+    with pytest.raises(ValueError, match="1 servers for 2"):
+        pack([PackedSample([1], [1, 2], 0.0, 1.0, [0.0, 0.0], servers=[1])], 8, 1)
     with pytest.raises(ValueError, match="3 loss mask values for 2"):
         pack([PackedSample([1], [1, 2], 0.0, 1.0, [0.0, 0.0], loss_mask=[True] * 3)], 8, 1)
     with pytest.raises(ValueError, match="0 loss mask values for 1"):

@@ -217,6 +217,7 @@ def test_metrics_are_documented():
     optional = {"importance": per_token, "reference_logprobs": per_token, "entropy": per_token}
     sample_ids = torch.zeros(2, dtype=torch.int64)
     loss, sums = policy_loss(per_token, per_token, per_token, per_token, sample_ids, config_of().grpo, **optional)
-    names |= set(policy_metrics({"loss": loss} | sums | mismatch_sums(per_token, per_token, per_token)))
+    sums |= mismatch_sums(per_token, per_token, per_token) | {"server_tokens": [1], "server_mismatch_abs_sum": [0]}
+    names |= set(policy_metrics({"loss": loss} | sums, ["http://<host>:<port>"]))
     names = {name.replace("reward/match", "reward/<function>").replace("pass_at_2", "pass_at_<k>") for name in names}
     assert names <= documented

@@ -329,8 +329,10 @@ def test_what_a_group_asks_at_once_gets_its_places_before_the_next_group(make_co
         answers = await asyncio.gather(*[client.generate(prompt.token_ids) for _ in range(4)])
         return [Sample(prompt, a.token_ids, a.logprobs, a.versions, a.finish_reason) for (a,) in answers[:2]]
 
-    collector = make_collector([new_server().url], environment=at_once, max_concurrent_requests=3)
-    collector.collect(prompts_of(6), PARAMS, "a")
+    url = new_server().url
+    collector = make_collector([url], environment=at_once, max_concurrent_requests=3)
+    collected = collector.collect(prompts_of(6), PARAMS, "a")
+    assert all(sample.servers == [(0, url)] for group in collected for sample in group)
     groups = [name.split("-")[1] for name, _ in collector.fleet.servers[0].client.asked]
     assert groups == sorted(groups)
 

@@ -36,7 +36,7 @@ def test_a_single_turn_is_the_groups_own_request() -> None:
     asked = Asked()
     samples = asyncio.run(single_turn(asked.client, PROMPT))
     assert asked.requests == [([3, 4, 5], PARAMS, "")]
-    assert samples == [Sample(PROMPT, [10 + i], [-0.5], [1], "stop") for i in range(4)]
+    assert samples == [Sample(PROMPT, [10 + i], [-0.5], [1], "stop", servers=[(0, "")]) for i in range(4)]
 
 
 def test_calls_have_names_seeds_and_stop_tokens_of_their_own() -> None:
@@ -86,10 +86,10 @@ def test_a_full_answer_is_continued_by_nothing(answer: int, wished: int | None) 
 def test_turns_keep_tokens_versions_and_who_said_them() -> None:
     turns = Turns(PROMPT)
     assert turns.token_ids == [3, 4, 5]
-    turns.sampled(Completion([10, 11], [-0.1, -0.2], "stop", [6, 7]))
+    turns.sampled(Completion([10, 11], [-0.1, -0.2], "stop", [6, 7], "http://a"))
     assert turns.token_ids == [3, 4, 5, 10, 11]
     turns.given([20, 21, 22])
-    turns.sampled(Completion([12], [-0.3], "length", [8]))
+    turns.sampled(Completion([12], [-0.3], "length", [8], "http://b"))
     turns.given([])
     sample = turns.sample()
     assert checked([sample], "m:f", 10) == [
@@ -100,6 +100,7 @@ def test_turns_keep_tokens_versions_and_who_said_them() -> None:
             [6, 7, 7, 7, 7, 8],
             "length",
             [True, True, False, False, False, True],
+            servers=[(0, "http://a"), (5, "http://b")],
         )
     ]
     assert sample.sampled_tokens == 3

@@ -40,6 +40,7 @@ class Sample:
         loss_mask: True for tokens that the model sampled and that are trained on. The others came from an environment,
             for example a tool's result. None: all are True.
         reward_failures: Reward functions that raised or ran out of time on this sample (scored 0).
+        servers: (first token, server) for each stretch of tokens that one server sampled. Filled in if left empty.
     """
 
     prompt: Prompt
@@ -52,6 +53,7 @@ class Sample:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     reward_failures: list[str] = field(default_factory=list)
+    servers: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def sampled_tokens(self) -> int:

@@ -39,6 +39,8 @@ class Server:
         lost: It failed. It counts against `[rollout] min_servers` until it is admitted again.
         held: It gets no new requests until it is admitted again. It finishes the running ones.
         suspected: A request failed there. Weight sync's worker finds the cause, then admits or withdraws it.
+        distrusted: Its answers are not the policy's. It is not admitted before it was connected and fed again.
+        distrusts: How often that has happened.
         reason: Why it is out of traffic, "" while it is in traffic.
         in_flight: Our running requests there. Only the collector's event loop writes it.
     """
@@ -53,6 +55,8 @@ class Server:
     lost: bool = False
     held: bool = False
     suspected: bool = False
+    distrusted: bool = False
+    distrusts: int = 0
     reason: str = "has not been given any weights yet"
     in_flight: int = 0
 
@@ -114,7 +118,7 @@ class Fleet:
     def admit(self, server: Server, version: int) -> None:
         """Put it into traffic: the server has acknowledged `version` and is resumed (I3)."""
         with self._lock:
-            if server not in self._servers:
+            if server not in self._servers or server.distrusted:
                 return
             returned = not server.in_traffic
             server.version = version
@@ -141,7 +145,7 @@ class Fleet:
                 return
             before = (server.in_traffic, server.lost, server.suspected)
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
-            server.held = False
+            server.held = server.distrusted = False
             server.reason = _one_line(reason)
             changed = before != (server.in_traffic, server.lost, server.suspected)
         if changed:
@@ -159,6 +163,20 @@ class Fleet:
             server.in_traffic, server.suspected = False, True
             server.reason = _one_line(f"a request failed: {error}")
         logger.warning("%s is out of traffic: %s", server.url, server.reason)
+        self._notify()
+
+    def distrust(self, server: Server, reason: str) -> None:
+        """It is lost, whatever its health, until weight sync has connected it again and fed it.
+
+        For a server that is out of traffic already this has no effect.
+        """
+        with self._lock:
+            if server not in self._servers or not server.in_traffic:
+                return
+            server.in_traffic, server.lost, server.suspected, server.distrusted = False, True, True, True
+            server.distrusts += 1
+            server.reason = _one_line(reason)
+        logger.warning("%s is lost: %s", server.url, server.reason)
         self._notify()
 
     def fail(self, error: BaseException) -> None:

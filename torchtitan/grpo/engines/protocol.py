@@ -61,12 +61,14 @@ class Completion:
         logprobs: log p(token) after the temperature, in float32 precision.
         finish_reason: "stop" (a stop or end token), "length" (`max_tokens`) or "abort" (cut off by the engine).
         versions: The weight version that sampled each token.
+        server: The address of the server, which the router fills in.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     versions: list[int]
+    server: str = ""
 
 
 class EngineClient(Protocol):

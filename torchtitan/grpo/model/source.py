@@ -54,7 +54,7 @@ class ModelSource:
 
     @property
     def pad_token(self) -> int | None:
-        """`pad_token_id` of config.json where the vocabulary has it. Counted from the end if negative, as in PyTorch."""
+        """`pad_token_id` of config.json if the vocabulary has it. Negative ones count from the end, as in PyTorch."""
         token, size = self.hf_config.get("pad_token_id"), self.model_args.vocab_size
         return token % size if token is not None and -size <= token < size else None
 

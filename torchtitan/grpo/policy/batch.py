@@ -1,7 +1,7 @@
 """From a step's scored groups to samples with advantages and weights. Pure functions on lists."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,13 +44,19 @@ def counted_samples(group: Group, grpo: Grpo, max_answer_tokens: int) -> list[bo
 
 
 def training_samples(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float]], version: int, grpo: Grpo, max_answer_tokens: int
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float]],
+    version: int,
+    grpo: Grpo,
+    max_answer_tokens: int,
+    servers_of: Callable[[Sample], list[int]] = lambda sample: [],
 ) -> list[PackedSample]:
     """One minibatch's answers, ready to pack.
 
     Args:
         advantages: By group and sample.
         version: Of the weights that are trained; a token's age is this minus the version that sampled it.
+        servers_of: Each token's `PackedSample.servers`.
     """
     answers = [(s, a) for group, own in zip(groups, advantages, strict=True) for s, a in zip(group, own, strict=True)]
     weights = token_weights(
@@ -68,6 +74,7 @@ def training_samples(
             sample.logprobs,
             [version - sampled_by for sampled_by in sample.versions],
             sample.loss_mask,
+            servers_of(sample),
         )
         for (sample, advantage), weight in zip(answers, weights, strict=True)
         if weight or grpo.kl_placement == "reward"  # a sample without weight costs nothing, unless KL needs its place

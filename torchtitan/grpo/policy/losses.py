@@ -232,6 +232,7 @@ def row_loss(
     old_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     max_age: int = 0,
+    num_servers: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One packed row's share of the step's loss, and detached sums for metrics.
 
@@ -240,6 +241,7 @@ def row_loss(
         old_logprobs: The trainer's before the step's first optimizer step [A]; None in that step.
         reference_logprobs: Of the reference model [A]; None without one.
         max_age: `[async_grpo] max_trajectory_age_steps`; 0 (synchronous) measures nothing by age.
+        num_servers: Of the batch; 0 measures nothing by server.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = importance_weights(
@@ -266,6 +268,8 @@ def row_loss(
     sums |= {"loss": loss.detach()} | mismatch_sums(*tokens)
     if max_age:
         sums |= age_sums(*tokens, row.ages, max_age, clipped)
+    if num_servers:
+        sums |= server_sums(*tokens, row.servers, num_servers)
     return loss, sums
 
 
@@ -315,6 +319,22 @@ def age_sums(
     return dict(zip(values, sums, strict=True))
 
 
+def server_sums(
+    trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor, servers: Tensor, num_servers: int
+) -> dict[str, Tensor]:
+    """Difference between each server and the trainer: detached sums, float64 [num_servers], over its tokens with a
+    weight: `server_tokens`, and `server_mismatch_abs_sum` of the absolute difference of log-probabilities.
+
+    Args:
+        servers: int64, from `Microbatch.servers`: 1 to num_servers, or 0 for a token that enters no sum.
+    """
+    trained = weights != 0
+    difference = (trainer_logprobs - sampler_logprobs).detach().double().abs()
+    per_token = torch.stack([torch.ones_like(difference), difference]).where(trained, 0)
+    tokens, mismatch = per_token.new_zeros(2, num_servers + 1).index_add(1, servers, per_token)[:, 1:]
+    return {"server_tokens": tokens, "server_mismatch_abs_sum": mismatch}
+
+
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:
     """-min(r A, clip(r) A); with `ratio_clip_c` (dual clip, arXiv 1912.09729) at most -c A where A < 0."""
     low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max
@@ -336,9 +356,9 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def _k3(log_ratio: Tensor) -> Tensor:
     """exp(x) - 1 - x. From LOG_RATIO_BOUND on, where exp(x) would overflow, it stays at its value there: gradient 0.
 
-    The bound holds for both terms. If only exp(x) were bounded, -x would take over beyond: the value would fall, and the
-    gradient point away from the reference. verl bounds x the same way and the value by 10, so that its gradient is 0
-    from x = 2.6 on. TRL bounds neither.
+    The bound holds for both terms. If only exp(x) were bounded, -x would take over beyond: the value would fall, and
+    the gradient point away from the reference. verl bounds x the same way and the value by 10, so that its gradient is
+    0 from x = 2.6 on. TRL bounds neither.
     """
     log_ratio = log_ratio.clamp(max=LOG_RATIO_BOUND)
     return log_ratio.expm1() - log_ratio

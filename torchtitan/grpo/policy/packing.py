@@ -42,7 +42,7 @@ def pack(
             `model.packed.attention_tokens`; infinity balances tokens.
     Raises:
         UserError: a sample exceeds the budget, or the budget is not a multiple of `pad_multiple`.
-        ValueError: an empty prompt, or log-probabilities, ages or a loss mask that do not match the answer.
+        ValueError: an empty prompt, or log-probabilities, ages, servers or a loss mask that do not match the answer.
     """
     if budget_tokens < 1 or budget_tokens % pad_multiple:
         raise UserError(
@@ -87,6 +87,7 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
     for name, values in (
         ("sampler log-probabilities", sample.sampler_logprobs),
         ("ages", sample.ages or sample.answer_ids),
+        ("servers", sample.servers or sample.answer_ids),
         ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
     ):
         if len(values) != len(sample.answer_ids):
@@ -196,8 +197,9 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Pa
 
     lay(ints["targets"], (s.answer_ids for s in laid))
     lay(ints["ages"], (s.ages or [0] * end for s, end in zip(laid, ends, strict=True)))
+    ints["servers"][:] = -1
+    lay(ints["servers"], (s.servers or [0] * end for s, end in zip(laid, ends, strict=True)))
     lay(floats["sampler_logprobs"], (s.sampler_logprobs for s in laid))
-    ints["loss_mask"][where] = 1
     floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
     floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
     return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats))

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-INT_ROWS = ("tokens", "positions", "targets", "loss_mask", "sample_index", "ages")
+INT_ROWS = ("tokens", "positions", "targets", "servers", "sample_index", "ages")
 FLOAT_ROWS = ("advantages", "weights", "sampler_logprobs")
 
 
@@ -27,6 +27,7 @@ class PackedSample:
         ages: One per answer token: version in training minus version that sampled it. Empty means zeros.
         loss_mask: One per answer token. False marks context that an environment gave, which is not trained. None
             trains all.
+        servers: One per answer token, see `SamplerCheck.numbers`. Empty means zeros.
     """
 
     prompt_ids: list[int]
@@ -36,6 +37,7 @@ class PackedSample:
     sampler_logprobs: list[float]
     ages: list[int] = field(default_factory=list)
     loss_mask: list[bool] | None = None
+    servers: list[int] = field(default_factory=list)
 
     @property
     def trained_end(self) -> int:
@@ -63,7 +65,8 @@ class PackedRow:
         positions: int64, 0 at the start of each document. Padding documents stay within the row's largest position, or
             within 1, so that they never leave the model's RoPE table.
         targets: int64, the document's next token where that is trained, else 0.
-        loss_mask: bool, True where the target is trained.
+        servers: int64, the number of the server that the target is compared with, from 1, or 0 for none; -1 where the
+            target is not trained.
         sample_index: int64, which of the samples given to `pack`; -1 on padding.
         ages: int64, see `PackedSample`.
         advantages, weights, sampler_logprobs: float32.
@@ -72,7 +75,7 @@ class PackedRow:
     tokens: Tensor
     positions: Tensor
     targets: Tensor
-    loss_mask: Tensor
+    servers: Tensor
     sample_index: Tensor
     ages: Tensor
     advantages: Tensor
@@ -82,13 +85,17 @@ class PackedRow:
     @staticmethod
     def from_tensors(ints: Tensor, floats: Tensor) -> "PackedRow":
         """Inverse of `to_tensors`."""
-        rows = dict(zip(INT_ROWS, ints, strict=True)) | dict(zip(FLOAT_ROWS, floats, strict=True))
-        return PackedRow(**rows | {"loss_mask": rows["loss_mask"].bool()})
+        return PackedRow(**dict(zip(INT_ROWS, ints, strict=True)) | dict(zip(FLOAT_ROWS, floats, strict=True)))
 
     def to_tensors(self) -> tuple[Tensor, Tensor]:
         """int64 [6, T] and float32 [3, T], to be sent to another rank."""
-        ints = torch.stack([getattr(self, name).long() for name in INT_ROWS])
+        ints = torch.stack([getattr(self, name) for name in INT_ROWS])
         return ints, torch.stack([getattr(self, name) for name in FLOAT_ROWS])
+
+    @cached_property
+    def loss_mask(self) -> Tensor:
+        """bool [T], True where the target is trained."""
+        return self.servers >= 0
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -137,7 +144,7 @@ class Microbatch:
         cu_seqlens: int32 [docs + 1].
         max_seqlen: Longest document in tokens, padding included.
         answer_positions: int64 [A], the positions that predict a trained token.
-        targets, ages: int64 [A].
+        targets, ages, servers: int64 [A].
         sample_ids: int64 [A], nondecreasing 0..n-1.
         advantages, weights, sampler_logprobs: float32 [A].
         samples: int64 [n], which of the samples given to `pack` has sample id k.
@@ -151,13 +158,14 @@ class Microbatch:
     targets: Tensor
     sample_ids: Tensor
     ages: Tensor
+    servers: Tensor
     advantages: Tensor
     weights: Tensor
     sampler_logprobs: Tensor
     samples: Tensor
 
 
-ANSWER_FIELDS = ("targets", "sample_ids", "ages", "advantages", "weights", "sampler_logprobs")
+ANSWER_FIELDS = ("targets", "sample_ids", "ages", "servers", "advantages", "weights", "sampler_logprobs")
 """Fields of `Microbatch` that hold one value per trained answer token."""
 
 

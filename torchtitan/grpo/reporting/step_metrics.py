@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -81,10 +82,11 @@ def sum_over_ranks(
     }
 
 
-def policy_metrics(sums: dict[str, Any]) -> dict[str, float]:
+def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[str, float]:
     """Means and shares per trained answer token, from the sums of `losses.policy_loss` over all rows and ranks.
 
-    If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens.
+    If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
+    `losses.server_sums`, the mismatch of each of `servers` that has tokens of the trained version.
     """
     tokens = max(sums["tokens"], 1.0)
     metrics = {
@@ -107,6 +109,10 @@ def policy_metrics(sums: dict[str, Any]) -> dict[str, float]:
     ):
         if key in sums:
             metrics[f"policy/{name}"] = sums[key] / tokens
+    if servers:
+        by_server = zip(servers, sums["server_mismatch_abs_sum"], sums["server_tokens"], strict=True)
+        mismatch = {f"server/{_server_name(url)}/mismatch": total / n for url, total, n in by_server if n}
+        metrics |= mismatch | ({"server/mismatch_max": max(mismatch.values())} if mismatch else {})
     return metrics | (_age_metrics(sums) if "age_tokens" in sums else {})
 
 

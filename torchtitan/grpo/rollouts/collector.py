@@ -168,9 +168,14 @@ class Collector:
     ) -> Group:
         """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored."""
 
+        last_server = ""
+
         async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+            nonlocal last_server
             first = None if suffix else cohort
-            return await self.router.answer(prompt, token_ids, params, request_id + suffix, start, first)
+            completions = await self.router.answer(prompt, token_ids, params, request_id + suffix, start, first)
+            last_server = completions[-1].server
+            return completions
 
         client = RolloutClient(self.tokenizer, params, prompt, ask)
         try:
@@ -183,6 +188,8 @@ class Collector:
             name = f"[rollout] environment = {self.environment_name!r}"
             raise UserError(f"{name}: prompt {prompt.index}: {type(error).__name__}: {error}") from error
         group = checked(samples, self.environment_name, params.max_tokens)
+        for sample in group:
+            sample.servers = sample.servers or [(0, last_server)]
         answered()
         return await self._loop.run_in_executor(self._scoring, self._score, group)
 

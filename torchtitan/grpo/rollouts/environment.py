@@ -80,6 +80,7 @@ class Turns:
 
     def sampled(self, completion: Completion) -> None:
         """Append the model's tokens."""
+        self._sample.servers.append((len(self._sample.token_ids), completion.server))
         self._append(completion.token_ids, completion.logprobs, completion.versions, True)
         self._sample.finish_reason = completion.finish_reason
 
@@ -101,7 +102,10 @@ class Turns:
 async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     """The default: each sample is one answer."""
     completions = await client.generate(prompt.token_ids, n=client.params.n, seed=client.params.seed)
-    return [Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
+    return [
+        Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason, servers=[(0, c.server)])
+        for c in completions
+    ]
 
 
 def load_environment(name: str) -> Environment:

@@ -231,7 +231,10 @@ class Router:
         request = asyncio.create_task(server.client.generate(token_ids, params, request_id, cohort))
         self._running[server].add(request)
         try:
-            return await request
+            completions = await request
+            for completion in completions:
+                completion.server = server.url
+            return completions
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise

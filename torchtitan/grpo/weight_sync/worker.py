@@ -35,6 +35,10 @@ _REFUSES_S = 60.0
 _COLLECT_EVERY = 100
 """Losses between two full collections of garbage. The trainer collects young garbage only, and what a connection left
 may be old by the time it is garbage."""
+_DISTRUST_S = 30.0
+"""How long a server stays away whose answers are not the policy's for the second time; twice as long each time. The
+first time it is fed at once."""
+_DISTRUST_MAX_S = 3600.0
 
 
 class ServerWorker(threading.Thread):
@@ -120,6 +124,10 @@ class ServerWorker(threading.Thread):
         try:
             while not self._removed:
                 board.check()
+                if self.server.distrusted:
+                    self._leave_push()
+                    self._lose(self.server.reason)
+                    self._retry_at += min(_DISTRUST_S * (2 ** (self.server.distrusts - 1) - 1), _DISTRUST_MAX_S)
                 steps[self.mode]()
         except Closing:
             pass

@@ -1,0 +1,114 @@
+"""Which tokens are compared with which server, and what becomes of a server that differs."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.sampler_check import TOKENS_MIN, SamplerCheck
+
+A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
+
+
+def fleet_of(*urls: str, min_servers: int = 1) -> Fleet:
+    fleet = Fleet(list(urls), lambda url: Server(url, VllmControl(url)), min_servers)
+    for server in fleet.servers:
+        fleet.admit(server, 3)
+    return fleet
+
+
+def config_of(kv_kept: bool = False) -> JobConfig:
+    config = JobConfig()
+    config.async_grpo = replace(config.async_grpo, enabled=kv_kept, recompute_kv_cache_after_weight_updates=not kv_kept)
+    return config
+
+
+def sums(**means: float | tuple[float, int]) -> tuple[list[str], dict[str, list[float]]]:
+    """The servers' (mean, tokens) as `losses.server_sums` gives them, summed over ranks."""
+    pairs = [value if isinstance(value, tuple) else (value, TOKENS_MIN) for value in means.values()]
+    by_server = {"server_tokens": [n for _, n in pairs], "server_mismatch_abs_sum": [mean * n for mean, n in pairs]}
+    return [{"a": A, "b": B, "c": C}[name] for name in means], by_server
+
+
+def sample(versions: list[int], servers: list[tuple[int, str]], loss_mask: list[bool] | None = None) -> Sample:
+    n = len(versions)
+    return Sample(Prompt(0, [5], ""), [7] * n, [-1.0] * n, versions, "stop", loss_mask, servers=servers)
+
+
+def test_only_tokens_of_the_trained_version_are_compared_each_with_its_own_server():
+    check = SamplerCheck(config_of(), None)
+    groups = [
+        [sample([3, 3, 3], [(0, B)]), sample([2, 2], [(0, C)])],
+        [sample([2, 3, 3, 3, 3], [(0, B), (2, A)], [True, True, True, False, True])],
+        [sample([3], [(0, "")]), sample([3], [])],
+    ]
+    servers = check.servers(groups, 3)
+    assert servers == [A, B]
+    numbers = [check.numbers(servers, 3, sample) for group in groups for sample in group]
+    assert numbers == [[2, 2, 2], [], [0, 2, 1, 1, 1], [0], [0]]
+    assert check.servers(groups, 4) == [] and check.numbers([], 3, groups[0][0]) == []
+    # A turn that was cut off with what is beyond the longest answer
+    assert check.numbers(servers, 3, sample([3, 3], [(0, A), (2, B)])) == [1, 1]
+
+
+def test_an_answer_that_kept_old_keys_and_values_is_not_compared():
+    check, mixed, whole = SamplerCheck(config_of(kv_kept=True), None), sample([2, 3], [(0, A)]), sample([3], [(0, B)])
+    assert check.servers([[mixed, whole]], 3) == [B]
+    assert check.numbers([A, B], 3, mixed) == [] and check.numbers([A, B], 3, whole) == [2]
+
+
+@pytest.mark.parametrize("bad", [0.3, math.nan, math.inf])
+def test_before_the_first_step_the_run_ends_if_no_server_agrees(bad):
+    check = SamplerCheck(config_of(), None)  # as on every rank
+    check.before_first_step(*sums(a=(0.0, 0), b=(0.0, 0)))
+    assert check.is_due, "nothing to compare: the next step is"
+    check.before_first_step(*sums(a=(0.19, 3), b=(bad, 3)))
+    assert not check.is_due
+    with pytest.raises(UserError, match=rf"differ by {bad:.3f} nat on average at {A}, {bad:.3f} .* at {B}, over"):
+        check.before_first_step(*sums(a=(bad, 3), b=(bad, 3), c=(0.0, 0)))
+
+
+def test_a_server_that_drifts_leaves_traffic_until_it_was_fed_again(caplog):
+    fleet = fleet_of(A, B)
+    a, b = fleet.servers
+    check = SamplerCheck(config_of(), fleet)
+    check.after_step(*sums(a=0.19, b=0.01))
+    check.after_step([], {})
+    assert a.in_traffic and b.in_traffic
+    check.after_step(*sums(a=0.21, b=0.01))
+    assert a.lost and a.distrusted and not a.in_traffic and b.in_traffic
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{A} is lost: ") and f"0.210 nat on average at {A}, over" in said and B not in said
+    fleet.admit(a, 4)  # a push that was under way has ended
+    assert not a.in_traffic
+    fleet.withdraw(a, "connecting again")
+    fleet.admit(a, 4)
+    assert a.in_traffic and a.distrusts == 1
+    check.after_step(*sums(a=3.0, b=0.01))  # sampled before it left
+    assert a.in_traffic
+    check.after_step(*sums(a=3.0, b=0.01))
+    assert a.distrusts == 2 and not a.in_traffic
+
+
+def test_few_tokens_add_up_over_steps_and_what_is_not_finite_judges_nobody():
+    fleet = fleet_of(A, B)
+    a, _ = fleet.servers
+    check = SamplerCheck(config_of(), fleet)
+    for _ in range(3):
+        check.after_step(*sums(a=(0.5, TOKENS_MIN // 4), b=(math.nan, TOKENS_MIN)))
+        assert a.in_traffic
+    check.after_step(*sums(a=(0.5, TOKENS_MIN // 4)))
+    assert not a.in_traffic and fleet.servers[1].in_traffic
+
+
+@pytest.mark.parametrize(("urls", "min_servers"), [([A], 1), ([A, B], 2)])
+def test_the_run_ends_if_too_few_servers_would_be_left(urls, min_servers):
+    check = SamplerCheck(config_of(), fleet_of(*urls, min_servers=min_servers))
+    with pytest.raises(UserError, match=rf"differ by 0.500 nat on average at {A}, over \[rollout\] max_logprob_mism"):
+        check.after_step(*sums(a=0.5))
+    SamplerCheck(config_of(), None).after_step(*sums(a=0.5))  # rank 0 alone knows the fleet
