@@ -78,7 +78,7 @@ class Batch:
     Attributes:
         groups: The answers; empty on ranks other than 0.
         rewards, advantages: By group and sample, on every rank.
-        servers: That sampled tokens of the version that is trained, on every rank.
+        servers: That sampled the answers, on every rank; see `SamplerCheck.servers`.
         minibatches: This rank's packed rows of each minibatch, on its device.
         metrics: Of rollouts and packing.
     """
@@ -86,7 +86,7 @@ class Batch:
     groups: list[Group]
     rewards: list[list[float]]
     advantages: list[list[float]]
-    servers: list[str]
+    servers: dict[str, bool]
     minibatches: list[list[Microbatch]]
     metrics: dict[str, float]
 
@@ -183,8 +183,8 @@ class Trainer:
                 if self.is_rank0:
                     own = [groups[i] for i in part], [advantages[i] for i in part]
                     # The sampler's log-probabilities meet a policy that the first minibatch has changed.
-                    compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else []
-                    numbers = partial(self.sampler_check.numbers, compared, step - 1)
+                    compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
+                    numbers = partial(self.sampler_check.numbers, compared)
                     samples = training_samples(*own, step - 1, grpo, limit, numbers)
                     rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
                     packed.append(rows)
@@ -229,8 +229,8 @@ class Trainer:
 
                 added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
                 sums = {name: sums.get(name, 0) + value for name, value in added.items()}
-                if self.sampler_check.is_due and batch.servers:
-                    self.sampler_check.before_first_step(batch.servers, self._sum(sums))
+                if self.sampler_check.is_due and any(batch.servers.values()):
+                    self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
                 grad_norm = dist_utils.clip_grad_norm_(
                     list(self.model.parameters()), self.config.training.max_norm, foreach=True
                 )
@@ -242,9 +242,9 @@ class Trainer:
 
     def learned(self, batch: Batch, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
         """Turn what `update` returned into metrics, and check the servers by it. Waits for the device."""
-        summed = self._sum(sums)
-        self.sampler_check.after_step(batch.servers, summed)
-        return policy_metrics(summed, batch.servers) | {"train/grad_norm": float(grad_norm)}
+        summed, servers = self._sum(sums), list(batch.servers)
+        self.sampler_check.after_step(servers, summed)
+        return policy_metrics(summed, servers) | {"train/grad_norm": float(grad_norm)}
 
     def publish(self, wait: bool = False) -> None:
         """Publish this step's weights to the servers; with `[weight_sync] async_weight_update` in the background."""

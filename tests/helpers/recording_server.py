@@ -2,6 +2,8 @@
 
 Lines of the file that the environment variable RECORD names: {"time", "did", "version"}, with `did` one of `started`,
 `checked` or `asked` (a request came while it had `version`) and `took` (it has `version` from now on).
+
+While that file's name with `.drift` exists, each log-probability that it answers to a run is 1 nat too low.
 """
 
 import json
@@ -11,6 +13,7 @@ import time
 from aiohttp import web
 
 from torchtitan.grpo.engines.embedded import __main__ as embedded
+from torchtitan.grpo.engines.embedded.generator import Request
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 
 
@@ -21,6 +24,13 @@ def write_down(did: str, version: str) -> None:
 
 
 class RecordingApp(EmbeddedApp):
+    def _reply(self, request: Request) -> dict:
+        reply = super()._reply(request)
+        if request.flat_logprobs and os.path.exists(os.environ["RECORD"] + ".drift"):
+            for choice in reply["choices"]:
+                choice["token_logprobs"] = [logprob - 1 for logprob in choice["token_logprobs"]]
+        return reply
+
     async def generate(self, http: web.Request) -> web.Response:
         # The check before a server is taken up asks without a request id; what a run asks has one.
         write_down("asked" if "request_id" in await http.json() else "checked", self.generator.version)

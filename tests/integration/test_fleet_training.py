@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks, free_port
-from tests.helpers.trainer_runs import BACKGROUND, EndlessRun, endless, environment, steps
+from tests.helpers.trainer_runs import BACKGROUND, EndlessRun, attempt, endless, environment, steps
 from torchtitan.grpo.engines.vllm_control import VllmControl
 
 STRAGGLER_S = 1.5
@@ -55,6 +56,11 @@ class RecordingServer:
 
     def close(self) -> None:
         self.process.kill()
+
+    def drifts(self, drifts: bool) -> None:
+        """Whether it answers log-probabilities that are not the model's."""
+        marker = self._record.with_name(self._record.name + ".drift")
+        marker.touch() if drifts else marker.unlink()
 
     def did(self, what: str, since: float = 0.0) -> list[dict]:
         """The values that it recorded under this name since that time, in order."""
@@ -200,6 +206,33 @@ def test_servers_join_and_leave_during_a_run(servers, tmp_path):
     assert stays.versions()[: len(lines) - 1] == list(range(len(lines) - 1))
     assert lines[-1]["sync/servers_in_traffic"] == 2 and lines[-1]["sync/servers_lost"] == 0
     assert all(line["policy/mismatch_abs"] < 0.05 for line in lines)
+
+
+def test_a_server_whose_log_probabilities_drift_is_fed_again_before_it_is_asked(servers, tmp_path):
+    drifts, fine = servers("ab")
+    # Of each server's tokens of one step some hundred are of the trained version: enough to be judged.
+    flags = FLAGS | {"--reward.functions": "exact_match", "--grpo.prompts_per_step": "64", "--grpo.group_size": "4"}
+    with endless(tmp_path / "run", flags | urls(drifts, fine)) as run:
+        wait_for_steps(run, 2)
+        drifts.drifts(True)
+        named = f"{drifts.url} is lost: sampler and trainer log-probabilities"
+        run.wait_for("the server to be named", lambda: named in run.log)
+        drifts.drifts(False)
+        run.wait_for("it to be connected again", lambda: len(drifts.did("checked")) > 1)
+        connected = drifts.did("checked")[1]["time"]
+        run.wait_for("it to be asked again", lambda: drifts.did("asked", connected))
+        wait_for_steps(run, 3)
+        lines, log = steps(run.folder), run.log
+    assert_first_asked_with_newest(drifts, fine, connected)
+    worst = [line.get("server/mismatch_max", 0.0) for line in lines]
+    assert max(worst) == pytest.approx(1.0, abs=0.05) and max(worst[:2] + worst[-1:]) < 0.05, worst
+    assert log.count("is lost: ") == log.count(named) == 1, "no other server, and this one once"
+
+    drifts.drifts(True)  # the only server: the run ends before the first optimizer step
+    status, said = attempt(tmp_path / "alone", flags | urls(drifts))
+    refusal = rf"error: sampler and trainer .* differ by 1\.\d+ nat on average at {drifts.url}, over \[rollout\]"
+    assert status == 2 and re.search(refusal, said), said[-2000:]
+    assert not steps(tmp_path / "alone")
 
 
 def test_too_few_servers_end_the_run_and_the_lost_one_is_named(servers, tmp_path):

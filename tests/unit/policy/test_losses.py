@@ -466,13 +466,18 @@ def test_age_sums_by_loops():
 def test_server_sums_by_loops():
     trainer, sampler, _, _ = batch(seed=6)
     servers = torch.tensor([1, 1, 3, 0, 3, 3, 1, 0, 1, 3, 3, 1])
+    ages = torch.tensor([0, 1, 1, 0, 0, 2, 0, 1, -1, 0, 0, 0])  # -1 counts as 0, 2 as 1
     weights = weights_of(LENGTHS, counted=[True, True, True, False])  # the last two tokens do not count
-    sums = server_sums(trainer, sampler, weights, servers, 3)
-    expected = [[(trainer[t] - sampler[t]).abs().item() for t in range(10) if servers[t] == s] for s in (1, 2, 3)]
-    assert sums["server_tokens"].tolist() == [4, 0, 4] == [len(values) for values in expected]
+    sums = server_sums(trainer, sampler, weights, ages, 1, servers, 3)
+    expected = [
+        [(trainer[t] - sampler[t]).abs().item() for t in range(10) if servers[t] == s and (ages[t] > 0) == age]
+        for s in (1, 2, 3)
+        for age in (0, 1)
+    ]
+    assert sums["server_tokens"].tolist() == [3, 1, 0, 0, 2, 2] == [len(values) for values in expected]
     assert sums["server_mismatch_abs_sum"].tolist() == pytest.approx([sum(values) for values in expected], rel=1e-12)
     assert all(values.dtype == torch.float64 and not values.requires_grad for values in sums.values())
-    none = server_sums(trainer[:0], sampler[:0], weights[:0], servers[:0], 2)
+    none = server_sums(trainer[:0], sampler[:0], weights[:0], ages[:0], 0, servers[:0], 2)
     assert [values.tolist() for values in none.values()] == [[0, 0], [0, 0]]
 
 

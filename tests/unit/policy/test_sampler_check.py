@@ -22,15 +22,17 @@ def fleet_of(*urls: str, min_servers: int = 1) -> Fleet:
     return fleet
 
 
-def config_of(kv_kept: bool = False) -> JobConfig:
+def config_of(max_age: int = 0, kv_kept: bool = False) -> JobConfig:
     config = JobConfig()
-    config.async_grpo = replace(config.async_grpo, enabled=kv_kept, recompute_kv_cache_after_weight_updates=not kv_kept)
+    ahead = {"max_trajectory_age_steps": max_age, "recompute_kv_cache_after_weight_updates": not kv_kept}
+    config.async_grpo = replace(config.async_grpo, enabled=max_age > 0, **ahead)
     return config
 
 
-def sums(**means: float | tuple[float, int]) -> tuple[list[str], dict[str, list[float]]]:
-    """The servers' (mean, tokens) as `losses.server_sums` gives them, summed over ranks."""
-    pairs = [value if isinstance(value, tuple) else (value, TOKENS_MIN) for value in means.values()]
+def sums(**means: float | tuple[float, int] | list) -> tuple[list[str], dict[str, list[float]]]:
+    """Each server's mean or (mean, tokens), or a list of these by age, as `losses.server_sums` over all ranks."""
+    by_age = [value if isinstance(value, list) else [value] for value in means.values()]
+    pairs = [value if isinstance(value, tuple) else (value, TOKENS_MIN) for values in by_age for value in values]
     by_server = {"server_tokens": [n for _, n in pairs], "server_mismatch_abs_sum": [mean * n for mean, n in pairs]}
     return [{"a": A, "b": B, "c": C}[name] for name in means], by_server
 
@@ -40,33 +42,55 @@ def sample(versions: list[int], servers: list[tuple[int, str]], loss_mask: list[
     return Sample(Prompt(0, [5], ""), [7] * n, [-1.0] * n, versions, "stop", loss_mask, servers=servers)
 
 
-def test_only_tokens_of_the_trained_version_are_compared_each_with_its_own_server():
-    check = SamplerCheck(config_of(), None)
+def test_each_token_is_compared_with_its_own_server():
+    check = SamplerCheck(config_of(max_age=1), None)
     groups = [
         [sample([3, 3, 3], [(0, B)]), sample([2, 2], [(0, C)])],
         [sample([2, 3, 3, 3, 3], [(0, B), (2, A)], [True, True, True, False, True])],
         [sample([3], [(0, "")]), sample([3], [])],
     ]
     servers = check.servers(groups, 3)
-    assert servers == [A, B]
-    numbers = [check.numbers(servers, 3, sample) for group in groups for sample in group]
-    assert numbers == [[2, 2, 2], [], [0, 2, 1, 1, 1], [0], [0]]
-    assert check.servers(groups, 4) == [] and check.numbers([], 3, groups[0][0]) == []
+    assert servers == {B: True, C: False, A: True}
+    numbers = [check.numbers(servers, sample) for group in groups for sample in group]
+    assert numbers == [[1, 1, 1], [2, 2], [1, 1, 3, 3, 3], [0], [0]]
+    assert check.servers(groups, 4) == dict.fromkeys(servers, False) and check.numbers([], groups[0][0]) == []
     # A turn that was cut off with what is beyond the longest answer
-    assert check.numbers(servers, 3, sample([3, 3], [(0, A), (2, B)])) == [1, 1]
+    assert check.numbers([A, B], sample([3, 3], [(0, A), (2, B)])) == [1, 1]
 
 
 def test_an_answer_that_kept_old_keys_and_values_is_not_compared():
-    check, mixed, whole = SamplerCheck(config_of(kv_kept=True), None), sample([2, 3], [(0, A)]), sample([3], [(0, B)])
-    assert check.servers([[mixed, whole]], 3) == [B]
-    assert check.numbers([A, B], 3, mixed) == [] and check.numbers([A, B], 3, whole) == [2]
+    check = SamplerCheck(config_of(max_age=1, kv_kept=True), None)
+    mixed, whole = sample([2, 3], [(0, A)]), sample([2], [(0, B)])
+    assert check.servers([[mixed, whole]], 3) == {B: False}
+    assert check.numbers([A, B], mixed) == [] and check.numbers([A, B], whole) == [2]
+
+
+def test_older_tokens_are_compared_with_those_of_the_best_server():
+    """The policy has moved by 0.9 nat within a version; a resumed run starts with such tokens."""
+    fleet = fleet_of(A, B, C)
+    a, b, c = fleet.servers
+    check = SamplerCheck(config_of(max_age=1), fleet)
+    check.before_first_step(*sums(a=[(0.0, 0), 0.9], b=[(0.0, 0), 0.9]))
+    assert check.is_due, "no token of the trained version: the next step may have some"
+    check.after_step(*sums(a=[0.01, 0.9], b=[(0.0, 0), 1.0], c=[(0.0, 0), (3.0, 1)]))
+    assert a.in_traffic and b.in_traffic and c.in_traffic
+    check.after_step(*sums(a=[(0.0, 0), 1.0], b=[(0.0, 0), 1.3]))
+    assert a.in_traffic and not b.in_traffic and b.distrusted
+    fleet.withdraw(b, "connecting again")
+    fleet.admit(b, 4)
+    for _ in range(2):  # answers from before it left
+        check.after_step(*sums(a=[0.0, 1.0], b=[(0.0, 0), 2.0]))
+        assert b.in_traffic
+    for _ in range(3):
+        check.after_step(*sums(a=[(0.0, 0), 2.0]))  # nobody to compare with
+    assert a.in_traffic
 
 
 @pytest.mark.parametrize("bad", [0.3, math.nan, math.inf])
 def test_before_the_first_step_the_run_ends_if_no_server_agrees(bad):
     check = SamplerCheck(config_of(), None)  # as on every rank
     check.before_first_step(*sums(a=(0.0, 0), b=(0.0, 0)))
-    assert check.is_due, "nothing to compare: the next step is"
+    assert check.is_due, "nothing has a weight"
     check.before_first_step(*sums(a=(0.19, 3), b=(bad, 3)))
     assert not check.is_due
     with pytest.raises(UserError, match=rf"differ by {bad:.3f} nat on average at {A}, {bad:.3f} .* at {B}, over"):
@@ -82,11 +106,11 @@ def test_a_server_that_drifts_leaves_traffic_until_it_was_fed_again(caplog):
     assert a.in_traffic and b.in_traffic
     check.after_step(*sums(a=0.21, b=0.01))
     assert a.lost and a.distrusted and not a.in_traffic and b.in_traffic
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"{A} is lost: ") and f"0.210 nat on average at {A}, over" in said and B not in said
     fleet.admit(a, 4)  # a push that was under way has ended
     assert not a.in_traffic
-    fleet.withdraw(a, "connecting again")
+    fleet.withdraw(a, a.reason)  # to be connected again
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{A} is lost: ") and f"0.210 nat on average at {A}, over" in said and B not in said
     fleet.admit(a, 4)
     assert a.in_traffic and a.distrusts == 1
     check.after_step(*sums(a=3.0, b=0.01))  # sampled before it left

@@ -269,8 +269,9 @@ class Rollout:
     start_timeout_seconds: Annotated[float, Range(above=0)] = 300.0
     """Longest wait at the start for a server to be healthy."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
-    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Above
-    it, model, weights or logprobs mode differ: the server is fed again, or the run stops if there is no other."""
+    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained; over
+    older ones it is the excess over the best server. Above it, model, weights or logprobs mode differ: the server is
+    fed again, or the run stops if there is no other."""
     embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the spawned server; `auto` is the trainer's type. On CUDA it takes a free GPU, else rank 0's."""
     embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

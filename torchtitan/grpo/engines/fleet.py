@@ -143,7 +143,7 @@ class Fleet:
         with self._lock:
             if server not in self._servers:
                 return
-            before = (server.in_traffic, server.lost, server.suspected)
+            before = (server.in_traffic, server.lost, server.suspected and not server.distrusted)
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
             server.held = server.distrusted = False
             server.reason = _one_line(reason)

@@ -269,7 +269,7 @@ def row_loss(
     if max_age:
         sums |= age_sums(*tokens, row.ages, max_age, clipped)
     if num_servers:
-        sums |= server_sums(*tokens, row.servers, num_servers)
+        sums |= server_sums(*tokens, row.ages, max_age, row.servers, num_servers)
     return loss, sums
 
 
@@ -320,18 +320,30 @@ def age_sums(
 
 
 def server_sums(
-    trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor, servers: Tensor, num_servers: int
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    weights: Tensor,
+    ages: Tensor,
+    max_age: int,
+    servers: Tensor,
+    num_servers: int,
 ) -> dict[str, Tensor]:
-    """Difference between each server and the trainer: detached sums, float64 [num_servers], over its tokens with a
-    weight: `server_tokens`, and `server_mismatch_abs_sum` of the absolute difference of log-probabilities.
+    """Difference between each server and the trainer: detached sums over tokens with a weight.
+
+    Returns:
+        `server_tokens`, and `server_mismatch_abs_sum` of the absolute difference of log-probabilities. Both are float64
+        [num_servers * (max_age + 1)]: the first server's ages, then the second's.
 
     Args:
+        ages: int64, from `Microbatch.ages`, clamped to 0..max_age.
         servers: int64, from `Microbatch.servers`: 1 to num_servers, or 0 for a token that enters no sum.
     """
     trained = weights != 0
     difference = (trainer_logprobs - sampler_logprobs).detach().double().abs()
     per_token = torch.stack([torch.ones_like(difference), difference]).where(trained, 0)
-    tokens, mismatch = per_token.new_zeros(2, num_servers + 1).index_add(1, servers, per_token)[:, 1:]
+    of_token = servers * (max_age + 1) + ages.clamp(0, max_age)
+    sums = per_token.new_zeros(2, (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)
+    tokens, mismatch = sums[:, max_age + 1 :]
     return {"server_tokens": tokens, "server_mismatch_abs_sum": mismatch}
 
 

@@ -1,10 +1,7 @@
-"""Whether each server samples from the policy that is trained: its log-probabilities against the trainer's.
-
-Only tokens of the version that is trained are compared. Older ones differ by right, by as much as the policy has moved.
-"""
+"""Whether each server samples from the policy that is trained: its log-probabilities against the trainer's."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.grpo.config.job_config import JobConfig
@@ -15,15 +12,21 @@ from torchtitan.grpo.errors import UserError
 TOKENS_MIN = 256
 """Fewer tokens of a server are not judged, except before the first optimizer step. They add up over steps."""
 
+Sums = dict[tuple[str, int], tuple[float, float]]
+"""By server and age: tokens, and their summed |trainer - sampler| log-probability."""
+
 
 class SamplerCheck:
     """Compares each server's mean |trainer - sampler| log-probability with `[rollout] max_logprob_mismatch`.
 
-    Before the first optimizer step with something to compare, the run ends if every server is over the limit. After
-    each step, a server that is over it leaves traffic, and weight sync connects and feeds it again. The run ends if too
-    few servers would be left. Sums that are not finite are the trainer's own fault and judge no server.
+    The trained version's tokens (age 0) should not differ at all. Older ones differ by what the policy has moved, which
+    is the same for all servers: there the mean may be over the limit by as much as the best server's at that age.
 
-    The same calls come on every rank. `servers` are the batch's, in the order that `numbers` counts.
+    Before the first optimizer step with tokens of age 0, the run ends if every server is over the limit. After each
+    step, a server that is over it leaves traffic, and weight sync connects and feeds it again. The run ends if too few
+    servers would be left. Sums that are not finite are the trainer's own fault and judge no server.
+
+    Every rank makes the same calls. `servers` are those of the batch, see the method of this name.
 
     Args:
         fleet: Rank 0's; None elsewhere.
@@ -36,38 +39,43 @@ class SamplerCheck:
         ahead = config.async_grpo
         self.is_due = True
         self._limit = config.rollout.max_logprob_mismatch
-        self._fleet = fleet
+        self._max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         # An answer that goes on with old keys and values is of no single version.
-        self._mixes = ahead.enabled and ahead.in_flight_weight_updates
-        self._mixes = self._mixes and not ahead.recompute_kv_cache_after_weight_updates
-        self._waiting: dict[str, tuple[float, float]] = {}
-        self._left: set[str] = set()  # after the last step; answers from before then may be in this one
+        kept = ahead.in_flight_weight_updates and not ahead.recompute_kv_cache_after_weight_updates
+        self._mixes = ahead.enabled and kept
+        self._fleet = fleet
+        self._waiting: Sums = {}
+        self._left: dict[str, int] = {}  # server -> steps that may still train on answers from before it left
 
-    def servers(self, groups: Sequence[Group], version: int) -> list[str]:
-        """The servers that sampled tokens of this version, in the order of their names."""
-        samples = (sample for group in groups for sample in group if self._compares(sample, version))
-        return sorted({server for sample in samples for _, server in sample.servers if server})
+    def servers(self, groups: Iterable[Group], version: int) -> dict[str, bool]:
+        """The servers that sampled these answers, and whether any of an answer's tokens is of this version."""
+        found: dict[str, bool] = {}
+        for sample in (sample for group in groups for sample in group if self._is_whole(sample)):
+            for _, server in sample.servers:
+                if server:
+                    found[server] = found.get(server, False) or version in sample.sampled_versions
+        return found
 
-    def numbers(self, servers: Sequence[str], version: int, sample: Sample) -> list[int]:
+    def numbers(self, servers: Iterable[str], sample: Sample) -> list[int]:
         """For each token of the sample the number of its server in `servers`, from 1; 0 if it is not compared.
 
         Empty if none is.
         """
-        if not servers or not self._compares(sample, version):
+        order = {server: number for number, server in enumerate(servers, 1)}
+        if not order or not self._is_whole(sample):
             return []
         numbers = [0] * len(sample.token_ids)
         for first, server in sample.servers:
-            number = servers.index(server) + 1 if server in servers else 0
-            numbers[first:] = [number] * (len(numbers) - first)
-        return [number if v == version else 0 for number, v in zip(numbers, sample.versions, strict=True)]
+            numbers[first:] = [order.get(server, 0)] * (len(numbers) - first)
+        return numbers
 
     def before_first_step(self, servers: Sequence[str], sums: Mapping[str, Any]) -> None:
-        """`sums` are `losses.server_sums` over all ranks; with no tokens the next step is checked in place of this one.
+        """`sums` are `losses.server_sums` over all ranks. Without tokens of age 0 the check is still due.
 
         Raises:
             UserError: Every server is over the limit, on every rank.
         """
-        means = self._means(_by_server(servers, sums))
+        means = {s: mean for (s, age), mean in _means(_by_server(servers, sums)).items() if age == 0}
         self.is_due = not means
         if means and all(not mean <= self._limit for mean in means.values()):
             raise self._error(means)
@@ -78,32 +86,31 @@ class SamplerCheck:
         Raises:
             UserError: Too few servers would be left. Rank 0 alone knows.
         """
-        for server, (tokens, total) in _by_server(servers, sums).items():
-            if server not in self._left and math.isfinite(total):
-                before = self._waiting.get(server, (0.0, 0.0))
-                self._waiting[server] = before[0] + tokens, before[1] + total
-        judged = {server: sums for server, sums in self._waiting.items() if sums[0] >= TOKENS_MIN}
-        for server in judged:
-            del self._waiting[server]
-        over = {server: mean for server, mean in self._means(judged).items() if mean > self._limit}
-        self._left = set(over)
-        if not over or self._fleet is None:
-            return
-        fleet = self._fleet
-        left = [known for known in fleet.servers if not known.lost and known.url not in over]
+        for key, (tokens, total) in _by_server(servers, sums).items():
+            if key[0] not in self._left and math.isfinite(total):
+                before = self._waiting.get(key, (0.0, 0.0))
+                self._waiting[key] = before[0] + tokens, before[1] + total
+        self._left = {server: steps - 1 for server, steps in self._left.items() if steps > 1}
+        enough = _means({key: sums for key, sums in self._waiting.items() if sums[0] >= TOKENS_MIN})
+        self._waiting = {key: sums for key, sums in self._waiting.items() if key not in enough}
+        best: dict[int, float] = {0: 0.0}
+        for (_, age), mean in enough.items():
+            best[age] = min(best.get(age, mean), mean)
+        over = {server: mean for (server, age), mean in enough.items() if mean - best[age] > self._limit}
+        if over and self._fleet is not None:
+            self._withdraw(over, self._fleet)
+        self._left |= dict.fromkeys(over, self._max_age + 1)
+
+    def _withdraw(self, over: Mapping[str, float], fleet: Fleet) -> None:
+        left = [server for server in fleet.servers if not server.lost and server.url not in over]
         if len(left) < max(1, fleet.min_servers):
             raise self._error(over)
-        for known in fleet.servers:
-            if known.url in over:
-                fleet.distrust(known, str(self._error({known.url: over[known.url]})))
+        for server in fleet.servers:
+            if server.url in over:
+                fleet.distrust(server, str(self._error({server.url: over[server.url]})))
 
-    def _compares(self, sample: Sample, version: int) -> bool:
-        versions = sample.sampled_versions
-        return version in versions and (not self._mixes or min(versions) == version)
-
-    @staticmethod
-    def _means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        return {server: total / tokens for server, (tokens, total) in sums.items() if tokens}
+    def _is_whole(self, sample: Sample) -> bool:
+        return not self._mixes or len(set(sample.sampled_versions)) <= 1
 
     def _error(self, means: Mapping[str, float]) -> UserError:
         return UserError(
@@ -114,9 +121,13 @@ class SamplerCheck:
         )
 
 
-def _by_server(servers: Sequence[str], sums: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Each server's tokens and their summed absolute difference."""
+def _by_server(servers: Sequence[str], sums: Mapping[str, Any]) -> Sums:
     if not servers:
         return {}
-    pairs = zip(sums["server_tokens"], sums["server_mismatch_abs_sum"], strict=True)
-    return dict(zip(servers, pairs, strict=True))
+    ages = range(len(sums["server_tokens"]) // len(servers))
+    keys = [(server, age) for server in servers for age in ages]
+    return dict(zip(keys, zip(sums["server_tokens"], sums["server_mismatch_abs_sum"], strict=True), strict=True))
+
+
+def _means(sums: Sums) -> dict[tuple[str, int], float]:
+    return {key: total / tokens for key, (tokens, total) in sums.items() if tokens}

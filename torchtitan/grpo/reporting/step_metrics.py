@@ -86,7 +86,7 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
     """Means and shares per trained answer token, from the sums of `losses.policy_loss` over all rows and ranks.
 
     If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
-    `losses.server_sums`, the mismatch of each of `servers` that has tokens of the trained version.
+    `losses.server_sums`, the mismatch of each of `servers` that has tokens.
     """
     tokens = max(sums["tokens"], 1.0)
     metrics = {
@@ -110,8 +110,13 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
         if key in sums:
             metrics[f"policy/{name}"] = sums[key] / tokens
     if servers:
-        by_server = zip(servers, sums["server_mismatch_abs_sum"], sums["server_tokens"], strict=True)
-        mismatch = {f"server/{_server_name(url)}/mismatch": total / n for url, total, n in by_server if n}
+        ages = len(sums["server_tokens"]) // len(servers)
+        of_server = {url: slice(i * ages, (i + 1) * ages) for i, url in enumerate(servers)}
+        mismatch = {
+            f"server/{_server_name(url)}/mismatch": sum(sums["server_mismatch_abs_sum"][own]) / tokens
+            for url, own in of_server.items()
+            if (tokens := sum(sums["server_tokens"][own]))
+        }
         metrics |= mismatch | ({"server/mismatch_max": max(mismatch.values())} if mismatch else {})
     return metrics | (_age_metrics(sums) if "age_tokens" in sums else {})
 
