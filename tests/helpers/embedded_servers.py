@@ -12,6 +12,7 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
+from torchtitan.grpo.version_names import version_name
 
 
 @functools.cache
@@ -25,13 +26,13 @@ class ServerThread:
     """An embedded server on an event loop of its own.
 
     Args:
-        version: The name of its weights.
+        version: Of its weights.
         port: 0 takes a free one; that of a server that was killed is where it comes back.
     """
 
     def __init__(self, version: int, port: int = 0) -> None:
         self.generator = Generator(tiny_model(), max_sequences=64, max_model_len=128)
-        self.generator.version = str(version)
+        self.generator.version = version_name(version)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()

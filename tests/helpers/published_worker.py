@@ -83,7 +83,14 @@ def main(job: dict) -> None:
             if dist.get_rank() == 0:
                 write_bucket(folder, bucket, packer.pack(bucket, snapshot))
     if dist.get_rank() == 0:
-        info = {"protocol": PROTOCOL, "backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 1}
+        info = {
+            "protocol": PROTOCOL,
+            "run": "r",
+            "backend": "disk",
+            "master_address": "",
+            "master_port": 0,
+            "rank_offset": 1,
+        }
         info |= {"world_size": 2, "num_buffers": 2, "timeout_seconds": 10.0, "verify": True}
         (folder / "info.json").write_text(json.dumps(info | {"plan": plan_to_json(packer.buckets)}))
     dist.destroy_process_group()

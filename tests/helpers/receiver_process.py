@@ -56,7 +56,7 @@ class WritingServer(FakeServer):
         reply = super().finish_weight_update(body)
         digest = hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
         with open(f"{args.ready}.taken", "a") as taken:
-            taken.write(f"{body['weight_version']} {digest}\n")
+            taken.write(f"{body['weight_version'].partition('@')[0]} {digest}\n")
         return reply
 
     def get(self, path: str) -> dict:

@@ -18,7 +18,7 @@ from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 
 
 def write_down(did: str, version: str) -> None:
-    line = json.dumps({"time": time.time(), "did": did, "version": version}) + "\n"
+    line = json.dumps({"time": time.time(), "did": did, "version": version.partition("@")[0]}) + "\n"
     with open(os.environ["RECORD"], "a") as record:
         record.write(line)
 

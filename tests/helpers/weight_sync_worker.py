@@ -38,6 +38,7 @@ from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
+from torchtitan.grpo.version_names import version_of
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
@@ -190,7 +191,7 @@ def main(job: dict) -> None:
             act["tensors"] = len(expected)
             act["equal"] = [requests.get(url + "/tensors", timeout=10).json() == expected for url in job["urls"]]
             act["paused"] = [server.control.is_paused() for server in fleet.servers]
-            act["served"] = [server.control.weight_version() for server in fleet.servers]
+            act["served"] = [version_of(server.control.weight_version()) for server in fleet.servers]
         reports = [report for report in sync.finished() if report.servers]
         act["reports"] = [[r.version, r.bytes, r.buckets, r.missed, r.waited, r.alone] for r in reports]
         act["seconds"] = [[r.seconds, r.servers] for r in reports]

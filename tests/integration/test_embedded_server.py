@@ -30,6 +30,7 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import own_run, version_name
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread, wait
@@ -369,7 +370,13 @@ class Trainer:
         self.control = control
         self.buckets = plan_buckets(specs, 64 << 10)
         store, port = host_store("127.0.0.1", 20.0)
-        info = {"protocol": PROTOCOL, "backend": "gloo", "master_address": "127.0.0.1", "master_port": port}
+        info = {
+            "protocol": PROTOCOL,
+            "run": own_run(),
+            "backend": "gloo",
+            "master_address": "127.0.0.1",
+            "master_port": port,
+        }
         info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 20.0, "verify": True}
         joined = threading.Thread(target=control.init_transfer, args=(info | {"plan": plan_to_json(self.buckets)},))
         joined.start()
@@ -425,7 +432,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
             control.pause("keep", clear_cache=True)
             control.start_update()
             acknowledgement = trainer.send(tensors, 12)
-            control.finish_update("12")
+            control.finish_update(version_name(12))
             control.resume()
             return acknowledgement
 
@@ -440,7 +447,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
         completion, acknowledgement = run(scenario())
         payload_bytes = sum(bucket.payload_bytes for bucket in trainer.buckets)
         assert acknowledgement == [1, 12, len(tensors), payload_bytes, trainer.combined]
-        assert control.weight_version() == "12"
+        assert control.weight_version() == version_name(12)
         cut = completion.versions.index(12)
         assert 0 < cut < 300
         assert completion.versions == [-1] * cut + [12] * (300 - cut)
@@ -455,10 +462,10 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
             trainer.send(dict(reference.named_parameters()), 13, spoil=True)
         with pytest.raises(ServerError, match="mix of two versions"):
             control.resume()
-        assert control.weight_version() == "12"
+        assert control.weight_version() == version_name(12)
         control.start_update()
         assert trainer.send(dict(reference.named_parameters()), 14)[:2] == [1, 14]
-        control.finish_update("14")
+        control.finish_update(version_name(14))
         control.resume()
         (completion,) = run(generate(server.url, [8, 9], SamplingParams(1, 1.0, 8, seed=0, ignore_eos=True)))
         assert completion.versions == [14] * 8
@@ -481,7 +488,13 @@ def test_an_update_that_leaves_something_out_is_refused(model_dir: Path, referen
 def test_a_trainer_that_never_joins_stops_no_answers(server: EmbeddedServer) -> None:
     """Its store answers, but it does not come. Once it is gone, so is its connection."""
     store, port = host_store("127.0.0.1", 20.0)
-    info = {"protocol": PROTOCOL, "backend": "gloo", "master_address": "127.0.0.1", "master_port": port}
+    info = {
+        "protocol": PROTOCOL,
+        "run": own_run(),
+        "backend": "gloo",
+        "master_address": "127.0.0.1",
+        "master_port": port,
+    }
     info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 20.0, "verify": True}
     info["plan"] = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
     joining = in_thread(lambda: VllmControl(server.url, None, 30.0).init_transfer(info), "test-join")

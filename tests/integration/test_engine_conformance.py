@@ -8,6 +8,7 @@ model. The model learns the quickstart's task in the end. transformers is the ju
 import asyncio
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,12 +26,14 @@ from tests.helpers.served_logprobs import answer_logprobs
 from tests.helpers.servers import RunningServer, kill_group, save_tiny_qwen2
 from tests.helpers.trainer_runs import train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
+from torchtitan.grpo import version_names
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
+from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
 TINY = ROOT / "train_configs" / "tiny_qwen3"
@@ -210,7 +213,7 @@ def test_weights_b_a_b(served: Served, transport):
         for version, name in ((1, "B"), (2, "A"), (3, "B")):
             trainer.publish(version, name)
             assert trainer.sync.finished()[0].bytes >= sum(p.numel() * 4 for p in trainer.model.parameters())
-            assert trainer.server.control.weight_version() in (str(version), None)
+            assert trainer.server.control.weight_version() in (version_name(version), None)
             [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=version)
             assert completion.versions == [version] * 12
             assert served.differences(name, completion).max() <= EXACT
@@ -320,6 +323,23 @@ def test_a_torn_update_takes_the_server_out_and_a_complete_one_brings_it_back(se
         assert served.differences("B", completion).max() <= EXACT
 
 
+def test_another_run_is_refused_while_the_first_lives(served: Served, monkeypatch):
+    first = version_names.own_run()
+    with Trainer(served) as trainer:
+        trainer.publish(1, "A")
+        with monkeypatch.context() as patch:
+            second = version_names._run_of_process(os.getppid())
+            patch.setattr(version_names, "_run_of_process", lambda pid: second)
+            with pytest.raises(UserError, match=rf"{served.url}: this server gets its weights from run {first} "):
+                served.server().control.check(1024, 5)
+                Trainer(served).__enter__()
+        trainer.publish(2, "B")
+        assert trainer.server.control.weight_version() in (version_name(2), None)
+        [[completion]] = served.ask((PROMPT, SamplingParams(1, 0.0, 12, ignore_eos=True)), version=2)
+        assert completion.versions == [2] * 12
+        assert served.differences("B", completion).max() <= EXACT
+
+
 @pytest.mark.timeout(600)
 def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(served: Served, tmp_path):
     flags = {
@@ -372,7 +392,7 @@ def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, s
         served.running = await asyncio.to_thread(start, served.engine, served.folders["A"], port=port)
         caught_up_s = await until("in traffic again", lambda: server.serves(2), 60)
         assert (server.version, server.lost) == (2, False)
-        assert server.control.weight_version() in ("2", None)
+        assert server.control.weight_version() in (version_name(2), None)
 
         [after] = await client.generate(PROMPT, greedy, "after")
         trainer.publish(3, "A")  # the new connection is good for more than one version

@@ -23,6 +23,7 @@ from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.stream import RolloutStream
+from torchtitan.grpo.version_names import version_name
 
 B = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
@@ -124,7 +125,7 @@ class Run:
     def publish(self, version: int) -> None:
         """Every server takes new weights: from the next token on they are of this version."""
         for thread, server in zip(self.threads, self.fleet.servers, strict=True):
-            thread.generator.version = str(version)
+            thread.generator.version = version_name(version)
             self.fleet.admit(server, version)
 
     def count(self, name: str) -> float:
@@ -561,7 +562,7 @@ class World:
         version = self.newest
         if not self.run.threads[i].loop.is_running():
             self.run.threads[i] = ServerThread(version, self.run.threads[i].port)
-        self.run.threads[i].generator.version = str(version)
+        self.run.threads[i].generator.version = version_name(version)
         self.run.fleet.admit(self.run.fleet.servers[i], version)
 
     def _break(self, i: int) -> None:

@@ -41,6 +41,7 @@ from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import load_hf_weights
+from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.link import WeightSyncError
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -217,7 +218,7 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vl
     sync.connect()
     sync.publish(8)
     assert not control.is_paused()
-    assert control.weight_version() == "8"
+    assert control.weight_version() == version_name(8)
     reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
     assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()

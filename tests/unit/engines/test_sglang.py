@@ -1,5 +1,6 @@
 """SGLang's client and control without a server: what is sent, what is read, what is refused."""
 
+import os
 from types import SimpleNamespace
 
 import msgspec
@@ -10,6 +11,7 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sampling_params
 from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import _run_of_process, own_run, version_name
 
 URL = "http://127.0.0.1:9"
 
@@ -20,7 +22,7 @@ def answer(**meta) -> sglang._Answer:
 
 
 def test_a_token_has_the_version_of_its_span_or_that_of_the_start():
-    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+    spans = [{"version": version_name(v), "start": v - 3, "end": v - 2} for v in (3, 4)]
     assert _completion(answer(weight_versions=spans), 3).versions == [3, 4]
     assert _completion(answer(), 3).versions == [3, 3]  # before 0.5.19
     unnamed = [{"version": "default", "start": 0, "end": 2}]
@@ -48,9 +50,9 @@ def test_each_answer_of_a_prompt_has_a_seed_of_its_own():
 def test_answers_of_other_weights_and_missing_logprobs_are_errors():
     client = SglangClient(URL, None, 1.0, lambda: 2)
     with pytest.raises(EngineError, match="answered by weights 'default' in place of version 2"):
-        client._check("r", 2, ["2", "default"], [])
+        client._check("r", 2, [version_name(2), "default"], [])
     with pytest.raises(EngineError, match="2 tokens came with 1 log-probabilities"):
-        client._check("r", 2, ["2"], [(2, 1)])
+        client._check("r", 2, [version_name(2)], [(2, 1)])
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,13 @@ class Answering(SglangControl):
     def __init__(self, **info):
         super().__init__(URL, None, 1.0)
         self._info = {"version": "0.5.23", "context_length": 64} | info
+        self.serves = "default"
 
     def info(self):
         return self._info
+
+    def weight_version(self):
+        return self.serves
 
 
 @pytest.mark.parametrize(
@@ -146,3 +152,26 @@ def test_a_server_restarted_at_the_address_of_a_paused_one_is_not_paused(monkeyp
     serves = "3"
     control.resume()
     assert not control.is_paused()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "refused"),
+    [
+        ("default", [], False),
+        (version_name(3), ["3"], False),
+        ("3@elsewhere-7-a1", [], False),  # it may have ended, and this trainer is the newer one
+        ("3@elsewhere-7-a1", ["2"], True),  # it has taken the server from us
+        (f"3@{own_run().rpartition('-')[0]}-a1", ["2"], False),  # another process had this number
+        (version_name(3, _run_of_process(os.getppid())), [], True),
+    ],
+)
+def test_a_server_of_another_run_that_lives_is_refused(monkeypatch, name, given, refused):
+    control = SglangControl(URL)
+    control._given.extend(given)
+    monkeypatch.setattr(SglangControl, "weight_version", lambda _: name)
+    if not refused:
+        control._check_owner()
+        return
+    run = name.partition("@")[2]
+    with pytest.raises(UserError, match=rf"{URL}: this server gets its weights from run {run} \(process "):
+        control._check_owner()

@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.version_names import version_name
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -56,8 +57,9 @@ def ask(url: str, version: int) -> Completion:
     return asyncio.run(generate())[0]
 
 
-def span(version: str, start: int, end: int) -> dict:
-    return {"version": version, "start": start, "end": end}
+def span(version: int | str, start: int, end: int) -> dict:
+    """By a version of ours, or by weights of another name."""
+    return {"version": version if isinstance(version, str) else version_name(version), "start": start, "end": end}
 
 
 @pytest.mark.parametrize(
@@ -65,10 +67,10 @@ def span(version: str, start: int, end: int) -> dict:
     [
         (None, 3, [3, 3, 3, 3]),
         ([], 3, [3, 3, 3, 3]),
-        ([span("3", 0, 4)], 3, [3, 3, 3, 3]),
-        ([span("3", 0, 1), span("4", 1, 4)], 3, [3, 4, 4, 4]),
+        ([span(3, 0, 4)], 3, [3, 3, 3, 3]),
+        ([span(3, 0, 1), span(4, 1, 4)], 3, [3, 4, 4, 4]),
         ([span("default", 0, 4)], -1, [-1, -1, -1, -1]),  # a server that has not been given any weights yet
-        ([span("default", 0, 3), span("0", 3, 4)], -1, [-1, -1, -1, 0]),
+        ([span("default", 0, 3), span(0, 3, 4)], -1, [-1, -1, -1, 0]),
     ],
 )
 def test_every_token_has_the_version_that_sampled_it(url, spans, version, expected):
@@ -76,10 +78,18 @@ def test_every_token_has_the_version_that_sampled_it(url, spans, version, expect
     assert ask(url, version).versions == expected
 
 
-@pytest.mark.parametrize("spans", [[span("default", 0, 4)], [span("3", 0, 3), span("default", 3, 4)]])
-def test_an_answer_by_weights_that_are_not_ours_is_an_error(url, spans):
+@pytest.mark.parametrize(
+    ("spans", "why"),
+    [
+        ([span("default", 0, 4)], "'default' in place of version 0: the server was restarted"),
+        ([span(3, 0, 3), span("default", 3, 4)], "'default' in place of version 0: the server was restarted"),
+        ([span("0", 0, 4)], "'0' in place of version 0"),
+        ([span("0@there-7-a1", 0, 4)], r"run there-7-a1 \(process 7 on there\) feeds the server too"),
+    ],
+)
+def test_an_answer_by_weights_that_are_not_ours_is_an_error(url, spans, why):
     Answers.spans = spans
-    with pytest.raises(EngineError, match=rf"{url}: request r .*'default' in place of version 0: .*was restarted"):
+    with pytest.raises(EngineError, match=rf"{url}: request r .*{why}"):
         ask(url, 0)
 
 

@@ -14,9 +14,10 @@ from torchtitan.grpo.inside_vllm import plugin
 
 GRPO = "torchtitan.grpo"
 MAY_IMPORT = {
-    "weight_wire": {"torch", "safetensors", f"{GRPO}.weight_wire"},
+    "weight_wire": {"torch", "safetensors", f"{GRPO}.weight_wire", f"{GRPO}.version_names"},
     # numpy: vLLM's log-probabilities are its arrays.
-    "inside_vllm": {"torch", "safetensors", "vllm", "numpy", f"{GRPO}.weight_wire", f"{GRPO}.inside_vllm"},
+    "inside_vllm": {"torch", "safetensors", "vllm", "numpy"}
+    | {f"{GRPO}.{name}" for name in ("weight_wire", "version_names", "inside_vllm")},
 }
 
 

@@ -10,13 +10,14 @@ import torch
 
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.version_names import own_run
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 
 CPU = torch.device("cpu")
 PLAN = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
-INFO = {"protocol": PROTOCOL, "num_buffers": 1, "verify": True, "plan": PLAN}
+INFO = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "verify": True, "plan": PLAN}
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ def test_adapters_and_experts_reach_a_receiver_byte_for_byte(dtype, limit_bytes)
     assert (len(packer.buckets) == 1) is (limit_bytes > 300)
     store, port = host_store("127.0.0.1", 10)
     info = {
-        "protocol": PROTOCOL, "backend": "gloo", "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-        "world_size": 2, "num_buffers": 2, "timeout_seconds": 10.0, "verify": True,
+        "protocol": PROTOCOL, "run": "r", "backend": "gloo", "master_address": "127.0.0.1", "master_port": port,
+        "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 10.0, "verify": True,
         "plan": plan_to_json(packer.buckets),
     }  # fmt: skip
     joining = in_thread(lambda: Receiver(info, CPU), "receiver")

@@ -9,6 +9,7 @@ import msgspec
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import EngineError, error_text
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import origin, version_of
 
 
 class HttpClient:
@@ -93,11 +94,11 @@ class HttpClient:
         Raises:
             EngineError: Weights that we did not send sampled the answer, or log-probabilities are missing.
         """
-        foreign = [name for name in spans if not name.isdecimal()]
+        foreign = [name for name in spans if version_of(name) is None]
         if foreign and version >= 0:
             raise EngineError(
                 f"{self.url}: request {request_id} was answered by weights {foreign[0]!r} in place of version "
-                f"{version}: the server was restarted and serves other weights"
+                f"{version}: {origin(foreign[0])}"
             )
         for tokens, logprobs in lengths:
             if tokens != logprobs:

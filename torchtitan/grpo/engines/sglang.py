@@ -10,6 +10,7 @@ import msgspec
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.version_names import version_of
 
 GENERATE_ROUTE = "/generate"
 ABORT_ROUTE = "/abort_request"
@@ -144,9 +145,9 @@ def _completion(answer: _Answer, version: int) -> Completion:
     token_ids, meta = answer.output_ids or [], answer.meta_info
     versions = [version] * len(token_ids)
     for span in meta.weight_versions or []:
-        # Our versions are decimal. A server's own first name ("default") is not, and `version` is -1 until it is gone.
-        if span.version.isdecimal():
-            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+        # A server's own first name ("default") is no version of ours, and `version` is -1 until it is gone.
+        if (number := version_of(span.version)) is not None:
+            versions[span.start : span.end] = [number] * (span.end - span.start)
     finish = meta.finish_reason.type if meta.finish_reason else "abort"
     return Completion(
         token_ids=token_ids,

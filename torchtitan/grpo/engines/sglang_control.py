@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import lives, other_run, owned_by
 
 OLDEST = (0, 5, 15)
 """The oldest supported version. Older ones need torch versions that torchtitan 0.2.2 does not run on."""
@@ -69,10 +70,18 @@ class SglangControl(HttpControl):
                 f"{self.url}: serves at most {served} tokens (--context-length), the trainer asks for up to "
                 f"{longest_tokens} ([training] seq_len)"
             )
+        self._check_owner()
         if self.is_paused():  # by us
             return
         self.resume()  # a trainer that crashed may have left it paused
         self.check_sampling([prompt_id])
+
+    def _check_owner(self) -> None:
+        """SGLang knows no owner, but it has the name of the weights. A run on this host can be looked up, and one that
+        took the server from us lives."""
+        run = other_run(self.weight_version())
+        if run and (lives(run) or (self._given and lives(run) is None)):
+            raise UserError(f"{self.url}: {owned_by(run)}")
 
     def _served_tokens(self) -> int | None:
         models = self._models()

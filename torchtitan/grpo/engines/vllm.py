@@ -9,6 +9,7 @@ import msgspec
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, EngineError, SamplingParams
+from torchtitan.grpo.version_names import version_of
 
 GENERATE_ROUTE = "/inference/v1/generate"
 _FINAL_ONLY = 2
@@ -125,9 +126,9 @@ def _completion(choice: _Choice, version: int) -> Completion:
     token_ids = choice.token_ids or []
     versions = [version] * len(token_ids)
     for span in choice.weight_versions or []:
-        # Our versions are decimal. A server's own first name ("default") is not, and `version` is -1 until it is gone.
-        if span.version.isdecimal():
-            versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+        # A server's own first name ("default") is no version of ours, and `version` is -1 until it is gone.
+        if (number := version_of(span.version)) is not None:
+            versions[span.start : span.end] = [number] * (span.end - span.start)
     logprobs = choice.token_logprobs
     if logprobs is None:  # a vLLM in which our plug-in's flat replies are not installed
         logprobs = [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.backend import BACKEND
+from torchtitan.grpo.version_names import OWNED
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ class VllmControl(HttpControl):
             raise UserError(
                 f"{self.url}: HTTP 404 on {path}: start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
             )
+        if phase == "connect" and OWNED in said:
+            raise UserError(f"{self.url}: {said[said.index(OWNED) :]}")
         if phase == "connect" and any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "

@@ -1,4 +1,4 @@
-"""Code that runs inside a vLLM server. It imports vLLM, torch and `weight_wire`, and nothing else of this project.
+"""Code that runs inside a vLLM server. Of this project it imports `weight_wire` and `version_names` only.
 
     process         at start                        when `--weight-transfer-config` names our backend
     API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from torchtitan.grpo.inside_vllm.replies import with_field
+from torchtitan.grpo.version_names import version_name
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
@@ -124,7 +125,8 @@ def _install(key: str) -> None:
     async def remember_version(self: AsyncLLM, request: Any) -> None:
         nonlocal received
         await update_weights(self, request)
-        received = str(request.update_info.get("version", received))
+        info = request.update_info
+        received = version_name(info["version"], info.get("run", "")) if "version" in info else received
 
     @functools.wraps(finish_weight_update)
     async def finish_and_mark(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:

@@ -63,8 +63,10 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
     _direct: DirectLoading | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainer's group. A trainer that connects again, after a failure or restart, replaces the last."""
-        self.shutdown()
+        """Join the trainer's group. It replaces the last connection, unless that is another run's and lives."""
+        if self._receiver is not None:
+            self._receiver.yield_to(init_info.run)
+            self._receiver = None
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         joined = receiver.Receiver(asdict(init_info), self.device, rank)

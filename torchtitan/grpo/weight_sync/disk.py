@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import own_run
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.bucket_files import write_bucket
@@ -135,7 +136,7 @@ class DiskLink(ServerLink):
         self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int
     ) -> dict[str, float]:
         """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
-        self._begin({"version": feed.version, "folder": str(feed.folder)})
+        self._begin({"version": feed.version, "run": own_run(), "folder": str(feed.folder)})
         read_started = time.perf_counter()
         with self._phase("apply"):
             self._servers_error(time.monotonic() + self._timeout_s)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import origin, own_run, version_name, version_of
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
@@ -184,7 +185,7 @@ class ServerLink:
             its running answers.
         """
         with self._on_stream():
-            self._begin({"version": feed.version})
+            self._begin({"version": feed.version, "run": own_run()})
             wire_started = time.perf_counter()
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
@@ -248,7 +249,7 @@ class ServerLink:
         """Take the weights into service: finish the update, check the version that the server reports, resume it."""
         started = time.perf_counter()
         with self._phase("finish"):
-            self.control.finish_update(str(version))
+            self.control.finish_update(version_name(version))
         self._take_into_service(version, started)
 
     def _take_into_service(self, version: int, started: float | None = None) -> None:
@@ -256,8 +257,10 @@ class ServerLink:
         started = started or time.perf_counter()
         with self._phase("finish"):
             reported = self.control.weight_version()
-            if reported is not None and reported != str(version):
-                raise RuntimeError(f"the server reports weight version {reported!r}, expected {str(version)!r}")
+            if reported is not None and version_of(reported) != version:
+                raise RuntimeError(
+                    f"the server reports weights {reported!r} after version {version}: {origin(reported)}"
+                )
         with self._phase("resume"):
             self.control.resume()
         self._given = True

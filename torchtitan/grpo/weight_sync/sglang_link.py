@@ -15,6 +15,7 @@ import torch
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.disk import DiskFeed
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import Feed
@@ -85,7 +86,7 @@ class SglangLink(ServerLink):
             for bucket in buckets:
                 wire, filled = feed.bucket(bucket.index)
                 last = bucket.index == len(buckets) - 1
-                self._send(bucket, wire, filled, str(feed.version) if last else None)
+                self._send(bucket, wire, filled, version_name(feed.version) if last else None)
                 feed.let_go(bucket.index + 1)
             self._forget()
             self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}
@@ -142,7 +143,7 @@ class SglangDiskLink(SglangLink):
         self.seconds["pause"] = time.perf_counter() - self._started
         read_started = time.perf_counter()
         with self._phase("apply"):
-            self.control.load_folder(str(feed.folder), str(feed.version), self._timeout_s)
+            self.control.load_folder(str(feed.folder), version_name(feed.version), self._timeout_s)
         self._forget()
         self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
         self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)

@@ -16,6 +16,7 @@ import torch
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import own_run
 from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
@@ -278,6 +279,7 @@ class WeightSync:
         copies_only = self._backend == "disk"
         plan_info = {
             "protocol": PROTOCOL,
+            "run": own_run(),
             "num_buffers": config.num_buffers,
             "verify": config.verify,
             "plan": plan_to_json(buckets),
@@ -317,11 +319,16 @@ class WeightSync:
         """Call it on rank 0. If it raises an error, every rank raises one."""
         if self._ranks.rank != 0:
             shared = self._ranks.share(None, what)
+            if isinstance(shared, str):
+                raise UserError(shared)
             if shared is not None:
                 raise WeightSyncError(*shared)
             return
         try:
             call()
+        except UserError as error:
+            self._ranks.share(str(error), what)
+            raise
         except Exception as error:
             known = error
             if not isinstance(known, WeightSyncError):

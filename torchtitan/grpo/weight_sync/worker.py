@@ -13,6 +13,7 @@ from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.version_names import origin, version_of
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Dropped, Push, VersionCopy
@@ -279,8 +280,8 @@ class ServerWorker(threading.Thread):
                 self._lose(error, dead=True)
             return
         self._health_failures = 0
-        if reported not in (None, str(self._given)) and self._given >= 0:
-            self._lose(f"reports weight version {reported!r} in place of {self._given}: it was restarted")
+        if self._given >= 0 and reported is not None and version_of(reported) != self._given:
+            self._lose(f"reports weights {reported!r} in place of version {self._given}: {origin(reported)}")
         elif server.suspected and self._given >= self._board.sent:
             self._board.fleet.admit(server, self._given)
 
@@ -291,9 +292,9 @@ class ServerWorker(threading.Thread):
         self.mode = Mode.COMMON
         self._board.ask_for_push()
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float = HEALTH_S) -> bool:
+    def _wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait under the board's lock. False after `timeout_s`, or as soon as there is something else to do."""
-        board, deadline = self._board, time.monotonic() + timeout_s
+        board, deadline = self._board, time.monotonic() + (HEALTH_S if timeout_s is None else timeout_s)
         with board.changed:
             while not ready():
                 board.check()

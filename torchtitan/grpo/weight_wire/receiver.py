@@ -5,12 +5,12 @@ Imports torch and safetensors only, so it runs in any inference server's environ
 There are two messages, both plain JSON, sent through the server's own HTTP routes:
 
 `POST /init_weight_transfer_engine {"init_info": {...}}`, once per connection, with the fields of `InitInfo`:
-    {"protocol": 1, "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123, "rank_offset": 1,
-     "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0, "verify": true,
+    {"protocol": 2, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
+     "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0, "verify": true,
      "plan": [[["model.embed_tokens.weight", "float32", [512, 64], 0], ...], ...]}
 
-`POST /update_weights {"update_info": {"version": 7}}`, once per version, with the fields of `UpdateInfo`. All buckets
-move within this one call.
+`POST /update_weights {"update_info": {"version": 7, "run": "gpu01-4711-5f3a2c"}}`, once per version, with the fields of
+`UpdateInfo`. All buckets move within this one call.
 
 With backend "disk" there is no group. `update_info` names the folder that holds the version, and the HTTP reply is the
 acknowledgement.
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan.grpo.version_names import lives, owned_by
 from torchtitan.grpo.weight_wire.bucket_files import read_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_from_json
 from torchtitan.grpo.weight_wire.transport import Group, address_towards, join_store, wait
 
-PROTOCOL = 1
+PROTOCOL = 2
 ACK_FIELDS = 5
 """Per rank: 1 if every check passed, weight version, tensor count, payload bytes, combined checksum."""
 
@@ -37,9 +38,10 @@ LoadBucket = Callable[[Bucket, torch.Tensor], None]
 
 @dataclass
 class InitInfo:
-    """What a server needs to connect: the rendezvous, its ranks, and the plan (`buckets.plan_to_json`)."""
+    """What a server needs to connect: the run, the rendezvous, the ranks and the plan (`buckets.plan_to_json`)."""
 
     protocol: int
+    run: str
     backend: str
     master_address: str
     master_port: int
@@ -63,6 +65,7 @@ class UpdateInfo:
     """What a server needs per update. `folder` holds the version's files, with backend "disk"."""
 
     version: int
+    run: str = ""
     folder: str = ""
 
 
@@ -99,6 +102,17 @@ class Receiver:
             info.timeout_seconds,
             address_towards(info.master_address, info.master_port),
         )
+
+    def yield_to(self, run: str) -> None:
+        """Leave the group, since a trainer of `run` connects now.
+
+        Raises:
+            ValueError: That is another run, and the one that this end belongs to still has the server.
+        """
+        owner = self.info.run
+        if run != owner and (lives(owner) if self._group is None else self._group.rank0_lives()):
+            raise ValueError(owned_by(owner))
+        self.close()
 
     @property
     def names(self) -> list[str]:

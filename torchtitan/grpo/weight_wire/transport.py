@@ -24,6 +24,7 @@ T = TypeVar("T")
 _POLL_S = 0.0002
 _POLL_MAX_S = 0.05
 _LOOK_S = 0.25
+_ANSWER_S = 2.0
 _PREFIX = "torchtitan_grpo"
 _ABANDONED = "abandoned"
 _HERE = "here"
@@ -271,6 +272,16 @@ class Group:
         self._next_look = time.monotonic() + _LOOK_S
         if self._store.check([_ABANDONED]):
             raise RuntimeError("the trainer has given this transfer up")
+
+    def rank0_lives(self) -> bool:
+        """For ranks 1..: whether rank 0 answers and has not given up the group. One that is frozen counts as gone."""
+        if self._pg is None:
+            return False
+        asked = in_thread(lambda: self._store.check([_ABANDONED]), "weight-transfer-look")
+        try:
+            return not asked.result(_ANSWER_S)
+        except (RuntimeError, TimeoutError):
+            return False
 
     def abort(self) -> None:
         """Give up the group without waiting for its peers. Running operations fail, or end by their own timeout.

@@ -250,9 +250,11 @@ class EmbeddedApp:
         init_info = (await _json(http)).get("init_info")
         if not isinstance(init_info, dict):
             raise BadRequest("init_info must be an object")
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        before = self._receiver
+        if before is not None:
+            await asyncio.to_thread(before.yield_to, str(init_info.get("run")))
+            if self._receiver is before:
+                self._receiver = None
         # A trainer may never join. Generation does not wait for it, and a newer connection takes its place.
         joining = self._joining = in_thread(lambda: Receiver(init_info, self.generator.model.device), "weight-transfer")
         try:
@@ -284,6 +286,8 @@ class EmbeddedApp:
         # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
         self._torn, self._update = True, None
         await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete))
+        if receiver is not self._receiver:
+            raise BadRequest("a trainer has connected since this update began")
         self._update = update
         return web.json_response({"message": "Weights updated"})
 
