@@ -42,6 +42,7 @@ from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.policy import losses
 from torchtitan.grpo.policy.advantages import group_advantages
 from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
+from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
@@ -235,7 +236,8 @@ class Trainer:
                     list(self.model.parameters()), self.config.training.max_norm, foreach=True
                 )
                 self.weight_sync.order_writes_after()
-                self.offload.step()
+                if self.finite_steps.allow(grad_norm):
+                    self.offload.step()
             batch.metrics["train/lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
             self.lr_schedulers.step()
         return sums, grad_norm
@@ -244,7 +246,8 @@ class Trainer:
         """Turn what `update` returned into metrics, and check the servers by it. Waits for the device."""
         summed, servers = self._sum(sums), list(batch.servers)
         self.sampler_check.after_step(servers, summed)
-        return policy_metrics(summed, servers) | {"train/grad_norm": float(grad_norm)}
+        own = {"train/grad_norm": float(grad_norm)} | self.finite_steps.metrics()
+        return policy_metrics(summed, servers) | own
 
     def publish(self, wait: bool = False) -> None:
         """Publish this step's weights to the servers; with `[weight_sync] async_weight_update` in the background."""
@@ -288,6 +291,7 @@ class Trainer:
         if self._saves():
             with self.ledger.stage("checkpoint"):
                 self.broadcast.barrier()  # rank 0 may still validate
+                check_finite(self.model, self.step)
                 self.checkpointer.save(self.step, last=self.step == self.config.training.steps)
                 self.offload.settle()
 
@@ -431,6 +435,7 @@ class Trainer:
         if config.model.weights == "hf":
             load_hf_weights(self.model, self.source, config.model.hf_assets_path)
         self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
+        self.finite_steps = FiniteSteps(self.optimizers, self.device)
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
         self.reference = None
         if config.grpo.kl_coef > 0:

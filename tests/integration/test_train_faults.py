@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import ROOT
-from tests.helpers.trainer_runs import BACKGROUND, attempt, endless, processes_of, servers_of, train
+from tests.helpers.trainer_runs import BACKGROUND, attempt, endless, processes_of, servers_of, steps, train
 
 SYNC: dict[str, str | None] = {}
 
@@ -80,6 +82,25 @@ def test_a_reward_that_hangs_or_raises_is_counted_and_the_run_goes_on(tmp_path, 
     )
     assert len(lines) == 2
     assert all(line["reward/failures"] >= 32 for line in lines)
+
+
+def test_steps_without_a_finite_gradient_are_left_out_and_end_the_run_on_every_rank(tmp_path, monkeypatch):
+    (tmp_path / "huge_rewards.py").write_text("def huge(answer, prompt):\n    return 1e36 * len(answer)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags: dict[str, str | None] = {"--reward.functions": "huge_rewards:huge", "--validation.no-enable": None}
+    flags |= {"--checkpoint.interval": "2", "--checkpoint.no-export_hf": None, "--sft.steps": "1"}
+    status, said = attempt(tmp_path / "run", flags | {"--training.steps": "9"}, ranks=2)
+    assert status == 2 and "in 5 optimizer steps in a row" in said, said[-4000:]
+    lines = steps(tmp_path / "run")
+    assert [line["train/skipped_steps"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["policy/mismatch_abs"] < 1e-4, "the servers have the weights of before"
+    saved = [complete_weights(tmp_path / "run" / "checkpoint" / f"step-{step}") for step in (2, 4)]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def complete_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(checkpoint / "dcp", checkpoint / "all.pt")
+    return torch.load(checkpoint / "all.pt")["model"]
 
 
 def test_no_rank_leaves_before_rank_0_has_validated(tmp_path, monkeypatch):

@@ -351,6 +351,22 @@ def test_buckets_hold_what_the_adapter_gives(build, limit_bytes, num_buffers):
     assert sent_bytes >= sum(value.numel() * 2 for value in expected.values())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
+def test_a_version_that_is_not_finite_gets_no_acknowledgement(bad):
+    model, adapter = tiny_qwen3(True)
+    packer = Packer(model_weights(model, adapter, torch.bfloat16, True), Ranks(CPU, 10, 10), 600, 2, True)
+    for version in (1, 2):
+        packer.snapshots.take(version)
+        with packer.snapshots.hold(same, 1, nothing) as buffer:
+            received(packer, buffer)
+        if version == 1:
+            assert packer.expected_acknowledgement(1)[:2] == [1, 1]
+            with torch.no_grad():
+                model.norm.weight[-1] = bad  # the last of them is finite only in float32
+    with pytest.raises(UserError, match=r"version 2 of the weights is not finite.*model\.norm\.weight"):
+        packer.expected_acknowledgement(2)
+
+
 def test_llama_queries_and_keys_are_rearranged_and_tied_output_is_left_out():
     model, adapter = tiny_llama3()
     rearranged = {t.parameter for t in model_weights(model, adapter, torch.float32, False).tensors if t.rearrange}

@@ -7,6 +7,7 @@ from torch import nn
 
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.job_config import Sft
+from torchtitan.grpo.policy.finite import FiniteSteps
 from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow, PackedSample
 
@@ -36,10 +37,13 @@ def supervised_steps(
         return loss, {"loss": loss.detach()}
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=sft.lr, weight_decay=0.0)
+    finite_steps = FiniteSteps([optimizer], device)
     for _ in range(sft.steps):
         optimizer.zero_grad()
         step_loss = accumulate_gradients(model, [row.to(device) for row in next_rows()], loss_of, False)["loss"]
-        dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        optimizer.step()
+        norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
+        if finite_steps.allow(norm):
+            optimizer.step()
+        finite_steps.metrics()
         yield step_loss
     optimizer.zero_grad()

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.finite import is_finite
 from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import (
@@ -75,6 +77,7 @@ class Packer:
 
     Attributes:
         buckets: The plan, a pure function of names, shapes, dtype and `limit_bytes` (I7).
+        packed: Buckets packed since the start. It grows as long as weights move.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Packer:
     ):
         self._ranks = ranks
         self._verify = verify
+        self.packed = 0
         self.buckets = plan_buckets([tensor.spec for tensor in published.tensors], limit_bytes)
         self.snapshots = Snapshots(published.parameters, published.dtype, snapshots)
         self.device = self.snapshots.device
@@ -154,6 +158,7 @@ class Packer:
         ]
         self._checksum = Checksum(self.device, max(b.payload_bytes for b in self.buckets))
         self._checksums = torch.zeros(len(self.buckets), dtype=torch.int64, device=self.device)
+        self._finite = torch.ones(len(self.buckets), dtype=torch.bool, device=self.device)
 
     @staticmethod
     def _shard_copies(
@@ -210,10 +215,24 @@ class Packer:
             if self._verify:
                 trailer[3] = self._checksum(wire[: bucket.payload_bytes])
             self._checksums[index] = trailer[3]
+            self._finite[index] = is_finite(wire[: bucket.payload_bytes].view(self.snapshots.dtype))
+            self.packed += 1
         return wire
 
     def expected_acknowledgement(self, version: int) -> list[int]:
-        """The acknowledgement of a server that has all of a version (`receiver.ACK_FIELDS`). Waits for the device."""
+        """The acknowledgement of a server that has all of a version (`receiver.ACK_FIELDS`). Waits for the device.
+
+        Raises:
+            UserError: A weight is infinite or NaN. No server may serve this version, and no later one will be better.
+        """
+        finite = self._finite.tolist()
+        if not all(finite):
+            bucket = self.buckets[finite.index(False)]
+            raise UserError(
+                f"version {version} of the weights is not finite and is not published: look between "
+                f"{bucket.tensors[0].name} and {bucket.tensors[-1].name}. The policy has diverged: resume from the "
+                "last checkpoint, with a lower [optimizer] lr"
+            )
         names = sum(len(bucket.tensors) for bucket in self.buckets)
         return [1, version, names, self.bytes, combine_checksums(self._checksums.tolist())]
 

@@ -1,0 +1,92 @@
+"""Nothing that is not finite is stepped on or saved (I9). `weight_sync.packer` sees to it that nothing is published."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.offload.pinned import local_tensor
+
+SKIPPED_IN_A_ROW_MAX = 5
+"""Optimizer steps without a finite gradient after which a run ends: by then it is not one bad batch."""
+
+
+class FiniteSteps:
+    """Skips optimizer steps whose gradient norm is not finite. Parameters, moments and step counters stay as they are.
+
+    torch's fused Adam and AdamW take a flag on the device for that (`found_inf`), so the host does not wait. The other
+    implementations have no such flag: with them the host reads the norm before each step, which on CUDA is a wait.
+
+    All ranks agree without a message, because the norm is the whole model's.
+
+    Args:
+        optimizers: All of them take every step together.
+        device: Where the norm is computed.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], device: torch.device):
+        self._optimizers = list(optimizers)
+        self._skipped = torch.zeros((), device=device)
+        self._in_a_row = torch.zeros((), device=device)
+        self._norm = torch.zeros((), device=device)
+
+    def allow(self, norm: Tensor) -> bool:
+        """Call before the optimizer's step. False: leave it out. True: take it; with a bad norm it changes nothing.
+
+        Args:
+            norm: Scalar, of all gradients of all ranks.
+        """
+        bad = (~torch.isfinite(norm)).float()
+        self._skipped += bad
+        self._in_a_row = (self._in_a_row + 1) * bad
+        self._norm = norm
+        if not all(group["fused"] for optimizer in self._optimizers for group in optimizer.param_groups):
+            return not bad.item()
+        for optimizer in self._optimizers:
+            optimizer.found_inf = bad
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """`train/skipped_steps`: optimizer steps left out since the start of the process. Waits for the device.
+
+        Raises:
+            UserError: The last SKIPPED_IN_A_ROW_MAX were. On every rank.
+        """
+        skipped, in_a_row, norm = torch.stack([self._skipped, self._in_a_row, self._norm.float()]).tolist()
+        if in_a_row >= SKIPPED_IN_A_ROW_MAX:
+            raise UserError(
+                f"the gradient was not finite (norm {norm}) in {in_a_row:.0f} optimizer steps in a row, which were "
+                "left out: the weights are those before them. Look for huge values in [reward] functions and "
+                "weights, a diverged policy (lower [optimizer] lr), and server log-probabilities that are not the "
+                "model's (policy/mismatch_abs)"
+            )
+        return {"train/skipped_steps": skipped}
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Whether no element is infinite or NaN, as a scalar on the device. One pass, no temporary of the tensor's size."""
+    return torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, step: int) -> None:
+    """Check every weight before it is saved. Collective over the default process group; waits for the device.
+
+    Raises:
+        UserError: On every rank, if a weight on any rank is infinite or NaN. A rank that has one names it.
+    """
+    named = [(name, local_tensor(parameter)) for name, parameter in model.named_parameters()]
+    named = [(name, local) for name, local in named if local.numel()]
+    bad = torch.stack([~is_finite(local) for _, local in named])
+    any_bad = bad.any().float()
+    if dist.is_initialized():
+        dist.all_reduce(any_bad, op=dist.ReduceOp.MAX)
+    if any_bad.item():
+        names = [name for (name, _), one in zip(named, bad.tolist(), strict=True) if one]
+        raise UserError(
+            f"the weights of step {step} are not finite, so they are not saved: "
+            f"{', '.join(names[:3]) or 'on another rank'}. Resume from the last checkpoint, with a lower [optimizer] lr"
+        )
