@@ -22,7 +22,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.broadcast import Broadcaster
+from torchtitan.grpo.broadcast import Broadcaster, patience_s
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.folder_lock import only_run_in
 from torchtitan.grpo.config.batch import row_tokens
@@ -57,6 +57,7 @@ from torchtitan.grpo.reporting.step_metrics import (
     sync_metrics,
     validation_metrics,
 )
+from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
 from torchtitan.grpo.reporting.writers import MetricsLogger, SampleLog
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
@@ -406,8 +407,9 @@ class Trainer:
         self.data_rank = data_mesh.get_local_rank() if data_mesh else 0
         self.row_tokens = row_tokens(config)
         self.row_multiple = self.row_tokens if config.compile.enable else self.dims.tp
-        # Rank 0 may be busy this long with rollouts, validation or the start of a server.
-        self.broadcast = Broadcaster(2 * config.rollout.group_timeout_seconds + config.rollout.start_timeout_seconds)
+        self.ledger = Ledger(self.device)
+        self.progress = Progress(self.ledger)
+        self.broadcast = self.resources.enter_context(Broadcaster(self.progress, patience_s(config)))
         self.max_age = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
 
     def _start_servers(self) -> None:
@@ -457,7 +459,6 @@ class Trainer:
             timeout_s=config.comm.init_timeout_seconds,
         )
         self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
-        self.ledger = Ledger(self.device)
         dump = config.job.dump_folder
         self.metrics = MetricsLogger(config, dump, self.is_rank0, config.training.steps)
         self.resources.callback(self.metrics.close)
@@ -516,6 +517,9 @@ class Trainer:
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()
+        self.progress.watch(lambda: (self.weight_sync.moved, self.rewards.scored if self.is_rank0 else 0))
+        parts = [self.fleet.describe, self.collector.describe] if self.is_rank0 else [self.broadcast.describe]
+        self.resources.enter_context(Watchdog(config.debug, self.progress, [self.weight_sync.describe, *parts]))
 
 
 def main(argv: list[str]) -> int:

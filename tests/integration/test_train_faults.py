@@ -68,6 +68,20 @@ def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_
         run.wait_until_gone(15)
 
 
+def test_a_hang_is_reported_and_ends_the_run_with_the_status_that_was_asked_for(tmp_path):
+    with endless(tmp_path / "run", {"--debug.hang_seconds": "4", "--debug.hang_exit_code": "75"}) as run:
+        (server,) = servers_of(run.folder)
+        os.kill(server, signal.SIGSTOP)  # the limits of requests and pushes are minutes
+        assert run.process.wait(60) == 75, run.log[-3000:]
+        report = run.log[run.log.index("no progress for") :]
+        assert re.search(r"no progress for \d+ s .*: in stage '(rollout|sync)' for \d+ s", report)
+        for words in (r"weight sync: version \d+ published", r"http://127.0.0.1:\d+: in traffic, version \d+"):
+            assert re.search(words, report), report
+        assert re.search(r"\d+ requests wait for a server\n  \d+ requests in flight at http://127", report)
+        assert "Thread MainThread:" in report and "weight-sync http://127" in report
+        run.wait_until_gone(15)
+
+
 def test_a_reward_that_hangs_or_raises_is_counted_and_the_run_goes_on(tmp_path, monkeypatch):
     (tmp_path / "bad_rewards.py").write_text(
         "import time\n"

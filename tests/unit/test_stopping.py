@@ -76,6 +76,14 @@ def test_a_process_that_closes_after_an_error_still_says_which():
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(("body", "closed"), [(CLOSES_IN_TIME, "closed\n"), (WAITS_IN_C, "")])
+def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed):
+    ends = "import threading\nfrom torchtitan.grpo.stopping import stop\n"
+    process = start(f"\n{ends}threading.Timer(0.5, stop, (75, {GRACE_S / 2})).start()\n{body}")
+    printed, _ = process.communicate(timeout=30)
+    assert (process.returncode, printed) == (75, f"waits\n{closed}")
+
+
 def test_what_a_forked_child_is_told_is_not_for_its_parent():
     child = "import os, signal, time\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\ntime.sleep(0.5)\n"
     process = start(f"\n{child}os.kill(pid, signal.SIGINT)\nos.waitpid(pid, 0)\ntime.sleep({3 * GRACE_S})\n")

@@ -1,25 +1,71 @@
 """From rank 0 to every rank over gloo, without pickle: packed rows and small JSON values."""
 
+import itertools
 import json
+import threading
+import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow
+from torchtitan.grpo.reporting.watchdog import Progress
+from torchtitan.grpo.weight_sync.sync_thread import PHASES
+
+_BEAT_S = 1.0
+_LOOK = timedelta(seconds=0.5)
+_KEY = "torchtitan-grpo/rank-0"
+_GROUP_TIMEOUT = timedelta(days=30)  # the waits here have limits of their own, and better messages
+
+
+def patience_s(config: JobConfig) -> float:
+    """How long rank 0 may do nothing but wait, by its own limits: for servers, for one group, for a push."""
+    rollout = config.rollout
+    serving_s = rollout.start_timeout_seconds + rollout.group_timeout_seconds + 2 * rollout.request_timeout_seconds
+    return serving_s + PHASES * config.weight_sync.timeout_seconds
 
 
 class Broadcaster:
     """Sends from rank 0 over a gloo group of its own, so that a long rollout does not need a long NCCL timeout.
 
+    The other ranks wait as long as rank 0 lives and gets on. Each second, a thread of rank 0 writes into the process
+    group's store what it does and for how long it has not got on. A thread of every other rank reads it.
+
+    All methods raise TimeoutError or RuntimeError when a wait is given up. The message says what rank 0 was doing.
+
     Args:
-        timeout_s: Longest time rank 0 may spend between two calls, in rollouts, validation or a checkpoint.
+        progress: This process's.
+        limit_s: Longest time that rank 0 may not get on. Also rank 0's longest wait for the others.
+        silence_s: Longest time without a word from rank 0's thread, because its process or machine is stopped.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, progress: Progress, limit_s: float, silence_s: float = 60.0) -> None:
         self.is_source = dist.get_rank() == 0
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._progress, self._limit_s, self._silence_s = progress, limit_s, silence_s
+        self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+        self._messages = 0
+        self._said: dict[str, Any] = {"count": -1, "doing": "starting", "still_s": 0.0, "changes": 0}
+        self._heard_at = time.monotonic()
+        self._closed = threading.Event()
+        progress.watch(lambda: (self._messages, self._said["changes"]))
+        if dist.get_world_size() > 1:
+            # A connection of its own: others may block the store's, for example while they form a group.
+            self._store = dist.distributed_c10d._get_default_store().clone()
+            threading.Thread(target=self._beat, name="rank-0-beat", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the thread."""
+        self._closed.set()
+
+    def describe(self) -> str:
+        """What rank 0 said last; for the other ranks."""
+        return f"rank 0 {self._said['doing']}, without progress for {self._said['still_s']:.0f} s"
 
     def json(self, value: Any = None) -> Any:
         """Rank 0's JSON value on every rank; the others' argument is ignored."""
@@ -54,8 +100,53 @@ class Broadcaster:
     def _tensor(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Rank 0's flat tensor on every rank; only rank 0 knows its length beforehand."""
         length = torch.tensor([len(tensor) if tensor is not None else 0])
-        dist.broadcast(length, src=0, group=self._group)
+        self._broadcast(length)
         if tensor is None:
             tensor = torch.empty(int(length), dtype=dtype)
-        dist.broadcast(tensor, src=0, group=self._group)
+        self._broadcast(tensor)
+        self._messages += 1
         return tensor
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        began = time.monotonic()
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError as error:  # either the look is over, or the transport failed
+                if work.is_completed() and work.exception() is not None:
+                    whom = "another rank" if self.is_source else f"rank 0 ({self._last()})"
+                    raise RuntimeError(f"lost the connection to {whom}: {error}") from error
+            if self.is_source:
+                if time.monotonic() > began + self._limit_s:
+                    raise TimeoutError(f"waited {self._limit_s:g} s for the other ranks, which do not take a message")
+            else:
+                self._check_rank0()
+
+    def _check_rank0(self) -> None:
+        """On a rank that waits: raise TimeoutError if rank 0 is silent, or does not get on."""
+        if time.monotonic() > self._heard_at + self._silence_s:
+            raise TimeoutError(f"rank 0 has not been heard of for {self._silence_s:g} s; {self._last()}")
+        if self._said["still_s"] > self._limit_s:
+            raise TimeoutError(f"rank 0 has not got on for {self._said['still_s']:.0f} s; {self._last()}")
+
+    def _last(self) -> str:
+        return f"its last word was that it was {self._said['doing']}"
+
+    def _beat(self) -> None:
+        """In a thread: rank 0 writes, the others read. It may hang with the store; nobody waits for it."""
+        progress = self._progress
+        for count in itertools.count():
+            try:
+                if self.is_source:
+                    said = {"still_s": progress.still_s(), "doing": progress.describe(), "changes": progress.changes}
+                    self._store.set(_KEY, json.dumps(said | {"count": count}))
+                else:
+                    said = json.loads(self._store.get(_KEY))
+                    if said["count"] != self._said["count"]:
+                        self._said, self._heard_at = said, time.monotonic()
+            except RuntimeError:  # the store is gone, and so is rank 0 or torchrun: others notice that too
+                return
+            if self._closed.wait(_BEAT_S):
+                return

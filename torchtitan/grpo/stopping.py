@@ -20,6 +20,7 @@ _LAUNCHER_POLL_S = 1.0
 _lock = threading.Lock()
 _end_at = float("inf")
 _closing = False
+_status = 143
 
 
 def end_within(seconds: float) -> None:
@@ -48,7 +49,7 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
     Call it from the main thread. Under torchrun the process also stops when torchrun is gone: a killed torchrun would
     leave its trainers on the GPUs.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None if _closing else sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: None if _closing else sys.exit(_status))
     heard, told = os.pipe()
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
@@ -62,6 +63,18 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
     threading.Thread(target=listen, name="stop-watch", daemon=True).start()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_stop_with, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
+
+
+def stop(status: int, grace_s: float = GRACE_S - 1) -> None:
+    """End this process with `status`: in order, as after SIGTERM, if the main thread can within `grace_s`.
+
+    For other threads than the main one. Does not return.
+    """
+    global _status
+    _status = status
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os._exit(status)
 
 
 def leave_process_groups(error: type[BaseException] | None = None, *_: object) -> None:

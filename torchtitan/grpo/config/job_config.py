@@ -133,6 +133,12 @@ class Comm:
 class Debug:
     seed: Annotated[int, Range(at_least=0, below=2**32, why="NumPy takes no other")] = 42
     """Seed of weights, data order and sampling. torchtitan's default is random, so runs are not reproducible."""
+    hang_seconds: Annotated[float, Range(at_least=0)] = 3600.0
+    """Time without progress after which the log gets every thread's stack, the servers' states and what waits for what.
+    Progress is a stage that begins or ends, a scored answer or a bucket of weights. 0: never."""
+    hang_exit_code: Annotated[int, Range(at_least=0, at_most=255)] = 0
+    """Exit status of a process after that report, for a launcher that starts it again; 0 lets it go on. Then set
+    `hang_seconds` above `rollout.group_timeout_seconds`."""
 
 
 @dataclass

@@ -38,12 +38,17 @@ class _Span:
 
 
 class Ledger:
-    """Seconds by stage for one step at a time. Not thread-safe; `add` takes what other threads measured.
+    """Seconds by stage for one step at a time. Not thread-safe, except `now`; `add` takes what other threads measured.
 
     A step lasts from one `close_step` to the next. The first one begins with its first stage.
+
+    Attributes:
+        stages: Stages that have begun or ended so far.
     """
 
     def __init__(self, device: torch.device | str) -> None:
+        self.stages = 0
+        self._changed_at = time.monotonic()
         self._on_cuda = torch.device(device).type == "cuda"
         self._open: str | None = None
         self._spans: list[_Span] = []
@@ -60,7 +65,7 @@ class Ledger:
         start = time.perf_counter()
         if self._step_start is None:
             self._step_start = start
-        self._open = name
+        self._set_open(name)
         events = None
         if self._on_cuda:
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -70,8 +75,16 @@ class Ledger:
         finally:
             if events is not None:
                 events[1].record()
-            self._open = None
+            self._set_open(None)
             self._spans.append(_Span(name, time.perf_counter() - start, events))
+
+    def now(self) -> tuple[str | None, float]:
+        """The stage that is open, None between stages, and its seconds so far. Any thread may ask."""
+        return self._open, time.monotonic() - self._changed_at
+
+    def _set_open(self, name: str | None) -> None:
+        self._open, self._changed_at = name, time.monotonic()
+        self.stages += 1
 
     def add(self, name: str, seconds: float, *, hidden: bool = False, out_of: str | None = None) -> None:
         """Book seconds that were measured elsewhere.

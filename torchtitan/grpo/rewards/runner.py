@@ -48,6 +48,8 @@ class RewardRunner:
             resolve(name)
         self.failures: Counter[str] = Counter()
         """Number of failed scores of each function since the start."""
+        self.scored = 0
+        """Number of scored answers since the start."""
         self._lock = threading.Lock()
         self._workers = [
             RewardWorker(self._names, reward.answer_pattern, reward.timeout_seconds) for _ in range(reward.workers)
@@ -86,6 +88,8 @@ class RewardRunner:
             sample.reward_failures = [name for name, _ in failed]
             for name, failure in failed:
                 self._count_failure(name, failure, sample)
+        with self._lock:
+            self.scored += len(samples)
 
     def _weighted_sum(self, scores: list[Score]) -> float:
         """Sum of an answer's scores. While it is over REWARD_MAX, its largest part becomes a failure, in `scores`."""

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import hashlib
+import inspect
 import secrets
 import threading
 from collections import Counter
@@ -26,6 +27,7 @@ SCORING_THREADS = 16
 CLOSE_TIMEOUT_S = 10.0
 BLOCKED_S = 60.0
 """Longest time that anything may block the event loop."""
+_TASKS_SHOWN = 8
 
 
 class Scorer(Protocol):
@@ -130,6 +132,13 @@ class Collector:
             return self.router.take_busy_seconds()
 
         return self.call(take())
+
+    def describe(self) -> str:
+        """What requests and groups wait for. Takes no lock: for a report of a run that hangs."""
+        lines = [f"{self.router.waiting} requests wait for a server"]
+        lines += [f"{server.in_flight} requests in flight at {server.url}" for server in self.fleet.servers]
+        waits = Counter(_awaits(task) for task in asyncio.all_tasks(self._loop))
+        return "\n  ".join(lines + [f"{count} tasks in {where}" for where, count in waits.most_common(_TASKS_SHOWN)])
 
     def close(self) -> None:
         """Cancel requests in flight and close the connections. Bounded."""
@@ -258,6 +267,16 @@ class Collector:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.router.close()
+
+
+def _awaits(task: asyncio.Task) -> str:
+    """The coroutines that wait for each other in a task, outermost first."""
+    names: list[str] = []
+    awaited: Any = task.get_coro()
+    while inspect.iscoroutine(awaited):
+        names.append(awaited.__qualname__)
+        awaited = awaited.cr_await
+    return " > ".join(names)
 
 
 def prompt_seed(seed: int | None, tag: str, index: int, occurrence: int) -> int | None:

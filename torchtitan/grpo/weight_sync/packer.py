@@ -77,7 +77,7 @@ class Packer:
 
     Attributes:
         buckets: The plan, a pure function of names, shapes, dtype and `limit_bytes` (I7).
-        packed: Buckets packed since the start. It grows as long as weights move.
+        gathered: Buckets gathered since the start. It grows as long as weights move.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Packer:
     ):
         self._ranks = ranks
         self._verify = verify
-        self.packed = 0
+        self.gathered = 0
         self.buckets = plan_buckets([tensor.spec for tensor in published.tensors], limit_bytes)
         self.snapshots = Snapshots(published.parameters, published.dtype, snapshots)
         self.device = self.snapshots.device
@@ -184,6 +184,7 @@ class Packer:
 
     def gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> None:
         """Bring all ranks' shards of a bucket to rank 0. Collective: every rank, every bucket, in order."""
+        self.gathered += 1
         if self._ranks.size == 1:
             return
         own = self._own[snapshot.index][bucket.index]
@@ -216,7 +217,6 @@ class Packer:
                 trailer[3] = self._checksum(wire[: bucket.payload_bytes])
             self._checksums[index] = trailer[3]
             self._finite[index] = is_finite(wire[: bucket.payload_bytes].view(self.snapshots.dtype))
-            self.packed += 1
         return wire
 
     def expected_acknowledgement(self, version: int) -> list[int]:

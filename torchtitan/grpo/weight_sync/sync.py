@@ -207,6 +207,19 @@ class WeightSync:
         """Whether no weights are on their way from this rank."""
         return self._thread is None or not self._thread.busy
 
+    @property
+    def moved(self) -> int:
+        """Buckets that this rank has gathered. It grows as long as weights move."""
+        return self._packer.gathered
+
+    def describe(self) -> str:
+        """Where the newest version is, in one line. Takes no lock: for a report of a run that hangs."""
+        text = f"weight sync: version {self._newest} published, {'none' if self.idle() else 'one'} on its way"
+        if self._board is None:
+            return text
+        modes = "".join(f"; {worker.url}: {worker.mode.value}" for worker in self._board.workers)
+        return f"{text}, version {self._board.sent} sent in common{modes}"
+
     def finished(self) -> list[SyncReport]:
         """Pushes that ended since the last call. Rank 0 has them all, other ranks none."""
         return self._board.take_reports() if self._board is not None else []

@@ -1,0 +1,53 @@
+"""A rank whose rank 0 keeps the others waiting: `broadcast_worker.py <how rank 0 waits>`."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import torchtitan_overlay  # noqa: F401  before torchtitan
+from torchtitan.grpo.broadcast import Broadcaster
+from torchtitan.grpo.config.job_config import Debug
+from torchtitan.grpo.reporting.ledger import Ledger
+from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
+
+LIMIT_S, SILENCE_S = 2.0, 3.0
+
+
+def main(how: str) -> None:
+    dist.init_process_group("gloo")
+    ledger = Ledger(torch.device("cpu"))
+    progress = Progress(ledger)
+    groups = 0
+    progress.watch(lambda: groups)
+    hang_s = LIMIT_S if how == "busy" else 0.0
+    with (
+        Broadcaster(progress, LIMIT_S, SILENCE_S) as broadcaster,
+        Watchdog(Debug(hang_seconds=hang_s, hang_exit_code=5), progress, [broadcaster.describe]),
+    ):
+        assert broadcaster.json("begin") == "begin"
+        if broadcaster.is_source:
+            with ledger.stage("validate"):
+                if how == "frozen":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if how == "gone":
+                    time.sleep(1.5)
+                    os._exit(9)
+                for groups in range(1, 9):  # noqa: B007  `progress` reads it
+                    time.sleep(LIMIT_S / 4)
+                if how == "stuck":
+                    time.sleep(60)
+        waited_from = time.monotonic()
+        try:
+            assert broadcaster.json("done") == "done"
+        except (RuntimeError, TimeoutError) as error:
+            print(f"after {time.monotonic() - waited_from:.1f} s: {type(error).__name__}: {error}", flush=True)
+            os._exit(3)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
