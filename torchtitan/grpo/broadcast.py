@@ -69,6 +69,7 @@ class Broadcaster:
 
     def json(self, value: Any = None) -> Any:
         """Rank 0's JSON value on every rank; the others' argument is ignored."""
+        self._messages += 1
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.is_source else None
         return json.loads(self._tensor(data, torch.uint8).numpy().tobytes())
 
@@ -78,6 +79,7 @@ class Broadcaster:
 
     def rows(self, rows_by_rank: list[list[PackedRow]] | None, rank: int) -> list[PackedRow]:
         """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere)."""
+        self._messages += 1
         if rows_by_rank is not None and dist.get_world_size(self._group) == 1:
             return rows_by_rank[rank]
         ints, floats = None, None
@@ -104,7 +106,6 @@ class Broadcaster:
         if tensor is None:
             tensor = torch.empty(int(length), dtype=dtype)
         self._broadcast(tensor)
-        self._messages += 1
         return tensor
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
