@@ -12,6 +12,8 @@ from torchtitan.grpo.offload.pinned import local_tensor
 
 SKIPPED_IN_A_ROW_MAX = 5
 """Optimizer steps without a finite gradient after which a run ends: by then it is not one bad batch."""
+_CHUNK = 1 << 27
+"""Elements of one reduction, so that offsets in bytes fit 32 bits."""
 
 
 class FiniteSteps:
@@ -68,7 +70,8 @@ class FiniteSteps:
 
 def is_finite(tensor: Tensor) -> Tensor:
     """Whether no element is infinite or NaN, as a scalar on the device. One pass, no temporary of the tensor's size."""
-    return torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
+    extremes = [value for chunk in tensor.flatten().split(_CHUNK) for value in torch.aminmax(chunk)]
+    return torch.isfinite(torch.stack(extremes)).all()
 
 
 @torch.no_grad()
@@ -78,14 +81,14 @@ def check_finite(model: nn.Module, step: int) -> None:
     Raises:
         UserError: On every rank, if a weight on any rank is infinite or NaN. A rank that has one names it.
     """
-    named = [(name, local_tensor(parameter)) for name, parameter in model.named_parameters()]
-    named = [(name, local) for name, local in named if local.numel()]
-    bad = torch.stack([~is_finite(local) for _, local in named])
-    any_bad = bad.any().float()
+    shards = {name: local_tensor(parameter) for name, parameter in model.named_parameters()}
+    finite = {name: is_finite(shard) for name, shard in shards.items() if shard.numel()}
+    device = next(model.parameters()).device
+    all_finite = torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite.values()]).all().float()
     if dist.is_initialized():
-        dist.all_reduce(any_bad, op=dist.ReduceOp.MAX)
-    if any_bad.item():
-        names = [name for (name, _), one in zip(named, bad.tolist(), strict=True) if one]
+        dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
+    if not all_finite.item():
+        names = [name for name, value in finite.items() if not value.item()]
         raise UserError(
             f"the weights of step {step} are not finite, so they are not saved: "
             f"{', '.join(names[:3]) or 'on another rank'}. Resume from the last checkpoint, with a lower [optimizer] lr"
