@@ -63,7 +63,7 @@ from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.rollouts.stream import RolloutStream
-from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, stop_in_time
+from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit, stop_in_time
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.tools.logging import init_logger
@@ -534,7 +534,6 @@ def main(argv: list[str]) -> int:
         stop_in_time()
         with Trainer(config) as trainer:
             trainer.train()
-        end_within(FAILED_S)  # a thread of an environment may hang
     except UserError as error:
         if is_rank0:
             print(f"error: {error}", file=sys.stderr)
@@ -543,4 +542,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(lambda: main(sys.argv[1:]))

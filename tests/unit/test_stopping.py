@@ -84,6 +84,18 @@ def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed):
     assert (process.returncode, printed) == (75, f"waits\n{closed}")
 
 
+@pytest.mark.parametrize(
+    ("ends", "status", "says"),
+    [("return 2", 2, ""), ("sys.exit(143)", 143, ""), ("raise KeyError('no')", 1, "KeyError: 'no'")],
+)
+def test_a_process_ends_without_waiting_for_its_threads(ends, status, says):
+    body = "import sys, threading, time\nfrom torchtitan.grpo.stopping import run_and_exit\n"
+    body += f"threading.Thread(target=time.sleep, args=(60,)).start()\ndef main():\n    print('closed')\n    {ends}\n"
+    process = start(f"\n{body}run_and_exit(main)")
+    printed, said = process.communicate(timeout=30)
+    assert (process.returncode, printed) == (status, "closed\n") and says in said
+
+
 def test_what_a_forked_child_is_told_is_not_for_its_parent():
     child = "import os, signal, time\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\ntime.sleep(0.5)\n"
     process = start(f"\n{child}os.kill(pid, signal.SIGINT)\nos.waitpid(pid, 0)\ntime.sleep({3 * GRACE_S})\n")

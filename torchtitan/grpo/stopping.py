@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 GRACE_S = 25.0
 """Time to close servers, threads and files in order. torchrun kills its workers 30 s after its SIGTERM."""
@@ -74,6 +76,24 @@ def stop(status: int, grace_s: float = GRACE_S - 1) -> None:
     _status = status
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
+    os._exit(status)
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """Run `main`, which closes everything, and end the process with the status that it returns or raises.
+
+    The interpreter's teardown is left out. With torch it takes over a second in each process, and it may hang: on a
+    thread of an environment, or on a connection to another rank.
+    """
+    try:
+        status = main()
+    except SystemExit as stopped:
+        status = stopped.code if isinstance(stopped.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

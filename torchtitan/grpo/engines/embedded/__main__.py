@@ -98,6 +98,7 @@ def main() -> None:
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
     asyncio.run(serve(app, arguments))
+    os._exit(0)  # torch's teardown takes a second, for which the trainer would wait
 
 
 if __name__ == "__main__":
