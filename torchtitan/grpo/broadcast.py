@@ -123,11 +123,11 @@ class Broadcaster:
                 if time.monotonic() > began + self._limit_s:
                     raise TimeoutError(f"waited {self._limit_s:g} s for the other ranks, which do not take a message")
             else:
-                self._check_rank0()
+                self._check_rank0(began)
 
-    def _check_rank0(self) -> None:
-        """On a rank that waits: raise TimeoutError if rank 0 is silent, or does not get on."""
-        if time.monotonic() > self._heard_at + self._silence_s:
+    def _check_rank0(self, began: float) -> None:
+        """On a rank that waits since `began`: raise TimeoutError if rank 0 is silent, or does not get on."""
+        if time.monotonic() > max(began, self._heard_at) + self._silence_s:
             raise TimeoutError(f"rank 0 has not been heard of for {self._silence_s:g} s; {self._last()}")
         if self._said["still_s"] > self._limit_s:
             raise TimeoutError(f"rank 0 has not got on for {self._said['still_s']:.0f} s; {self._last()}")
