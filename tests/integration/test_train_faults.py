@@ -63,7 +63,7 @@ def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_
         (server,) = servers_of(run.folder)
         os.kill(server, number)
         assert run.process.wait(60) != 0
-        reason = [line for line in run.log.splitlines() if re.match(r"\S*Error: ", line)][-1]
+        reason = [line for line in run.log.splitlines() if re.match(r"(\[rank0\]: )?\S*Error: ", line)][-1]
         assert re.search(ENDS[number], reason), reason
         run.wait_until_gone(15)
 
@@ -159,7 +159,7 @@ def refused(tmp_path: Path, flags: dict[str, str | None], *words: str, limit_s: 
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert status != 0 and errors, said[-3000:]
     assert all(word in said for word in words), errors
-    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in said
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in said.replace("[rank0]: ", "")
     assert time.monotonic() - started < limit_s
 
 
