@@ -3,6 +3,7 @@
 
     refit       whole blocking publishes from FSDP2 shards, phase by phase, and raw broadcasts of as many bytes
     vllm-nccl   the same bytes by vLLM's own NCCL weight transfer (vLLM 0.25 in this Python), for comparison
+    load        what a vLLM worker needs to load a version that is on its GPU (vLLM in this Python)
     exposed     a training loop without weight sync, with blocking and background weight sync, and with faults
     scale       what a publish and a push cost against 1 to 256 servers, on a CPU
 
@@ -62,6 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
     vllm.add_argument("--bucket-mib", type=positive, default=1024, help="one buffer (default 1024)")
     vllm.add_argument("--repeats", type=positive, default=5, help="default 5")
 
+    load = commands.add_parser("load", parents=[common, shape])
+    load.add_argument("--bucket-mib", type=positive, default=1024, help="cap on a bucket (default 1024)")
+    load.add_argument("--repeats", type=positive, default=5, help="default 5")
+
     exposed = commands.add_parser("exposed", parents=[common, shape, trainer])
     exposed.add_argument("--steps", type=positive, default=20, help="of each run (default 20)")
     exposed.add_argument("--tokens", type=positive, default=16384, help="of one rank's row (default 16384)")
@@ -107,6 +112,11 @@ def run(args: argparse.Namespace) -> int:
         from weight_sync_bench.vllm_nccl import vllm_nccl
 
         vllm_nccl(args, Output(True, args.json))
+        return 0
+    if args.command == "load":
+        from weight_sync_bench.load import load
+
+        load(args, Output(True, args.json))
         return 0
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torchtitan would take a GPU that it sees
