@@ -27,6 +27,7 @@ from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.folder_lock import only_run_in
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
@@ -474,7 +475,8 @@ class Trainer:
 
         def make(url: str) -> Server:
             timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
-            server = make_server(rollout.engine, url, api_key, *timeouts)
+            vocab_size = self.source.model_args.vocab_size
+            server = make_server(rollout.engine, url, api_key, *timeouts, lambda: self.step, vocab_size)
             server.check = lambda: server.control.check(config.training.seq_len, self.end_token_ids[0], recomputes)
             return server
 
@@ -532,6 +534,7 @@ def main(argv: list[str]) -> int:
             print(describe(config) if is_rank0 else "", end="")
             return 0
         stop_in_time()
+        raise_file_limit()
         with Trainer(config) as trainer:
             trainer.train()
     except UserError as error:

@@ -29,11 +29,6 @@ def test_a_token_has_the_version_of_its_span_or_that_of_the_start():
     assert _completion(answer(weight_versions=unnamed), -1).versions == [-1, -1]
 
 
-@pytest.mark.parametrize("said,finish", [("stop", "stop"), ("length", "length"), ("abort", "abort"), ("new", "abort")])
-def test_finish_reasons(said, finish):
-    assert _completion(answer(finish_reason={"type": said}), 0).finish_reason == finish
-
-
 def test_stop_tokens_count_also_where_end_tokens_do_not():
     whole = _completion(answer(), 0)
     assert _cut(whole, ()) is whole and _cut(whole, (9,)) is whole

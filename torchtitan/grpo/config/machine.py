@@ -5,6 +5,7 @@ As in `contradictions`, all messages come at once, each with the key, its value 
 
 import os
 import re
+import resource
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,11 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks
 from torchtitan.grpo.config.keys import show
+from torchtitan.grpo.engines.fleet import read_urls
+from torchtitan.grpo.errors import UserError
+
+_OTHER_FILES = 512
+"""Files of the process besides its requests' connections: devices, libraries, other ranks, weight sync, rewards."""
 
 
 def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | None = None) -> list[str]:
@@ -23,7 +29,11 @@ def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | 
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    messages = [*_check_ranks(config, world_size), *_check_devices(config, world_size, gpus)]
+    messages = [
+        *_check_ranks(config, world_size),
+        *_check_devices(config, world_size, gpus),
+        *_check_files(config),
+    ]
     name = config.rollout.api_key_env
     if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
         messages.append("[rollout] api_key_env is not a variable's name: give one like VLLM_API_KEY, not the key")
@@ -88,4 +98,32 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
             f"[comm] init_timeout_seconds = {config.comm.init_timeout_seconds} must be over [rollout] "
             f"group_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "
             "while rank 0 waits for servers"
+        )
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files as the hard limit allows.
+
+    Each request in flight holds a connection, and the usual soft limit is 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _check_files(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    servers = max(1, len(rollout.urls))
+    if rollout.urls_file:
+        try:
+            servers = len(read_urls(rollout.urls_file))
+        except UserError:
+            return  # the fleet refuses it
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = servers * rollout.max_concurrent_requests + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        yield (
+            f"[rollout] max_concurrent_requests = {rollout.max_concurrent_requests} on {servers} "
+            f"server{'s' if servers > 1 else ''} may need {wanted} open files, and this machine allows {hard}: raise "
+            "the limit (ulimit -Hn), or lower max_concurrent_requests"
         )

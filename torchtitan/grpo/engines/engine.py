@@ -13,8 +13,9 @@ class Engine:
 
     Attributes:
         control: Control routes.
-        client: Generation route. Called with address, API key (or None), seconds that a request may take, and a
-            function that returns the newest weight version that the server has acknowledged.
+        client: Generation route. Called with address, API key (or None), seconds that a request may take, functions
+            that return the newest weight version that the server has acknowledged and that any was sent (or None), and
+            the size of the vocabulary.
         link, disk_link: How weights get there, over a process group and over files: subclasses of
             `weight_sync.link.ServerLink` as "module:Class". These are names since weight_sync/ imports this folder.
         repeats_in_flight: Seeded requests repeat their answers even when requests and weight updates arrive at other
@@ -22,7 +23,7 @@ class Engine:
     """
 
     control: type[HttpControl]
-    client: Callable[[str, str | None, float, Callable[[], int]], EngineClient]
+    client: Callable[[str, str | None, float, Callable[[], int], Callable[[], int] | None, int], EngineClient]
     link: str
     disk_link: str
     repeats_in_flight: bool

@@ -37,6 +37,7 @@ class Server:
         version: The newest weight version that it has acknowledged, -1 for none.
         in_traffic: Requests may go there.
         lost: It failed. It counts against `[rollout] min_servers` until it is admitted again.
+        losses: How often it was lost.
         held: It gets no new requests until it is admitted again. It finishes the running ones.
         suspected: A request failed there. Weight sync's worker finds the cause, then admits or withdraws it.
         distrusted: Its answers are not the policy's. It is not admitted before it was connected and fed again.
@@ -53,6 +54,7 @@ class Server:
     version: int = -1
     in_traffic: bool = False
     lost: bool = False
+    losses: int = 0
     held: bool = False
     suspected: bool = False
     distrusted: bool = False
@@ -144,6 +146,7 @@ class Fleet:
             if server not in self._servers:
                 return
             before = (server.in_traffic, server.lost, server.suspected and not server.distrusted)
+            server.losses += lost and not server.lost
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
             server.held = server.distrusted = False
             server.reason = _one_line(reason)

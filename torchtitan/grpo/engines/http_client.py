@@ -1,15 +1,30 @@
 """The HTTP side of an `EngineClient`: a connection pool, a deadline per request, errors that say what to change."""
 
 import asyncio
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
-from torchtitan.grpo.engines.protocol import EngineError, error_text
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams, error_text, raise_if_local
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import origin, version_of
+
+ANY_VOCAB = 1 << 31
+_ERROR_CHARS = 300
+Logprob = Annotated[float, msgspec.Meta(ge=-1e4, le=1e-3)]
+"""The range of a sampled token's log-probability. Only rounding takes it above 0. Servers write -9999 for -inf."""
+
+
+class Span(msgspec.Struct):
+    """Tokens `start` to `end` - 1 of an answer were sampled by weights `version`."""
+
+    version: str
+    start: int
+    end: int
 
 
 class HttpClient:
@@ -19,14 +34,25 @@ class HttpClient:
         url: The server's base address.
         api_key: Sent as a bearer token; None sends none.
         request_timeout_s: Longest wait for one answer, from sending the request to the last byte.
+        version: Returns the newest weight version that this server has acknowledged. No token may be older.
+        newest: Returns the newest weight version that any server was sent. No token may be newer. None: no check.
     """
 
     route_hint = ""
     """What to change if the server does not have the route."""
 
-    def __init__(self, url: str, api_key: str | None, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        request_timeout_s: float,
+        version: Callable[[], int],
+        newest: Callable[[], int] | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.request_timeout_s = request_timeout_s
+        self._version = version
+        self._newest = newest
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -48,6 +74,7 @@ class HttpClient:
         Raises:
             EngineError: The server failed, is gone, or did not answer in time.
             UserError: It refuses the request for a reason that the user can fix.
+            LocalError: This process cannot send the request.
         """
         if self._session is None:
             # Created here, inside the event loop. Connections have no limit, since the collector limits requests.
@@ -65,6 +92,7 @@ class HttpClient:
                 "([rollout] request_timeout_seconds)"
             ) from error
         except aiohttp.ClientError as error:
+            raise_if_local(error)
             raise EngineError(f"{self.url}: request {request_id}: {type(error).__name__}: {error}") from error
         if status != 200:
             self._raise_for_status(route, status, payload, request_id)
@@ -82,6 +110,42 @@ class HttpClient:
         if status in (400, 413, 422):
             raise UserError(f"{self.url} refuses request {request_id}: {said}")
         raise EngineError(f"{self.url}: request {request_id}: HTTP {status}: {said}")
+
+    @contextlib.contextmanager
+    def _reading(self, request_id: str) -> Iterator[None]:
+        """Around the reading of a reply. What cannot be an answer is the server's failure."""
+        try:
+            yield
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            what = str(error)[:_ERROR_CHARS]
+            raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {what}") from error
+
+    def _check_answers(
+        self, request_id: str, completions: list[Completion], params: SamplingParams, version: int
+    ) -> None:
+        """Refuse answers that cannot be. Token ids and log-probabilities were checked while they were parsed.
+
+        Args:
+            version: The newest weight version that this server had acknowledged when it was asked.
+
+        Raises:
+            EngineError: The message says what is wrong.
+        """
+        for i, completion in enumerate(completions):
+            tokens, versions = len(completion.token_ids), completion.versions
+            wrong = ""
+            if completion.finish_reason == "abort":
+                wrong = f"the server aborted it after {tokens} tokens"
+            elif not 1 <= tokens <= params.max_tokens:
+                wrong = f"it has {tokens} tokens, 1 to {params.max_tokens} were asked"
+            elif versions != sorted(versions):  # one cheap pass over what is sorted
+                wrong = "the versions of its weights go backwards"
+            elif versions[0] < version:
+                wrong = f"weights of version {versions[0]} sampled it, after the server had {version}"
+            elif self._newest is not None and versions[-1] > self._newest():
+                wrong = f"weights of version {versions[-1]} sampled it, and {self._newest()} is the newest sent"
+            if wrong:
+                raise EngineError(f"{self.url}: request {request_id}: answer {i} is refused: {wrong}")
 
     def _check(self, request_id: str, version: int, spans: list[str], lengths: list[tuple[int, int]]) -> None:
         """Check which weights sampled an answer, and that each token has a log-probability.
@@ -105,3 +169,22 @@ class HttpClient:
                 raise EngineError(
                     f"{self.url}: request {request_id}: {tokens} tokens came with {logprobs} log-probabilities"
                 )
+
+
+def token_id(vocab_size: int) -> Any:
+    """The type of a token id. The parser checks its range, at no measurable cost."""
+    return Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
+
+
+def fitting(spans: list[Span] | None, tokens: int) -> list[Span]:
+    """The spans of an answer of that many tokens, none if the server does not report any.
+
+    Raises:
+        ValueError: One reaches beyond the answer or into another.
+    """
+    end = 0
+    for span in spans or []:
+        if not end <= span.start <= span.end <= tokens:
+            raise ValueError(f"weight versions of tokens {span.start} to {span.end} in an answer of {tokens}")
+        end = span.end
+    return spans or []

@@ -10,7 +10,7 @@ from urllib.parse import urlencode, urlsplit
 
 import urllib3
 
-from torchtitan.grpo.engines.protocol import EngineError, error_text
+from torchtitan.grpo.engines.protocol import EngineError, error_text, raise_if_local
 from torchtitan.grpo.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -195,6 +195,7 @@ class HttpControl:
             TypeError,
             LookupError,
             AttributeError,
+            RecursionError,
         ) as error:  # for example from a proxy in front of a lost server
             what = f"{type(error).__name__}: {error}"
             raise ServerError(f"{self.url}: phase {phase}: {path} answers not as expected: {what}") from error
@@ -234,7 +235,11 @@ class HttpControl:
         headers, data = self._headers, None
         if body is not None:
             headers, data = headers | {"Content-Type": "application/json"}, json.dumps(body)
-        return self._pool.urlopen(method, self._path + path + query, data, headers, timeout=timeout_s)
+        try:
+            return self._pool.urlopen(method, self._path + path + query, data, headers, timeout=timeout_s)
+        except urllib3.exceptions.HTTPError as error:
+            raise_if_local(error)
+            raise
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
         """A fresh pool. Connections of the old one end with their requests."""

@@ -1,10 +1,12 @@
 """What every inference engine offers the trainer: token ids in, sampled tokens and their log-probabilities out."""
 
+import errno
 import json
 from dataclasses import dataclass
 from typing import Protocol
 
 from torchtitan.grpo.data.samples import FinishReason
+from torchtitan.grpo.errors import UserError
 
 COHORT_HEADER = "X-Rollout-Cohort"
 """Request header, "<name>/<size>", of the embedded server: see `cohort` in `EngineClient.generate`."""
@@ -16,12 +18,30 @@ class EngineError(RuntimeError):
     """A server failed, is gone or took too long. The message names its address."""
 
 
+class LocalError(UserError):
+    """This process has no file descriptor left. No server is to blame, and none leaves traffic for it."""
+
+
+def raise_if_local(error: BaseException) -> None:
+    """Raise LocalError if a request failed because this process may open no more files. Call it with the client's error
+    from its `except` clause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            raise LocalError(
+                "the trainer ran out of file descriptors. Raise the limit that it is started with (ulimit -Hn), lower "
+                "[rollout] max_concurrent_requests, or look for files that rewards or the environment leave open "
+                f"(ls -l /proc/PID/fd): {cause.strerror}"
+            ) from error
+        cause = cause.__cause__ or cause.__context__
+
+
 def error_text(payload: bytes) -> str:
     """The message in the body of a server's error reply, without the JSON around it."""
     text = payload.decode(errors="replace")
     try:
         said = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         said = text
     while isinstance(said, dict):
         known = [said[key] for key in ("error", "message", "detail") if key in said]
@@ -59,7 +79,8 @@ class Completion:
 
     Attributes:
         logprobs: log p(token) after the temperature, in float32 precision.
-        finish_reason: "stop" (a stop or end token), "length" (`max_tokens`) or "abort" (cut off by the engine).
+        finish_reason: "stop" (a stop or end token) or "length" (`max_tokens`). An answer that a server aborts by itself,
+            as when it is stopped, is an EngineError.
         versions: The weight version that sampled each token.
         server: The address of the server, which the router fills in.
     """
@@ -87,8 +108,9 @@ class EngineClient(Protocol):
                 floating-point results do not depend on arrival times. Servers may ignore it.
 
         Raises:
-            EngineError: The server failed, is gone, or did not answer in time.
+            EngineError: The server failed, is gone, did not answer in time, or its answer cannot be.
             UserError: The server refuses the request for a reason that the user can fix.
+            LocalError: This process cannot send the request.
         """
         ...
 

@@ -1,7 +1,10 @@
 """The engines: one row each, and the one place to add another."""
 
+from collections.abc import Callable
+
 from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.fleet import Server
+from torchtitan.grpo.engines.http_client import ANY_VOCAB
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
@@ -28,15 +31,22 @@ ENGINES = {
 
 
 def make_server(
-    engine: str, url: str, api_key: str | None, control_timeout_s: float, request_timeout_s: float
+    engine: str,
+    url: str,
+    api_key: str | None,
+    control_timeout_s: float,
+    request_timeout_s: float,
+    newest: Callable[[], int] | None = None,
+    vocab_size: int = ANY_VOCAB,
 ) -> Server:
     """A server of `[rollout] urls`. Nothing is sent to it yet.
 
     Args:
         control_timeout_s: Longest wait for one control call.
         request_timeout_s: Longest wait for one answer.
+        newest, vocab_size: Bounds of an answer's weight versions and token ids, see `HttpClient`.
     """
     row = ENGINES[engine]
     server = Server(url, row.control(url, api_key, control_timeout_s), engine=row)
-    server.client = row.client(url, api_key, request_timeout_s, lambda: server.version)
+    server.client = row.client(url, api_key, request_timeout_s, lambda: server.version, newest, vocab_size)
     return server

@@ -3,18 +3,19 @@
 import asyncio
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.engines.http_client import HttpClient
+from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob, Span, fitting, token_id
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.version_names import version_of
 
 GENERATE_ROUTE = "/generate"
 ABORT_ROUTE = "/abort_request"
 _ABORT_S = 5.0
+Id = TypeVar("Id")
 
 
 class SglangClient(HttpClient):
@@ -30,13 +31,24 @@ class SglangClient(HttpClient):
             in the prefix cache (`extra_key`), so no cached key or value outlives its weights. It also stands in for a
             token's version where the server does not report one (before 0.5.19). Then it is the version at the
             request's start, so a token never counts as newer than it is.
+        newest: See `HttpClient`.
+        vocab_size: Token ids of an answer are below this.
     """
 
     route_hint = "is this an SGLang server?"
 
-    def __init__(self, url: str, api_key: str | None, request_timeout_s: float, version: Callable[[], int]) -> None:
-        super().__init__(url, api_key, request_timeout_s)
-        self._version = version
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        request_timeout_s: float,
+        version: Callable[[], int],
+        newest: Callable[[], int] | None = None,
+        vocab_size: int = ANY_VOCAB,
+    ) -> None:
+        super().__init__(url, api_key, request_timeout_s, version, newest)
+        answer: Any = _Answer
+        self._reply = msgspec.json.Decoder(list[answer[token_id(vocab_size)]])
         self._name = uuid.uuid4().hex[:8]  # another trainer's request with this number may be running
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -62,13 +74,11 @@ class SglangClient(HttpClient):
             # SGLang checks for closed connections only now and then. An abort takes effect at once.
             self._abort(ids)
             raise
-        try:
-            answers = _REPLY.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {error}") from error
-        if len(answers) != params.n:
-            raise EngineError(f"{self.url}: request {request_id}: {len(answers)} answers, {params.n} were asked")
-        completions = [_completion(answer, version) for answer in answers]
+        with self._reading(request_id):
+            answers = self._reply.decode(payload)
+            if len(answers) != params.n:
+                raise ValueError(f"{len(answers)} answers, {params.n} were asked")
+            completions = [_completion(answer, version) for answer in answers]
         if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
             completions = [_cut(completion, params.stop_token_ids) for completion in completions]
         self._check(
@@ -77,6 +87,7 @@ class SglangClient(HttpClient):
             [span.version for answer in answers for span in answer.meta_info.weight_versions or []],
             [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
         )
+        self._check_answers(request_id, completions, params, version)
         return completions
 
     async def close(self) -> None:
@@ -115,12 +126,6 @@ def _sampling_params(params: SamplingParams, index: int) -> dict[str, Any]:
     }
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Finish(msgspec.Struct):
     type: str
     message: str | None = None
@@ -128,31 +133,31 @@ class _Finish(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
-    output_token_logprobs: list[tuple[float, int, Any]] | None = None
-    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
+    weight_versions: list[Span] | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Answer(msgspec.Struct, Generic[Id]):
     meta_info: _Meta
-    output_ids: list[int] | None = None
+    output_ids: list[Id] | None = None
 
 
-_REPLY = msgspec.json.Decoder(list[_Answer])
 _COMPLETE: tuple[FinishReason, ...] = ("stop", "length")
 
 
-def _completion(answer: _Answer, version: int) -> Completion:
+def _completion(answer: _Answer[int], version: int) -> Completion:
     token_ids, meta = answer.output_ids or [], answer.meta_info
     versions = [version] * len(token_ids)
-    for span in meta.weight_versions or []:
+    for span in fitting(meta.weight_versions, len(token_ids)):
         # A server's own first name ("default") is no version of ours, and `version` is -1 until it is gone.
         if (number := version_of(span.version)) is not None:
             versions[span.start : span.end] = [number] * (span.end - span.start)
-    finish = meta.finish_reason.type if meta.finish_reason else "abort"
+    if meta.finish_reason is None or meta.finish_reason.type not in _COMPLETE:
+        raise ValueError(f"the server aborted an answer after {len(token_ids)} tokens: {meta.finish_reason}")
     return Completion(
         token_ids=token_ids,
         logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs or []],
-        finish_reason=finish if finish in _COMPLETE else "abort",
+        finish_reason=meta.finish_reason.type,
         versions=versions,
     )
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ from torchtitan.grpo.version_names import version_of
 
 GENERATE_ROUTE = "/inference/v1/generate"
 _FINAL_ONLY = 2
+Id = TypeVar("Id")
 
 
 class VllmClient(HttpClient):
@@ -27,13 +28,24 @@ class VllmClient(HttpClient):
             report one (vLLM before 0.32 without `inside_vllm.token_versions`). Then it is the version at the request's
             start, so a token never counts as newer than it is. From version 0 on, a token sampled by weights of another
             name is an EngineError: a server has such a name only until its first update, so it was restarted.
+        newest: See `HttpClient`.
+        vocab_size: Token ids of an answer are below this.
     """
 
     route_hint = "start vLLM with --enable-scale-out (0.32 and newer)"
 
-    def __init__(self, url: str, api_key: str | None, request_timeout_s: float, version: Callable[[], int]) -> None:
-        super().__init__(url, api_key, request_timeout_s)
-        self._version = version
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        request_timeout_s: float,
+        version: Callable[[], int],
+        newest: Callable[[], int] | None = None,
+        vocab_size: int = ANY_VOCAB,
+    ) -> None:
+        super().__init__(url, api_key, request_timeout_s, version, newest)
+        reply: Any = _Reply
+        self._reply = msgspec.json.Decoder(reply[token_id(vocab_size)])
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, cohort: tuple[str, int] | None = None
@@ -49,19 +61,18 @@ class VllmClient(HttpClient):
         }
         headers = {COHORT_HEADER: f"{cohort[0]}/{cohort[1]}"} if cohort else {}
         payload = await self._post(GENERATE_ROUTE, body, request_id, deadline, headers)
-        try:
-            choices = _REPLY.decode(payload).choices
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {error}") from error
-        if len(choices) != params.n:
-            raise EngineError(f"{self.url}: request {request_id}: {len(choices)} answers, {params.n} were asked")
-        completions = [_completion(choice, version) for choice in sorted(choices, key=lambda choice: choice.index)]
+        with self._reading(request_id):
+            choices = sorted(self._reply.decode(payload).choices, key=lambda choice: choice.index)
+            if [choice.index for choice in choices] != list(range(params.n)):
+                raise ValueError(f"{len(choices)} answers, {params.n} were asked, with numbers 0 to {params.n - 1}")
+            completions = [_completion(choice, version) for choice in choices]
         self._check(
             request_id,
             version,
             [span.version for choice in choices for span in choice.weight_versions or []],
             [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
         )
+        self._check_answers(request_id, completions, params, version)
         return completions
 
 
@@ -89,43 +100,34 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Token(msgspec.Struct):
-    logprob: float
+    logprob: Logprob
 
 
 class _Logprobs(msgspec.Struct):
     content: list[_Token] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, Generic[Id]):
     index: int
-    token_ids: list[int] | None = None
+    token_ids: list[Id] | None = None
     logprobs: _Logprobs | None = None
-    token_logprobs: list[float] | None = None
+    token_logprobs: list[Logprob] | None = None
     finish_reason: FinishReason | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
 
 
-class _Reply(msgspec.Struct):
+class _Reply(msgspec.Struct, Generic[Id]):
     """The parts of an answer that are read. Parsing takes interpreter time from the trainer, and this is several times
     faster than `json`, which makes a dictionary of each token."""
 
-    choices: list[_Choice]
+    choices: list[_Choice[Id]]
 
 
-_REPLY = msgspec.json.Decoder(_Reply)
-
-
-def _completion(choice: _Choice, version: int) -> Completion:
+def _completion(choice: _Choice[int], version: int) -> Completion:
     token_ids = choice.token_ids or []
     versions = [version] * len(token_ids)
-    for span in choice.weight_versions or []:
+    for span in fitting(choice.weight_versions, len(token_ids)):
         # A server's own first name ("default") is no version of ours, and `version` is -1 until it is gone.
         if (number := version_of(span.version)) is not None:
             versions[span.start : span.end] = [number] * (span.end - span.start)

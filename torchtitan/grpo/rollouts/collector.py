@@ -242,7 +242,8 @@ class Collector:
                 return await self.group(prompt, params, request_id, start, cohort)
         except TimeoutError as error:
             raise EngineError(
-                f"prompt {prompt.index} took longer than [rollout] group_timeout_seconds = {self.group_timeout_s:g}"
+                f"prompt {prompt.index} took longer than [rollout] group_timeout_seconds = {self.group_timeout_s:g} "
+                f"({self.fleet.describe()})"
             ) from error
 
     def _on_fleet_change(self) -> None:

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError, SamplingParams
 from torchtitan.grpo.errors import UserError
 
 ATTEMPTS = 3
-"""How often a request is sent before its group fails."""
+"""How often a request may fail at one server that stays healthy."""
 HOLD_S = 0.5
 """How long a request waits for a less busy server, while new weights have reached only some servers."""
 
@@ -20,18 +20,67 @@ Cohort = tuple[Server, tuple[str, int]]
 """The server of a request that starts together with others, and (name, size) of their cohort there."""
 
 
+class Failures:
+    """Where one request has failed so far, and why.
+
+    A failure at a server that was lost since then does not count against the request: the server was dying, or was
+    restarted. Nor does one whose cause is not known yet, which is so while the server is out of traffic.
+    """
+
+    def __init__(self, prompt: Prompt | None = None) -> None:
+        self.number = 0
+        self._prompt = prompt
+        self._times: Counter[Server] = Counter()
+        self._counted: Counter[tuple[Server, int]] = Counter()
+        self._last: dict[Server, EngineError | UserError] = {}
+
+    def add(self, server: Server, losses: int, error: EngineError | UserError) -> None:
+        """`losses` is `server.losses` from when the request was sent."""
+        self.number += 1
+        self._times[server] += 1
+        self._counted[server, losses] += ATTEMPTS if isinstance(error, UserError) else 1  # a refusal is final
+        self._last[server] = error
+
+    def at(self, server: Server) -> int:
+        """How often it failed there, whatever the cause."""
+        return self._times[server]
+
+    def final_at(self, server: Server) -> bool:
+        """Whether it is not sent there again."""
+        return self.number > 0 and self._counted[server, server.losses] >= ATTEMPTS
+
+    def final(self, servers: list[Server]) -> bool:
+        """Whether it has failed for good at all of these."""
+        return self.number > 0 and all(server.in_traffic and self.final_at(server) for server in servers)
+
+    def refusals(self) -> list[tuple[Server, UserError]]:
+        return [(server, error) for server, error in self._last.items() if isinstance(error, UserError)]
+
+    def error(self) -> EngineError | UserError:
+        """UserError if every server refuses the request."""
+        kind = UserError if len(self.refusals()) == len(self._last) else EngineError
+        return kind(f"prompt {self._prompt.index if self._prompt else '?'} {self}")
+
+    def __str__(self) -> str:
+        return "; ".join(f"at {server.url}: {error}" for server, error in self._last.items())
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request that waits for a server.
 
     Attributes:
+        failures: Where it has failed before.
         eligible_at: When there was last a server that it may go to.
+        eligible: Whether there is one.
         held_at: Since when it waits for a less busy server that is about to be eligible.
     """
 
     start: "GroupStart"
+    failures: Failures
     server: asyncio.Future[Server]
     eligible_at: float
+    eligible: bool = False
     held_at: float | None = None
 
 
@@ -92,9 +141,11 @@ class Router:
     at once if fewer servers than `[rollout] min_servers` are left.
 
     Retries: if a server fails a request (`EngineError`), that server becomes suspected and leaves traffic. The request
-    is sent again with the same seed to an eligible server, `ATTEMPTS` times in all. Requests in flight at a server that
-    weight sync finds lost are sent again at once. At a server that is only out of traffic they go on. A request that a
-    server refuses for a reason that the user can fix (`UserError`) is not sent again.
+    is sent again with the same seed, to a server that has failed it less often if one has a place. A server gets it
+    `ATTEMPTS` times, not counting failures of a server that is lost. One that refuses it (`UserError`) gets it once, and
+    is suspected if another server answers. The request fails when that is so for every server, within the time limits
+    of request and group. Requests in flight at a server that weight sync finds lost are sent again at once. At a server
+    that is only out of traffic they go on.
 
     Args:
         fleet: The servers with their clients. Only the router uses the clients, and it closes them.
@@ -122,7 +173,6 @@ class Router:
         """Waiting requests whose group was under way when they came."""
         self._others: dict[Ticket, None] = {}
         self._hold_ends: asyncio.TimerHandle | None = None
-        self._newest = self._newest_in_traffic()
 
     @property
     def waiting(self) -> int:
@@ -175,25 +225,38 @@ class Router:
         start: GroupStart,
         cohort: Cohort | None,
     ) -> list[Completion]:
-        """Send a request to the server of its cohort, or else to the best server, and again if that fails."""
-        failures = 0
+        """Send a request to the server of its cohort, or else to the best server, and again if that fails.
+
+        Raises:
+            EngineError: It failed for good. The message names each server with the reason.
+            UserError: Every server refuses it.
+            LocalError: This process cannot send it.
+            FleetError: Too few servers are left.
+        """
+        failures = Failures(prompt)
         while True:
             named = None
             if cohort is not None and cohort[0].serves(start.min_version()):  # its cohort waits for it
                 server, named = cohort
                 self._occupy(server, start)
             else:
-                server = await self._acquire(start)
+                server = await self._acquire(start, failures)
+            losses = server.losses
             try:
-                own_id = f"{request_id}-retry-{failures}" if failures else request_id
-                return await self._ask(server, token_ids, params, own_id, named)
-            except UserError as error:
-                raise UserError(f"prompt {prompt.index} at {server.url}: {error}") from error
-            except EngineError as error:
-                self.fleet.suspect(server, error)
-                failures += 1
-                if failures == ATTEMPTS:
-                    raise EngineError(f"prompt {prompt.index} at {server.url}: {error}") from error
+                own_id = f"{request_id}-retry-{failures.number}" if failures.number else request_id
+                completions = await self._ask(server, token_ids, params, own_id, named)
+            except LocalError:
+                raise
+            except (EngineError, UserError) as error:
+                failures.add(server, losses, error)
+                if isinstance(error, EngineError):
+                    self.fleet.suspect(server, error)
+                if failures.final(self.fleet.servers):
+                    raise failures.error() from error
+            else:
+                for refusing, refusal in failures.refusals():
+                    self.fleet.suspect(refusing, refusal)
+                return completions
             finally:
                 self._release(server)
             cohort = None
@@ -205,9 +268,14 @@ class Router:
             if server.lost:
                 for request in requests:
                     request.cancel()
-        before, self._newest = self._newest, self._newest_in_traffic()
+        servers, newest = self.fleet.servers, self._newest_in_traffic()
         for ticket in [*self._under_way, *self._others]:
-            if ticket.start.min_version() <= max(before, self._newest):
+            if ticket.failures.final(servers) and not ticket.server.done():
+                ticket.server.set_exception(ticket.failures.error())
+                self._forget(ticket)
+                continue
+            was, ticket.eligible = ticket.eligible, self._is_eligible(ticket, newest)
+            if was or ticket.eligible:
                 ticket.eligible_at = self._loop.time()
         try:
             self.fleet.check()
@@ -242,12 +310,13 @@ class Router:
         finally:
             self._running[server].discard(request)
 
-    async def _acquire(self, start: GroupStart) -> Server:
+    async def _acquire(self, start: GroupStart, failures: Failures | None = None) -> Server:
         """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
-        ticket = Ticket(start, self._loop.create_future(), self._loop.time())
+        ticket = Ticket(start, failures or Failures(), self._loop.create_future(), self._loop.time())
         waiting = self._under_way if start.is_under_way else self._others
         waiting[ticket] = None
+        ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
         self._dispatch()
         if not ticket.server.done():
             start.waits()
@@ -257,24 +326,39 @@ class Router:
                 await asyncio.wait([ticket.server], timeout=max(left_s, 0.0))
                 if ticket.server.done():
                     break
-                if self.fleet.eligible(start.min_version()):
+                if self._is_eligible(ticket, self._newest_in_traffic()):
                     ticket.eligible_at = self._loop.time()
                 elif self._loop.time() - ticket.eligible_at >= self.request_timeout_s:
-                    raise self._none_eligible(start.min_version())
+                    raise self._none_eligible(ticket)
             return ticket.server.result()
         except asyncio.CancelledError:
             if ticket.server.done() and not ticket.server.exception():
                 self._release(ticket.server.result())
             raise
         finally:
-            waiting.pop(ticket, None)
+            self._forget(ticket)
 
-    def _none_eligible(self, min_version: int) -> EngineError:
+    def _is_eligible(self, ticket: Ticket, newest: int) -> bool:
+        """Whether a server in traffic, the newest of which has version `newest`, may get the request."""
+        min_version = ticket.start.min_version()
+        if min_version > newest or not ticket.failures.number:
+            return min_version <= newest
+        return not all(ticket.failures.final_at(server) for server in self.fleet.eligible(min_version))
+
+    def _none_eligible(self, ticket: Ticket) -> EngineError:
+        min_version, failed = (
+            ticket.start.min_version(),
+            f"; it failed {ticket.failures}" * bool(ticket.failures.number),
+        )
         wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
         return EngineError(
             f"no server in traffic{wanted} after {self.request_timeout_s:g} s of waiting "
-            f"([rollout] request_timeout_seconds): {self.fleet.describe()}"
+            f"([rollout] request_timeout_seconds): {self.fleet.describe()}{failed}"
         )
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._under_way.pop(ticket, None)
+        self._others.pop(ticket, None)
 
     def _dispatch(self) -> None:
         """Give free places to waiting requests, in order of arrival, groups under way first.
@@ -296,8 +380,13 @@ class Router:
             min_version = ticket.start.min_version()
             if min_version > newest:
                 continue  # true of most, if many wait: this check is all that they cost
-            server = min((s for s in places if s.serves(min_version)), key=lambda s: s.in_flight, default=None)
-            if server is None:  # it has just left traffic; that change dispatches again
+            failures = ticket.failures
+            server = min(
+                (s for s in places if s.serves(min_version) and not failures.final_at(s)),
+                key=lambda s, failures=failures: (failures.at(s), s.in_flight),
+                default=None,
+            )
+            if server is None:  # it failed there for good, or the server has just left traffic: a change comes
                 continue
             if oldest < min_version and server.in_flight >= share:
                 ticket.held_at = now if ticket.held_at is None else ticket.held_at
@@ -311,8 +400,7 @@ class Router:
                 places.remove(server)
                 newest = max((server.version for server in places), default=-1)
         for ticket in served:
-            self._under_way.pop(ticket, None)
-            self._others.pop(ticket, None)
+            self._forget(ticket)
         if held and self._hold_ends is None:
             self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
 

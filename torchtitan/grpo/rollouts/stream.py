@@ -311,7 +311,10 @@ class RolloutStream:
         logger.warning("%s = %g: another prompt replaces it", what, self._timeout_s)
         if self._timed_out_this_step > self._per_step:
             self._fail(
-                EngineError(f"{what} = {self._timeout_s:g}, like all groups of a step before it: raise the limit")
+                EngineError(
+                    f"{what} = {self._timeout_s:g}, like all groups of a step before it: raise the limit "
+                    f"({self._collector.fleet.describe()})"
+                )
             )
 
     def _fail(self, error: BaseException) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.http_control import NoReply
-from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.protocol import EngineError, LocalError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import origin, version_of
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
@@ -310,6 +310,8 @@ class ServerWorker(threading.Thread):
 
     def _lose(self, reason: object, dead: bool = False) -> None:
         """Connect again, after a pause that grows with each failure in a row. Death and refusal are counted apart."""
+        if isinstance(reason, LocalError):
+            raise reason  # no fault of the server
         self.link.close()
         self.mode = Mode.LOST
         if dead is not self._dead:

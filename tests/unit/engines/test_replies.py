@@ -1,0 +1,163 @@
+"""What no server may answer, whatever its engine: the client refuses it, and names server and request."""
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.engines.sglang import SglangClient
+from torchtitan.grpo.engines.vllm import VllmClient
+
+VOCAB, HAD, NEWEST = 1000, 3, 5
+
+
+@dataclass
+class Answer:
+    ids: object = field(default_factory=lambda: [5, 999, 0])
+    logprobs: object = field(default_factory=lambda: [-0.5, 1e-7, -9999.0])
+    spans: list = field(default_factory=lambda: [("3", 0, 1), ("5", 1, 3)])
+    finish: object = "stop"
+
+
+GOOD = Answer()
+
+
+def as_vllm(answers: list[Answer]) -> object:
+    return {
+        "choices": [
+            {
+                "index": i,
+                "token_ids": a.ids,
+                "token_logprobs": a.logprobs,
+                "finish_reason": a.finish,
+                "weight_versions": [dict(zip(("version", "start", "end"), span, strict=True)) for span in a.spans],
+            }
+            for i, a in enumerate(answers)
+        ]
+    }
+
+
+def as_sglang(answers: list[Answer]) -> object:
+    choices = as_vllm(answers)["choices"]
+    return [
+        {
+            "output_ids": a.ids,
+            "meta_info": {
+                "finish_reason": {"type": a.finish, "message": "shutting down"},
+                "output_token_logprobs": [[value, 7, None] for value in a.logprobs],
+                "weight_versions": choice["weight_versions"],
+            },
+        }
+        for a, choice in zip(answers, choices, strict=True)
+    ]
+
+
+class Replies(http.server.BaseHTTPRequestHandler):
+    said = b""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.said)))
+        self.end_headers()
+        self.wfile.write(self.said)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replies) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def ask(url: str, engine: str, said: bytes | list[Answer]) -> list[Completion]:
+    kind, form = (VllmClient, as_vllm) if engine == "vllm" else (SglangClient, as_sglang)
+    Replies.said = said if isinstance(said, bytes) else json.dumps(form(said)).encode()
+
+    async def generate() -> list[Completion]:
+        client = kind(url, None, 10.0, lambda: HAD, lambda: NEWEST, VOCAB)
+        try:
+            return await client.generate([1, 2], SamplingParams(2, 1.0, 3), "r7")
+        finally:
+            await client.close()
+
+    return asyncio.run(generate())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_may_be_answered(url, engine):
+    for completion in ask(url, engine, [GOOD, replace(GOOD, spans=[], finish="length")]):
+        assert completion.token_ids == [5, 999, 0]
+        assert completion.logprobs == [-0.5, 1e-7, -9999.0]
+    assert completion.versions == [HAD] * 3
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"finish": "abort"}, "abort"),
+        ({"finish": None}, ""),
+        ({"finish": "error"}, ""),
+        ({"ids": [], "logprobs": [], "spans": []}, "0 tokens, 1 to 3 were asked"),
+        ({"ids": [1] * 4, "logprobs": [-0.5] * 4}, "4 tokens, 1 to 3 were asked"),
+        ({"logprobs": [-0.5] * 2}, "3 tokens came with 2 log-probabilities"),
+        ({"ids": [5, -1, 0]}, ">= 0"),
+        ({"ids": [5, VOCAB, 0]}, "<= 999"),
+        ({"ids": [5, 2**70, 0]}, "<= 999"),
+        ({"ids": [5, 1.5, 0]}, "Expected `int`"),
+        ({"ids": [5, None, 0]}, "Expected `int`"),
+        ({"ids": "567"}, "Expected `array"),
+        ({"logprobs": [-0.5, 50.0, -1.0]}, "<= 0.001"),
+        ({"logprobs": [-0.5, -1e300, -1.0]}, ">= -10000"),
+        ({"logprobs": [-0.5, float("nan"), -1.0]}, "malformed"),
+        ({"logprobs": [-0.5, "x", -1.0]}, "Expected `float`"),
+        ({"spans": [("3", 0, 4)]}, "tokens 0 to 4 in an answer of 3"),
+        ({"spans": [("3", 0, 10**12)]}, "in an answer of 3"),
+        ({"spans": [("3", -1, 3)]}, "tokens -1 to 3"),
+        ({"spans": [("3", 2, 1)]}, "tokens 2 to 1"),
+        ({"spans": [("3", 0, 3), ("4", 1, 3)]}, "tokens 1 to 3"),
+        ({"spans": [("4", 0, 2), ("3", 2, 3)]}, "go backwards"),
+        ({"spans": [("2", 0, 1), ("3", 1, 3)]}, "weights of version 2 sampled it, after the server had 3"),
+        ({"spans": [("999999", 0, 3)]}, "weights of version 999999 sampled it, and 5 is the newest sent"),
+        ({"spans": [("9" * 5000, 0, 3)]}, "integer string conversion"),
+        ({"spans": [(3, 0, 3)]}, "Expected `str`"),
+    ],
+)
+def test_what_cannot_be_is_the_servers_failure(url, engine, changed, said):
+    with pytest.raises(EngineError) as raised:
+        ask(url, engine, [GOOD, replace(GOOD, **changed)])
+    assert str(raised.value).startswith(f"{url}: request r7: ") and said in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_number_of_answers_is_that_asked_for(url, engine, count):
+    with pytest.raises(EngineError, match=f"{url}: request r7: .*{count} answers, 2 were asked"):
+        ask(url, engine, [GOOD] * count)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "said", [b"", b"null", b"{}", b"[]", b'{"choices": 3}', b"\xff\xfe", b'{"x": ' + b"[" * 100_000, b"<html>"]
+)
+def test_what_is_no_answer(url, engine, said):
+    with pytest.raises(EngineError, match=f"{url}: request r7: the answer is not as expected"):
+        ask(url, engine, said)
+
+
+def test_two_answers_of_one_number(url):
+    said = as_vllm([GOOD, GOOD])
+    said["choices"][1]["index"] = 0
+    with pytest.raises(EngineError, match="answers, 2 were asked"):
+        ask(url, "vllm", json.dumps(said).encode())
