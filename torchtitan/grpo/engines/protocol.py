@@ -79,8 +79,8 @@ class Completion:
 
     Attributes:
         logprobs: log p(token) after the temperature, in float32 precision.
-        finish_reason: "stop" (a stop or end token) or "length" (`max_tokens`). An answer that a server aborts by itself,
-            as when it is stopped, is an EngineError.
+        finish_reason: "stop" (a stop or end token) or "length" (`max_tokens`). What a server aborts by itself, as
+            when it is stopped, is an EngineError.
         versions: The weight version that sampled each token.
         server: The address of the server, which the router fills in.
     """

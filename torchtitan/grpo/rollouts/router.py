@@ -141,11 +141,11 @@ class Router:
     at once if fewer servers than `[rollout] min_servers` are left.
 
     Retries: if a server fails a request (`EngineError`), that server becomes suspected and leaves traffic. The request
-    is sent again with the same seed, to a server that has failed it less often if one has a place. A server gets it
-    `ATTEMPTS` times, not counting failures of a server that is lost. One that refuses it (`UserError`) gets it once, and
-    is suspected if another server answers. The request fails when that is so for every server, within the time limits
-    of request and group. Requests in flight at a server that weight sync finds lost are sent again at once. At a server
-    that is only out of traffic they go on.
+    is sent again with the same seed, to a server that has failed it less often if one has a place. One server gets it
+    `ATTEMPTS` times, not counting failures of a server that was lost. A server that refuses it (`UserError`) gets it
+    once, and is suspected if another one answers. The request fails when every server has failed it for good, or at the
+    time limits of request and group. Requests in flight at a server that weight sync finds lost are sent again at once.
+    At a server that is only out of traffic they go on.
 
     Args:
         fleet: The servers with their clients. Only the router uses the clients, and it closes them.
