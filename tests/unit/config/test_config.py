@@ -1,5 +1,6 @@
 """load_config: what it reads, and that each error names the key and what to change."""
 
+import resource
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.config.keys import check_ranges, keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
-from torchtitan.grpo.config.machine import check_machine
+from torchtitan.grpo.config.machine import check_machine, raise_file_limit
 from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.dry_run.describe import describe
@@ -411,6 +412,42 @@ def test_machine(flags, world_size, gpus, expected, monkeypatch):
     assert len(messages) == bool(expected), messages
     for part in expected:
         assert part in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hard", "said"),
+    [
+        ([], 1024, None),
+        ([], 700, "max_concurrent_requests = 256 on 1 server may need 768 open files, and this machine allows 700"),
+        ([*VLLM[:-1], "http://a:1,http://b:1"], 1024, None),
+        ([*VLLM[:-1], "http://a:1,http://b:1"], 1023, "on 2 servers may need 1024 .*ulimit -Hn"),
+        (["--rollout.max_concurrent_requests", "1000000"], resource.RLIM_INFINITY, None),
+    ],
+)
+def test_open_files(flags, hard, said, monkeypatch):
+    monkeypatch.setattr("torchtitan.grpo.config.machine.resource.getrlimit", lambda _: (256, hard))
+    if said is None:
+        load_config([*MODEL, *flags])
+        return
+    with pytest.raises(UserError, match=said):
+        load_config([*MODEL, *flags])
+
+
+def test_servers_of_a_file_are_counted(tmp_path, monkeypatch):
+    (tmp_path / "urls").write_text("# two\nhttp://a:1\nhttp://b:1\n")
+    monkeypatch.setattr("torchtitan.grpo.config.machine.resource.getrlimit", lambda _: (256, 1000))
+    with pytest.raises(UserError, match="on 2 servers"):
+        load_config([*MODEL, "--rollout.engine", "vllm", "--rollout.urls_file", str(tmp_path / "urls")])
+
+
+def test_the_limit_of_open_files_is_raised():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_world_size_is_torchruns(monkeypatch):

@@ -1,16 +1,23 @@
-"""Control calls to something that is not an engine but answers 200, like a proxy in front of a lost server."""
+"""Calls to something that is not an engine but answers 200, like a proxy in front of a lost server; calls that fail."""
 
+import asyncio
 import http.server
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.files import no_files_left
+from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.http_control import HttpControl, NoReply, ServerError
+from torchtitan.grpo.engines.protocol import LocalError, SamplingParams
 from torchtitan.grpo.engines.sglang_control import SglangControl
+from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.weight_sync.worker import ServerWorker
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
@@ -80,3 +87,24 @@ def test_a_busy_server_and_one_that_is_gone_are_different_errors():
         taken.listen()
         with pytest.raises(NoReply, match=r"no reply to /weight_info within 0\.2 s"):
             control.weight_version()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_trainer_without_files_left_blames_no_server(host, monkeypatch):
+    url = f"http://{host}:9"
+    client, loop = VllmClient(url, None, 5.0, lambda: 0), asyncio.new_event_loop()
+    monkeypatch.setattr(ServerWorker, "_make_link", staticmethod(lambda *_: None))
+    fleet = Fleet([url], lambda url: Server(url, VllmControl(url)))
+    fleet.admit(fleet.servers[0], 0)
+    worker = ServerWorker(fleet.servers[0], SimpleNamespace(lock=threading.RLock()), "gloo", None)
+    with no_files_left():
+        for call in (VllmControl(url).is_healthy, lambda: VllmControl(url).wait_healthy(1.0)):
+            with pytest.raises(LocalError, match=r"ran out of file descriptors.*its limit is [0-9]+.*ulimit -Hn"):
+                call()
+        with pytest.raises(LocalError, match=r"lower \[rollout\] max_concurrent_requests"):
+            loop.run_until_complete(client.generate([1], SamplingParams(1, 1.0, 1), "r"))
+        with pytest.raises(LocalError):
+            worker._look_after_health()
+    loop.run_until_complete(client.close())
+    loop.close()
+    assert fleet.servers[0].in_traffic

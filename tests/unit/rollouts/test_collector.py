@@ -13,10 +13,11 @@ import pytest
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
+from tests.helpers.files import no_files_left
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
-from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import EngineError, LocalError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
@@ -601,6 +602,15 @@ def test_failures_are_counted_by_server(make_collector, servers, dead_urls, in_t
     assert bad.client.started == 3 and not future.done()
     collector.fleet.admit(back, VERSION)
     assert len(future.result(20)) == 1
+
+
+def test_a_trainer_without_files_left_blames_no_server(make_collector, in_thread) -> None:
+    collector = make_collector()
+    with no_files_left(), pytest.raises(LocalError, match="the trainer ran out of file descriptors"):
+        collector.collect(prompts_of(4), PARAMS, "a")
+    assert all(server.in_traffic for server in collector.fleet.servers)
+    assert in_flight(collector) == [0, 0]
+    assert len(collector.collect(prompts_of(4), PARAMS, "a")) == 4
 
 
 @pytest.mark.parametrize("status", [200, 400, 401])

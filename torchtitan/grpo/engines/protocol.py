@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,10 +29,11 @@ def raise_if_local(error: BaseException) -> None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise LocalError(
-                "the trainer ran out of file descriptors. Raise the limit that it is started with (ulimit -Hn), lower "
-                "[rollout] max_concurrent_requests, or look for files that rewards or the environment leave open "
-                f"(ls -l /proc/PID/fd): {cause.strerror}"
+                f"the trainer ran out of file descriptors ({cause.strerror}; its limit is {limit}): raise the limit "
+                "before the start (ulimit -Hn), lower [rollout] max_concurrent_requests, or find what a reward or an "
+                "environment leaves open (ls -l /proc/PID/fd)"
             ) from error
         cause = cause.__cause__ or cause.__context__
 

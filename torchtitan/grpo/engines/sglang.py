@@ -48,7 +48,8 @@ class SglangClient(HttpClient):
     ) -> None:
         super().__init__(url, api_key, request_timeout_s, version, newest)
         answer: Any = _Answer
-        self._reply = msgspec.json.Decoder(list[answer[token_id(vocab_size)]])
+        reply: Any = list
+        self._reply = msgspec.json.Decoder(reply[answer[token_id(vocab_size)]])
         self._name = uuid.uuid4().hex[:8]  # another trainer's request with this number may be running
         self._aborts: set[asyncio.Task[None]] = set()
 

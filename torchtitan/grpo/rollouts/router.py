@@ -380,13 +380,8 @@ class Router:
             min_version = ticket.start.min_version()
             if min_version > newest:
                 continue  # true of most, if many wait: this check is all that they cost
-            failures = ticket.failures
-            server = min(
-                (s for s in places if s.serves(min_version) and not failures.final_at(s)),
-                key=lambda s, failures=failures: (failures.at(s), s.in_flight),
-                default=None,
-            )
-            if server is None:  # it failed there for good, or the server has just left traffic: a change comes
+            server = self._best(places, ticket, min_version)
+            if server is None:  # it has failed there for good, or the server has just left traffic: a change comes
                 continue
             if oldest < min_version and server.in_flight >= share:
                 ticket.held_at = now if ticket.held_at is None else ticket.held_at
@@ -403,6 +398,12 @@ class Router:
             self._forget(ticket)
         if held and self._hold_ends is None:
             self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
+
+    @staticmethod
+    def _best(places: list[Server], ticket: Ticket, min_version: int) -> Server | None:
+        failures = ticket.failures
+        may_have_it = (server for server in places if server.serves(min_version) and not failures.final_at(server))
+        return min(may_have_it, key=lambda server: (failures.at(server), server.in_flight), default=None)
 
     def _end_hold(self) -> None:
         self._hold_ends = None
