@@ -121,28 +121,35 @@ class HttpClient:
             raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {what}") from error
 
     def _check_answers(
-        self, request_id: str, completions: list[Completion], params: SamplingParams, version: int
+        self,
+        request_id: str,
+        completions: list[Completion],
+        spans: list[list[Span] | None],
+        params: SamplingParams,
+        version: int,
     ) -> None:
         """Refuse answers that cannot be. Token ids and log-probabilities were checked while they were parsed.
 
         Args:
+            spans: Of each completion, as `fitting` took them. Checking these alone costs nothing per token.
             version: The newest weight version that this server had acknowledged when it was asked.
 
         Raises:
             EngineError: The message says what is wrong.
         """
-        for i, completion in enumerate(completions):
-            tokens, versions = len(completion.token_ids), completion.versions
+        for i, (completion, own) in enumerate(zip(completions, spans, strict=True)):
+            tokens = len(completion.token_ids)
+            versions = [completion.versions[span.start] for span in own or [] if span.start < span.end]
             wrong = ""
             if completion.finish_reason == "abort":
                 wrong = f"the server aborted it after {tokens} tokens"
             elif not 1 <= tokens <= params.max_tokens:
                 wrong = f"it has {tokens} tokens, 1 to {params.max_tokens} were asked"
-            elif versions != sorted(versions):  # one cheap pass over what is sorted
+            elif versions != sorted(versions):
                 wrong = "the versions of its weights go backwards"
-            elif versions[0] < version:
+            elif versions and versions[0] < version:
                 wrong = f"weights of version {versions[0]} sampled it, after the server had {version}"
-            elif self._newest is not None and versions[-1] > self._newest():
+            elif versions and self._newest is not None and versions[-1] > self._newest():
                 wrong = f"weights of version {versions[-1]} sampled it, and {self._newest()} is the newest sent"
             if wrong:
                 raise EngineError(f"{self.url}: request {request_id}: answer {i} is refused: {wrong}")
@@ -172,7 +179,7 @@ class HttpClient:
 
 
 def token_id(vocab_size: int) -> Any:
-    """The type of a token id. The parser checks its range, at no measurable cost."""
+    """The type of a token id. The parser checks its range, which costs it a few nanoseconds."""
     return Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
 
 

@@ -80,15 +80,16 @@ class SglangClient(HttpClient):
             if len(answers) != params.n:
                 raise ValueError(f"{len(answers)} answers, {params.n} were asked")
             completions = [_completion(answer, version) for answer in answers]
-        if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
-            completions = [_cut(completion, params.stop_token_ids) for completion in completions]
         self._check(
             request_id,
             version,
             [span.version for answer in answers for span in answer.meta_info.weight_versions or []],
             [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
         )
-        self._check_answers(request_id, completions, params, version)
+        spans = [answer.meta_info.weight_versions for answer in answers]
+        self._check_answers(request_id, completions, spans, params, version)
+        if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
+            completions = [_cut(completion, params.stop_token_ids) for completion in completions]
         return completions
 
     async def close(self) -> None:

@@ -72,7 +72,8 @@ class VllmClient(HttpClient):
             [span.version for choice in choices for span in choice.weight_versions or []],
             [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
         )
-        self._check_answers(request_id, completions, params, version)
+        spans = [choice.weight_versions for choice in choices]
+        self._check_answers(request_id, completions, spans, params, version)
         return completions
 
 
