@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,6 +122,29 @@ def test_suspicion_lasts_until_the_worker_knows(caplog) -> None:
     assert a.lost and not a.suspected and a.reason == "gone"
     fleet.admit(a, 2)
     assert fleet.eligible(2) == [a]
+
+
+@pytest.mark.parametrize("forgiven", ["never", "by an answer", "by a loss"])
+def test_a_healthy_server_that_goes_on_failing_comes_back_later(monkeypatch, forgiven) -> None:
+    now = 100.0
+    monkeypatch.setattr("torchtitan.grpo.engines.fleet.time", SimpleNamespace(monotonic=lambda: now))
+    fleet = fleet_of(A)
+    (a,) = fleet.servers
+    fleet.admit(a, 0)
+    for version, wait_s in enumerate((0.0, 1.0, 2.0, 4.0, 8.0, 8.0) if forgiven == "never" else (0.0, 0.0, 0.0), 1):
+        fleet.suspect(a, RuntimeError("bad answer"))
+        if wait_s:
+            now += wait_s - 0.1
+            fleet.admit(a, version)
+            assert (a.in_traffic, a.suspected, a.version) == (False, True, version)
+            now += 0.1
+        fleet.admit(a, version)
+        assert a.in_traffic and not a.suspected
+        if forgiven == "by an answer":
+            fleet.trust(a)
+        elif forgiven == "by a loss":
+            fleet.withdraw(a, "restarted")
+            fleet.admit(a, version)
 
 
 def test_too_few_servers_names_the_lost_and_the_key() -> None:

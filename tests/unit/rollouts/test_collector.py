@@ -556,6 +556,12 @@ def test_a_retry_waits_no_longer_than_any_request(make_collector, dead_urls) -> 
         collector.collect(prompts_of(2), PARAMS, "a")
 
 
+@pytest.fixture
+def no_backoff(monkeypatch) -> None:
+    monkeypatch.setattr("torchtitan.grpo.engines.fleet.BACKOFF_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_backoff")
 def test_a_server_that_stays_healthy_may_fail_a_request_three_times(make_collector, dead_urls, in_thread) -> None:
     collector = make_collector(dead_urls[:1])
     server = collector.fleet.servers[0]
@@ -589,6 +595,7 @@ def test_a_server_that_crashes_again_and_again_ends_nothing(make_collector, dead
     assert busy.client.started == 2
 
 
+@pytest.mark.usefixtures("no_backoff")
 def test_failures_are_counted_by_server(make_collector, servers, dead_urls, in_thread) -> None:
     """One that failed a request for good does not get it again; another one may come back."""
     collector = make_collector([dead_urls[0], servers[0].url])

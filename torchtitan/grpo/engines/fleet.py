@@ -7,6 +7,7 @@ servers may change during a run (`[rollout] urls_file`).
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from torchtitan.grpo.engines.protocol import EngineClient
 from torchtitan.grpo.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+BACKOFF_S, BACKOFF_MAX_S = 1.0, 8.0
+"""How long a healthy server that fails its second request in a row stays out of traffic; twice as long each time."""
 
 
 class FleetError(RuntimeError):
@@ -40,6 +44,8 @@ class Server:
         losses: How often it was lost.
         held: It gets no new requests until it is admitted again. It finishes the running ones.
         suspected: A request failed there. Weight sync's worker finds the cause, then admits or withdraws it.
+        suspicions: How often that happened since it last answered a request or was lost.
+        back_at: `admit` leaves it suspected until then, on `time.monotonic`'s clock.
         distrusted: Its answers are not the policy's. It is not admitted before it was connected and fed again.
         distrusts: How often that has happened.
         reason: Why it is out of traffic, "" while it is in traffic.
@@ -57,6 +63,8 @@ class Server:
     losses: int = 0
     held: bool = False
     suspected: bool = False
+    suspicions: int = 0
+    back_at: float = 0.0
     distrusted: bool = False
     distrusts: int = 0
     reason: str = "has not been given any weights yet"
@@ -118,12 +126,17 @@ class Fleet:
         return bool(self._urls_file)
 
     def admit(self, server: Server, version: int) -> None:
-        """Put it into traffic: the server has acknowledged `version` and is resumed (I3)."""
+        """Put it into traffic: the server has acknowledged `version` and is resumed (I3).
+
+        One that is healthy but goes on failing requests comes back later each time: until then it stays suspected.
+        """
         with self._lock:
             if server not in self._servers or server.distrusted:
                 return
             returned = not server.in_traffic
             server.version = version
+            if server.suspected and time.monotonic() < server.back_at:
+                return
             server.in_traffic, server.lost, server.suspected, server.reason = True, False, False, ""
             server.held = False
         if returned:
@@ -147,6 +160,7 @@ class Fleet:
                 return
             before = (server.in_traffic, server.lost, server.suspected and not server.distrusted)
             server.losses += lost and not server.lost
+            server.suspicions = 0 if lost else server.suspicions
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
             server.held = server.distrusted = False
             server.reason = _one_line(reason)
@@ -164,6 +178,9 @@ class Fleet:
             if server not in self._servers or not server.in_traffic:
                 return
             server.in_traffic, server.suspected = False, True
+            server.suspicions += 1
+            if server.suspicions > 1:
+                server.back_at = time.monotonic() + min(BACKOFF_S * 2 ** (server.suspicions - 2), BACKOFF_MAX_S)
             server.reason = _one_line(f"a request failed: {error}")
         logger.warning("%s is out of traffic: %s", server.url, server.reason)
         self._notify()
@@ -178,9 +195,14 @@ class Fleet:
                 return
             server.in_traffic, server.lost, server.suspected, server.distrusted = False, True, True, True
             server.distrusts += 1
+            server.losses, server.suspicions = server.losses + 1, 0
             server.reason = _one_line(reason)
         logger.warning("%s is lost: %s", server.url, server.reason)
         self._notify()
+
+    def trust(self, server: Server) -> None:
+        """It has answered a request."""
+        server.suspicions = 0
 
     def fail(self, error: BaseException) -> None:
         """No server will get newer weights, because of this error. `check` raises it for everyone who waits."""
