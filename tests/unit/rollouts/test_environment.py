@@ -141,6 +141,13 @@ def test_columns_of_another_length_are_refused(column: str) -> None:
         checked([sample], "m:f", 10)
 
 
+def test_tokens_from_before_the_group_are_refused() -> None:
+    sample = Sample(PROMPT, [1, 2], [0.1, 0.2], [3, 4], "stop", [False, True])
+    assert checked([sample], "m:f", 10, 4) == [sample]
+    with pytest.raises(UserError, match=r"'m:f': a sample has a token of weight version 4, and its group began at 5"):
+        checked([sample], "m:f", 10, 5)
+
+
 async def accepted(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     return await single_turn(client, prompt)
 

@@ -34,7 +34,7 @@ class Sample:
         token_ids: Answer tokens, with the stop token if the engine stopped on one.
         logprobs: The sampler's log-probability of each token at the sampling temperature. 0 outside `loss_mask`.
         versions: The weight version that sampled each token. Outside `loss_mask`, the version of the token before.
-        finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (by the engine).
+        finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (an environment gave it up).
         text: The decoded answer, without special tokens.
         rewards: Each reward function's score. `reward` is their weighted sum.
         loss_mask: True for tokens that the model sampled and that are trained on. The others came from an environment,

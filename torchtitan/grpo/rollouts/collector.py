@@ -196,7 +196,8 @@ class Collector:
                 raise  # not the environment's own error: this group was given up
             name = f"[rollout] environment = {self.environment_name!r}"
             raise UserError(f"{name}: prompt {prompt.index}: {type(error).__name__}: {error}") from error
-        group = checked(samples, self.environment_name, params.max_tokens)
+        oldest = -1 if self.environment is single_turn else start.min_version()
+        group = checked(samples, self.environment_name, params.max_tokens, oldest)
         for sample in group:
             sample.servers = sample.servers or [(0, last_server)]
         answered()

@@ -113,11 +113,15 @@ def load_environment(name: str) -> Environment:
     return load_function("[rollout] environment", name, "client", "prompt") if name else single_turn
 
 
-def checked(samples: list[Sample], name: str, max_tokens: int) -> Group:
+def checked(samples: list[Sample], name: str, max_tokens: int, oldest: int = -1) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
+    Args:
+        oldest: The weight version of the server at the group's first request. -1: nothing to check.
+
     Raises:
-        UserError: It is not a list of samples, or a sample's columns differ in length from its tokens.
+        UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
+            sampled before the group began.
     """
     where = f"[rollout] environment = {name!r}"
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
@@ -130,6 +134,11 @@ def checked(samples: list[Sample], name: str, max_tokens: int) -> Group:
         if any(len(column) != tokens for column in columns):
             entries = [len(column) for column in columns]
             raise UserError(f"{where}: a sample of {tokens} tokens has {entries} log-probabilities, versions and masks")
+        if oldest >= 0 and min(sample.sampled_versions, default=oldest) < oldest:
+            raise UserError(
+                f"{where}: a sample has a token of weight version {min(sample.sampled_versions)}, and its group began "
+                f"at {oldest}: return what `client.generate` answered for this prompt, with its versions"
+            )
         if tokens > max_tokens:
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):
