@@ -28,41 +28,41 @@ class Failures:
     """
 
     def __init__(self, prompt: Prompt | None = None) -> None:
-        self.number = 0
         self._prompt = prompt
-        self._times: Counter[Server] = Counter()
-        self._counted: Counter[tuple[Server, int]] = Counter()
-        self._last: dict[Server, EngineError | UserError] = {}
+        self._all: list[tuple[Server, int, EngineError | UserError]] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
 
     def add(self, server: Server, losses: int, error: EngineError | UserError) -> None:
         """`losses` is `server.losses` from when the request was sent."""
-        self.number += 1
-        self._times[server] += 1
-        self._counted[server, losses] += ATTEMPTS if isinstance(error, UserError) else 1  # a refusal is final
-        self._last[server] = error
+        # Without its traceback, whose frames refer to this object.
+        self._all.append((server, losses, type(error)(str(error))))
 
     def at(self, server: Server) -> int:
         """How often it failed there, whatever the cause."""
-        return self._times[server]
+        return sum(each is server for each, _, _ in self._all)
 
     def final_at(self, server: Server) -> bool:
-        """Whether it is not sent there again."""
-        return self.number > 0 and self._counted[server, server.losses] >= ATTEMPTS
+        """Whether it is not sent there again: the server refuses it, or has failed it too often."""
+        counted = [error for each, losses, error in self._all if each is server and losses == server.losses]
+        return len(counted) >= ATTEMPTS or any(isinstance(error, UserError) for error in counted)
 
     def final(self, servers: list[Server]) -> bool:
         """Whether it has failed for good at all of these."""
-        return self.number > 0 and all(server.in_traffic and self.final_at(server) for server in servers)
+        return bool(self._all) and all(server.in_traffic and self.final_at(server) for server in servers)
 
     def refusals(self) -> list[tuple[Server, UserError]]:
-        return [(server, error) for server, error in self._last.items() if isinstance(error, UserError)]
+        return [(server, error) for server, _, error in self._all if isinstance(error, UserError)]
 
     def error(self) -> EngineError | UserError:
         """UserError if every server refuses the request."""
-        kind = UserError if len(self.refusals()) == len(self._last) else EngineError
+        kind = UserError if len(self.refusals()) == len(self._all) else EngineError
         return kind(f"prompt {self._prompt.index if self._prompt else '?'} {self}")
 
     def __str__(self) -> str:
-        return "; ".join(f"at {server.url}: {error}" for server, error in self._last.items())
+        last = {server.url: error for server, _, error in self._all}
+        return "; ".join(f"at {url}: {error}" for url, error in last.items())
 
 
 @dataclass(eq=False)
@@ -243,7 +243,7 @@ class Router:
                 server = await self._acquire(start, failures)
             losses = server.losses
             try:
-                own_id = f"{request_id}-retry-{failures.number}" if failures.number else request_id
+                own_id = f"{request_id}-retry-{len(failures)}" if failures else request_id
                 completions = await self._ask(server, token_ids, params, own_id, named)
             except LocalError:
                 raise
@@ -314,7 +314,9 @@ class Router:
     async def _acquire(self, start: GroupStart, failures: Failures | None = None) -> Server:
         """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
-        ticket = Ticket(start, failures or Failures(), self._loop.create_future(), self._loop.time())
+        ticket = Ticket(
+            start, Failures() if failures is None else failures, self._loop.create_future(), self._loop.time()
+        )
         waiting = self._under_way if start.is_under_way else self._others
         waiting[ticket] = None
         ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
@@ -342,15 +344,13 @@ class Router:
     def _is_eligible(self, ticket: Ticket, newest: int) -> bool:
         """Whether a server in traffic, the newest of which has version `newest`, may get the request."""
         min_version = ticket.start.min_version()
-        if min_version > newest or not ticket.failures.number:
+        if min_version > newest or not ticket.failures:
             return min_version <= newest
         return not all(ticket.failures.final_at(server) for server in self.fleet.eligible(min_version))
 
     def _none_eligible(self, ticket: Ticket) -> EngineError:
-        min_version, failed = (
-            ticket.start.min_version(),
-            f"; it failed {ticket.failures}" * bool(ticket.failures.number),
-        )
+        min_version = ticket.start.min_version()
+        failed = f"; the request failed {ticket.failures}" if ticket.failures else ""
         wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
         return EngineError(
             f"no server in traffic{wanted} after {self.request_timeout_s:g} s of waiting "
@@ -402,8 +402,11 @@ class Router:
 
     @staticmethod
     def _best(places: list[Server], ticket: Ticket, min_version: int) -> Server | None:
-        failures = ticket.failures
-        may_have_it = (server for server in places if server.serves(min_version) and not failures.final_at(server))
+        """The least busy of these servers, among those that have failed the request least often."""
+        failures, eligible = ticket.failures, (server for server in places if server.serves(min_version))
+        if not failures:
+            return min(eligible, key=lambda server: server.in_flight, default=None)
+        may_have_it = (server for server in eligible if not failures.final_at(server))
         return min(may_have_it, key=lambda server: (failures.at(server), server.in_flight), default=None)
 
     def _end_hold(self) -> None:
