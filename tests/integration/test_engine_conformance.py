@@ -29,7 +29,7 @@ from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights
 from torchtitan.grpo import version_names
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
@@ -398,13 +398,6 @@ def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, s
         trainer.publish(3, "A")  # the new connection is good for more than one version
         await until("at version 3", lambda: server.serves(3), 30)
         [last] = await client.generate(PROMPT, greedy, "last")
-        # SIGTERM: an engine may answer with what it has, as if that were complete.
-        stopped = asyncio.create_task(client.generate(PROMPT, LONG, "stopped"))
-        await asyncio.sleep(0.5)
-        served.running.process.terminate()
-        with pytest.raises(EngineError, match=f"{served.url}: request stopped: ") as raised:
-            await stopped
-        print(f"{served.engine}: {raised.value}")
         await client.close()
         print(f"{served.engine}: lost after {lost_s:.1f} s, caught up {caught_up_s:.1f} s after it was healthy")
         return [before, after, last]
