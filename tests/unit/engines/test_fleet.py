@@ -141,7 +141,7 @@ def test_a_healthy_server_that_goes_on_failing_comes_back_later(monkeypatch, for
         fleet.admit(a, version)
         assert a.in_traffic and not a.suspected
         if forgiven == "by an answer":
-            fleet.trust(a)
+            fleet.answered(a)
         elif forgiven == "by a loss":
             fleet.withdraw(a, "restarted")
             fleet.admit(a, version)

@@ -200,7 +200,7 @@ class Fleet:
         logger.warning("%s is lost: %s", server.url, server.reason)
         self._notify()
 
-    def trust(self, server: Server) -> None:
+    def answered(self, server: Server) -> None:
         """It has answered a request."""
         server.suspicions = 0
 

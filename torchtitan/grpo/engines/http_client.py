@@ -168,7 +168,7 @@ class HttpClient:
         foreign = [name for name in spans if version_of(name) is None]
         if foreign and version >= 0:
             raise EngineError(
-                f"{self.url}: request {request_id} was answered by weights {foreign[0]!r} in place of version "
+                f"{self.url}: request {request_id} was answered by weights {foreign[0][:100]!r} in place of version "
                 f"{version}: {origin(foreign[0])}"
             )
         for tokens, logprobs in lengths:

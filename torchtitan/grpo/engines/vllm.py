@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.engines.http_client import HttpClient
-from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, EngineError, SamplingParams
+from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob, Span, fitting, token_id
+from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, SamplingParams
 from torchtitan.grpo.version_names import version_of
 
 GENERATE_ROUTE = "/inference/v1/generate"

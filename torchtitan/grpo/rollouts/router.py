@@ -254,7 +254,7 @@ class Router:
                 if failures.final(self.fleet.servers):
                     raise failures.error() from error
             else:
-                self.fleet.trust(server)
+                self.fleet.answered(server)
                 for refusing, refusal in failures.refusals():
                     self.fleet.suspect(refusing, refusal)
                 return completions
