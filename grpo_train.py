@@ -47,7 +47,6 @@ from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
-from torchtitan.grpo.policy.sampler_check import SamplerCheck
 from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.step_metrics import (
@@ -63,6 +62,7 @@ from torchtitan.grpo.reporting.writers import MetricsLogger, SampleLog
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import load_environment
+from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit, stop_in_time
 from torchtitan.grpo.weight_sync.published import model_weights

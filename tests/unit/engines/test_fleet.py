@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server, read_urls
+from torchtitan.grpo.config.urls import read_urls
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 

@@ -13,7 +13,7 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks
 from torchtitan.grpo.config.keys import show
-from torchtitan.grpo.engines.fleet import read_urls
+from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError
 
 _OTHER_FILES = 512

@@ -1,6 +1,9 @@
 """The base address of a server, as `[rollout] urls` and the lines of `[rollout] urls_file` write it."""
 
+from pathlib import Path
 from urllib.parse import urlsplit
+
+from torchtitan.grpo.errors import UserError
 
 
 def url_problem(url: str) -> str | None:
@@ -16,3 +19,29 @@ def url_problem(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
         return f"{url!r} is no base address: write http://host:port or https://host:port"
     return None
+
+
+def read_urls(path: str | Path) -> list[str]:
+    """The addresses in a text file, one `http://host:port` per line. Empty lines and # comments are ignored.
+
+    Raises:
+        UserError: The file cannot be read, lists no server or has a bad line. The message names the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"[rollout] urls_file: {path}: {error.strerror}") from error
+    urls: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        url = line.partition("#")[0].strip().rstrip("/")
+        if not url:
+            continue
+        problem = url_problem(url)
+        if url in urls:
+            problem = f"{url} is in line {urls[url]} already: one line per server"
+        if problem:
+            raise UserError(f"[rollout] urls_file: {path} line {number}: {problem}")
+        urls[url] = number
+    if not urls:
+        raise UserError(f"[rollout] urls_file: {path} lists no server: write one base address a line, http://host:port")
+    return list(urls)

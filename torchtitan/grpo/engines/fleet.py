@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from torchtitan.grpo.config.urls import url_problem
+from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineClient
@@ -293,32 +292,6 @@ class Fleet:
             listeners = list(self._listeners)
         for call in listeners:
             call()
-
-
-def read_urls(path: str | Path) -> list[str]:
-    """The addresses in a text file, one `http://host:port` per line. Empty lines and # comments are ignored.
-
-    Raises:
-        UserError: The file cannot be read, lists no server or has a bad line. The message names the line.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"[rollout] urls_file: {path}: {error.strerror}") from error
-    urls: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        url = line.partition("#")[0].strip().rstrip("/")
-        if not url:
-            continue
-        problem = url_problem(url)
-        if url in urls:
-            problem = f"{url} is in line {urls[url]} already: one line per server"
-        if problem:
-            raise UserError(f"[rollout] urls_file: {path} line {number}: {problem}")
-        urls[url] = number
-    if not urls:
-        raise UserError(f"[rollout] urls_file: {path} lists no server: write one base address a line, http://host:port")
-    return list(urls)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

@@ -5,7 +5,6 @@ groups of samples, scored                       data/, rollouts/, rewards/
   advantages.py  rewards of a group -> advantages
   losses.py      token weights; PPO, GSPO, CISPO, KL, importance correction (pure functions on [T])
   rows.py        PackedSample -> PackedRow (host) -> Microbatch (device)
-  sampler_check.py  whether each server samples from the policy that is trained
   packing.py     samples -> rows of equal cost on every rank
   gradients.py   forward and backward over a step's rows
   finite.py      steps without a finite gradient are left out; weights that are not finite are not saved

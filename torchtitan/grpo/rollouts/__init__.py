@@ -6,6 +6,7 @@
     collector.py     `Collector`: a prompt becomes one decoded, scored group; owns the event loop
     environment.py   how a prompt becomes samples: one answer each, or several turns (`RolloutClient`, `Turns`)
     router.py        `Router`: which server a request goes to, waiting, retries
+    sampler_check.py  whether each server samples from the policy that is trained
 
 stream -> collector -> environment -> router -> engines/. The main thread calls `take`; the rest runs on one event loop.
 """

@@ -10,7 +10,7 @@ from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.sampler_check import TOKENS_MIN, SamplerCheck
+from torchtitan.grpo.rollouts.sampler_check import TOKENS_MIN, SamplerCheck
 
 A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
 
