@@ -14,7 +14,7 @@ from bench_common.output import Output, Row, cell
 from bench_common.shapes import hf_config
 
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
-from torchtitan.grpo.weight_wire.buckets import Bucket, TensorSpec, plan_buckets, plan_from_json, plan_to_json
+from torchtitan.grpo.weight_wire.buckets import Bucket, plan_buckets, plan_from_json, plan_to_json
 
 COLUMNS = "loading update_ms gb_per_s updates_ms"
 MAX_TOKENS = 2048
@@ -25,10 +25,14 @@ def load(args: argparse.Namespace, out: Output) -> None:
     """The first updates by copies record them and prove them; they are in `updates_ms`, not in `update_ms`."""
     from vllm import LLM
 
-    from .trainer import hf_tensors, shape_source
+    from torchtitan.grpo.weight_sync.published import model_weights
 
-    specs = [TensorSpec(name, torch.bfloat16, tuple(of)) for name, of in hf_tensors(shape_source(args.shape)).items()]
-    buckets = plan_buckets(specs, args.bucket_mib << 20)
+    from .trainer import shape_source
+
+    source = shape_source(args.shape)
+    with torch.device("meta"):
+        published = model_weights(source.build(), source.adapter, torch.bfloat16, source.tied)
+    buckets = plan_buckets([tensor.spec for tensor in published.tensors], args.bucket_mib << 20)
     size = sum(bucket.payload_bytes for bucket in buckets)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(args.shape, MAX_TOKENS)))
@@ -90,17 +94,14 @@ class TimedLoading:
 
 
 class Received:
-    """In place of a `Receiver`: all buckets are on the device already, each with the same bytes."""
+    """In place of a `Receiver`. A bucket is whatever lies in the device's memory, and nothing keeps it, as on a wire."""
 
     def __init__(self, buckets: list[Bucket], device: torch.device):
-        self.buckets = buckets
-        largest = max(bucket.payload_bytes for bucket in buckets)
-        values = torch.randn(largest // 2, device=device, dtype=torch.bfloat16)
-        self._wire = values.view(torch.uint8)
+        self.buckets, self._device = buckets, device
 
     def receive_buckets(self, info: dict, load: Any, complete: Any) -> None:
         for bucket in self.buckets:
-            load(bucket, self._wire[: bucket.payload_bytes])
+            load(bucket, torch.empty(bucket.wire_bytes, dtype=torch.uint8, device=self._device)[: bucket.payload_bytes])
         complete()
 
     def close(self) -> None:
