@@ -99,9 +99,9 @@ install_project() {
 
 # parse_serve_arguments ENGINE [arguments ...]: parse the command line of serve_vllm.sh and serve_sglang.sh. Sets
 # `model`, `port`, `host`, `device` (cpu, gpu or empty), `gpus`, and `extra`, the engine's own flags. The script defines
-# `usage`.
+# `usage`. A host beyond loopback is refused without --expose, and a key on the command line always.
 parse_serve_arguments() {
-    local engine=$1
+    local engine=$1 expose='' key_variable=${1^^}_API_KEY
     shift
     model='' port=8000 host=127.0.0.1 device='' gpus='' extra=()
     while [ $# -gt 0 ]; do
@@ -109,7 +109,14 @@ parse_serve_arguments() {
             -h | --help) usage; exit ;;
             --port | --host | --gpu) [ $# -gt 1 ] || { echo "error: $1 needs a value" >&2; exit 2; } ;;&
             --port) port=$2; shift ;;
+            --port=*) port=${1#*=} ;;
             --host) host=$2; shift ;;
+            --host=*) host=${1#*=} ;;
+            --expose) expose=1 ;;
+            --api-key | --api-key=*)
+                echo "error: --api-key shows the key to everyone who runs ps: export $key_variable instead" >&2
+                exit 2
+                ;;
             --cpu) device=cpu ;;
             --gpu) device=gpu gpus=$2; shift ;;
             *) if [ -z "$model" ]; then model=$1; else extra+=("$1"); fi ;;
@@ -120,6 +127,16 @@ parse_serve_arguments() {
         '') usage >&2; exit 2 ;;
         -*) echo "error: MODEL comes first, before $engine's own flag $model" >&2; exit 2 ;;
     esac
+    if [[ $host =~ ^127(\.[0-9]+){3}$ || $host == localhost || $host == ::1 ]]; then return; fi
+    if [ -z "$expose" ]; then
+        echo "error: --host '$host' opens the server to other machines, and whoever reaches it can replace its weights." \
+            "Export $key_variable, which every route but /health then asks for, or close the port to others by a" \
+            "firewall; then add --expose" >&2
+        exit 2
+    fi
+    if [ -z "${!key_variable:-}" ]; then
+        echo "warning: --expose without $key_variable: whoever reaches port $port can replace the weights" >&2
+    fi
 }
 
 # choose_gpus INDEX[,INDEX...]: make only these devices visible to CUDA. As in torch, an index counts visible devices.

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Start an SGLang server.
 #
-#   bash scripts/serve_sglang.sh MODEL [--port N] [--host ADDRESS] [--cpu | --gpu N[,N...]] [SGLang flags ...]
+#   bash scripts/serve_sglang.sh MODEL [--port N] [--host ADDRESS [--expose]] [--cpu | --gpu N[,N...]] [SGLang flags ...]
 #
 #   MODEL     folder with config.json and a tokenizer (add --load-format dummy if it holds no weights)
 #   --port    default 8000
-#   --host    default 127.0.0.1. Anyone who can reach the server can change its weights: do not expose it.
+#   --host    default 127.0.0.1. Whoever reaches the server can replace its weights. So an address that other machines
+#             reach needs --expose too, and should have a key
 #   --cpu     float32 on the CPU, with scripts/install_sglang_cpu.sh's environment unless SGLANG_PYTHON is set
 #   --gpu     CUDA devices, e.g. 0 or 2,3, counted among the visible ones; several become a tensor-parallel server.
 #             Default: all that are visible, TP 1
@@ -15,7 +16,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-usage() { sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 parse_serve_arguments SGLang "$@"
 
 python=${SGLANG_PYTHON:-python3}

@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
 # Start a vLLM server that a run with `[rollout] engine = "vllm"` can use and send weights to.
 #
-#   bash scripts/serve_vllm.sh MODEL [--port N] [--host ADDRESS] [--cpu | --gpu N[,N...]] [vLLM flags ...]
+#   bash scripts/serve_vllm.sh MODEL [--port N] [--host ADDRESS [--expose]] [--cpu | --gpu N[,N...]] [vLLM flags ...]
 #
 #   MODEL     folder with config.json and a tokenizer. If it holds no weights, add --load-format dummy: the trainer
 #             sends them before the first rollout
 #   --port    default 8000
-#   --host    default 127.0.0.1. The development routes that take weights have no password: do not expose them.
+#   --host    default 127.0.0.1. Whoever reaches the server can replace its weights. So an address that other machines
+#             reach needs --expose too, and should have a key
 #   --cpu     float32 on the CPU, with scripts/install_vllm_cpu.sh's environment unless VLLM_PYTHON is set
 #   --gpu     CUDA devices, e.g. 0 or 2,3, counted among the visible ones; several become a tensor-parallel server.
 #             Default: all that are visible, TP 1
 #
 # All other flags go to vLLM unchanged and override what is set here. VLLM_PYTHON: the Python that has vLLM (default
-# python3). VLLM_API_KEY, if set, is required of clients ([rollout] api_key_env names it for the trainer).
+# python3). VLLM_API_KEY, if set, is required of clients on every route but /health ([rollout] api_key_env names it for
+# the trainer). vLLM by itself asks for it on some routes only, not on those that replace weights.
 # BUNDLE_TOKENS (default 32): the tokens of an answer that leave vLLM's engine together; 1 leaves vLLM as it is.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-usage() { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 parse_serve_arguments vLLM "$@"
 
 root=$(repo_root)
@@ -53,6 +55,7 @@ flags=(--model "$model" --host "$host" --port "$port" --logprobs-mode processed_
 flags+=(--weight-transfer-config '{"backend":"torchtitan_grpo"}')
 # vLLM 0.32 serves the token-in, token-out route only with this flag. Older versions always do, and refuse the flag.
 if grep -q enable_scale_out -r --include='*.py' "$vllm_folder/entrypoints"; then flags+=(--enable-scale-out); fi
+if [ -n "${VLLM_API_KEY:-}" ]; then flags+=(--middleware torchtitan.grpo.inside_vllm.api_key.ApiKeyMiddleware); fi
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES='' VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
     export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"

@@ -1,5 +1,6 @@
 """The scripts as a person runs them: processes of their own, on small real files."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -83,7 +84,9 @@ def pretend_vllm(bare_python, tmp_path):
     What the script decides per version and device is tested here; two versions of the real one do not fit a test run.
     """
 
-    def start(*arguments: str, entrypoints: str, plugin: bool = True) -> subprocess.CompletedProcess[str]:
+    def start(
+        *arguments: str, entrypoints: str, plugin: bool = True, VLLM_API_KEY: str = ""
+    ) -> subprocess.CompletedProcess[str]:
         server = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
         server.parent.mkdir(parents=True)
         for folder in (server.parent, server.parent.parent, server.parent.parent.parent):
@@ -106,6 +109,7 @@ def pretend_vllm(bare_python, tmp_path):
             VLLM_PYTHON=str(bare_python),
             PYTHONPATH=str(tmp_path),
             VIRTUAL_ENV="",
+            VLLM_API_KEY=VLLM_API_KEY,
         )
 
     return start
@@ -119,7 +123,7 @@ def test_serve_calls_a_new_vllm_on_cpu(pretend_vllm):
     assert json.loads(flags[flags.index("--weight-transfer-config") + 1]) == {"backend": "torchtitan_grpo"}
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert flags[flags.index("--dtype") + 1] == "float32"
-    assert "--enable-scale-out" in flags
+    assert "--enable-scale-out" in flags and "--middleware" not in flags
     assert flags[-2:] == ["--seed", "3"]
     assert (dev_mode, devices, flashinfer) == ("1", "", "0")
 
@@ -132,6 +136,35 @@ def test_serve_calls_an_older_vllm_on_two_gpus(pretend_vllm):
     assert flags[flags.index("--tensor-parallel-size") + 1] == "2"
     assert flags[flags.index("--dtype") + 1] == "bfloat16"
     assert devices == "2,3"
+
+
+def test_serve_guards_an_exposed_vllm_by_a_key_that_nobody_sees(pretend_vllm):
+    result = pretend_vllm("model", "--host=0.0.0.0", "--expose", entrypoints="", VLLM_API_KEY="hush")
+    assert result.returncode == 0, result.stderr
+    flags, _ = json.loads(result.stdout)
+    module, _, name = flags[flags.index("--middleware") + 1].rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert flags[flags.index("--host") + 1] == "0.0.0.0" and not {"--host=0.0.0.0", "--expose"} & set(flags)
+    assert "hush" not in result.stdout + result.stderr and "warning" not in result.stderr
+
+
+@pytest.mark.parametrize(("engine", "script"), [("VLLM", "serve_vllm.sh"), ("SGLANG", "serve_sglang.sh")])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--host", "0.0.0.0"], ["opens the server to other machines", "_API_KEY", "--expose"]),
+        (["--host", "127.example.com"], ["opens the server to other machines"]),
+        (["--host="], ["opens the server to other machines"]),
+        (["--api-key", "hush"], ["ps", "_API_KEY"]),
+        (["--host", "::", "--expose"], ["warning: --expose without"]),  # then stops at a Python without the engine
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_serve_opens_no_server_by_accident(engine, script, flags, says, bare_python):
+    result = run("bash", SCRIPTS / script, "model", *flags, **{f"{engine}_PYTHON": str(bare_python)})
+    assert result.returncode == (1 if "--expose" in flags else 2)
+    for words in says:
+        assert words.replace("_API_KEY", f"{engine}_API_KEY") in result.stderr
 
 
 def test_serve_says_how_to_install_the_plugin(pretend_vllm):

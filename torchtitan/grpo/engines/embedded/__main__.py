@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import ipaddress
 import json
 import logging
 import os
@@ -24,7 +25,8 @@ PARENT_POLL_S = 1.0
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m torchtitan.grpo.engines.embedded", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model folder; weights are optional")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine only with --expose")
+    parser.add_argument("--expose", action="store_true", help="let other machines reach the server")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -40,7 +42,21 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--max-sequences must be at least 1 and --max-model-len at least 2")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api-key-env: the environment variable {arguments.api_key_env} is not set")
+    if not arguments.expose and not is_loopback(arguments.host):
+        parser.error(
+            f"--host {arguments.host!r} opens the server to other machines, and whoever reaches it can replace its "
+            "weights. Give --api-key-env, whose key every route but /health then asks for, or close the port to others "
+            "by a firewall; then add --expose"
+        )
     return arguments
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address. A name counts as beyond it, except `localhost`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def build_app(arguments: argparse.Namespace) -> EmbeddedApp:
