@@ -391,7 +391,7 @@ class Trainer:
                     config.data, self.tokenizer, self.seed, held_out=True, validation_prompts=held_out
                 )
             self.environment = load_environment(config.rollout.environment)
-            self.rewards = self.resources.enter_context(RewardRunner(config.reward))
+            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
 
     def _init_distributed(self) -> None:
         config = self.config

@@ -17,8 +17,11 @@ from torchtitan.grpo.rewards.runner import RewardRunner
 FUNCTIONS = """
 import os
 import signal
+import subprocess
 import sys
 import time
+
+at_import = set(os.environ)
 
 def length(text, prompt):
     return len(text)
@@ -60,6 +63,10 @@ def counted(text, prompt):
 def modules(text, prompt):
     main = sys.modules["__main__"]
     return float("pytest" in sys.modules or "torch" in sys.modules or "torchtitan_overlay" not in main.__file__)
+
+def sees(text, prompt):
+    in_shell = subprocess.run("env", capture_output=True, text=True).stdout
+    return float(text in os.environ) + float(text in in_shell) + float(text in at_import)
 
 def one_argument(text):
     return 1.0
@@ -316,6 +323,17 @@ def test_workers_do_not_import_the_main_script_or_touch_cuda(functions):
         runner.score(samples)
     assert samples[0].reward == 0.0 and not samples[0].reward_failures
     assert sys.modules["__main__"] is main
+
+
+def test_workers_get_no_secrets_but_those_named(functions, monkeypatch):
+    hidden = ["HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "my_secret", "GOOGLE_APPLICATION_CREDENTIALS", "ROLLOUTS"]
+    seen = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "JUDGE_API_KEY"]
+    for name in [*hidden, *seen]:
+        monkeypatch.setenv(name, "false")
+    samples = make_samples(*hidden, *seen)
+    with RewardRunner(Reward(functions=[f"{functions}:sees"], workers=1, secrets=["JUDGE_API_KEY"]), "ROLLOUTS") as runner:
+        runner.score(samples)
+    assert {sample.text: sample.reward for sample in samples} == dict.fromkeys(hidden, 0.0) | dict.fromkeys(seen, 3.0)
 
 
 def test_threads_may_score_at_once():

@@ -386,6 +386,9 @@ class Reward:
     """Worker processes that score answers."""
     timeout_seconds: Annotated[float, Range(above=0)] = 10.0
     """Longest time for one function on one answer. After it the score is 0, counted and logged."""
+    secrets: list[str] = field(default_factory=list)
+    """Environment variables with keys that the functions need, as for an LLM judge. Others whose names end in KEY,
+    TOKEN, SECRET, PASSWORD or the like are not in the environment of worker processes."""
 
 
 @dataclass

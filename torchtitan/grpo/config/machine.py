@@ -41,6 +41,9 @@ def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | 
         messages.append(
             f"[rollout] api_key_env = {show(name)}: the variable is not set: export it, or leave the key out"
         )
+    for name in config.reward.secrets:
+        if not os.environ.get(name):
+            messages.append(f"[reward] secrets has {show(name)}, and this variable is not set: export it, or leave it out")
     return messages
 
 

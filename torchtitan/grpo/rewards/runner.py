@@ -8,6 +8,7 @@ hangs is known exactly and stopped after its own time limit, and nothing is scor
 import contextlib
 import math
 import multiprocessing
+import os
 import queue
 import sys
 import threading
@@ -20,7 +21,7 @@ import torchtitan_overlay
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Sample
 from torchtitan.grpo.rewards.functions import resolve
-from torchtitan.grpo.rewards.worker import Call, Score, serve
+from torchtitan.grpo.rewards.worker import SECRET, Call, Score, serve
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0
@@ -36,12 +37,13 @@ class RewardRunner:
 
     Args:
         reward: The `[reward]` section, which `load_config` has checked.
+        api_key_env: `[rollout] api_key_env`, a variable that the functions do not get.
 
     Raises:
         UserError: A function cannot be found, or does not take an answer and a prompt.
     """
 
-    def __init__(self, reward: Reward):
+    def __init__(self, reward: Reward, api_key_env: str = ""):
         self._names = list(reward.functions)
         self._weights = list(reward.weights) or [1.0] * len(self._names)
         for name in self._names:
@@ -51,8 +53,11 @@ class RewardRunner:
         self.scored = 0
         """Number of scored answers since the start."""
         self._lock = threading.Lock()
+        secrets = {name for name in os.environ if SECRET.search(name)} | {api_key_env}
+        hidden = sorted(secrets - set(reward.secrets))
         self._workers = [
-            RewardWorker(self._names, reward.answer_pattern, reward.timeout_seconds) for _ in range(reward.workers)
+            RewardWorker(self._names, reward.answer_pattern, reward.timeout_seconds, hidden)
+            for _ in range(reward.workers)
         ]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -126,8 +131,8 @@ class RewardRunner:
 class RewardWorker:
     """One process that computes scores. It is replaced when it hangs or dies. Only one thread uses it at a time."""
 
-    def __init__(self, names: list[str], pattern: str, timeout_s: float):
-        self._names, self._pattern, self._timeout_s = names, pattern, timeout_s
+    def __init__(self, names: list[str], pattern: str, timeout_s: float, hidden: list[str]):
+        self._names, self._pattern, self._timeout_s, self._hidden = names, pattern, timeout_s, hidden
         self._closed = self._ready = False
         self._lock = threading.Lock()  # start and stop come from different threads
         self._start()
@@ -191,7 +196,7 @@ class RewardWorker:
             if self._closed:
                 raise RuntimeError("The reward runner was closed while it scored")
             self._connection, theirs = context.Pipe()
-            arguments = (theirs, self._names, self._pattern)
+            arguments = (theirs, self._names, self._pattern, self._hidden)
             self._process = context.Process(target=serve, args=arguments, name="reward", daemon=True)
             with _without_main():
                 self._process.start()

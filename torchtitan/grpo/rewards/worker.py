@@ -6,6 +6,7 @@ runner.RewardWorker  ---- lists of Call ---->  serve
 
 import contextlib
 import importlib
+import os
 import re
 import signal
 from multiprocessing.connection import Connection
@@ -30,8 +31,18 @@ class Score(NamedTuple):
     failure: str = ""
 
 
-def serve(connection: Connection, names: list[str], pattern: str) -> None:
-    """Run a worker process: receive lists of calls and send each score by itself, until the pipe ends."""
+SECRET = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(?:_|$)", re.IGNORECASE)
+"""Names of environment variables with secrets: HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD; not TOKENIZERS_PARALLELISM."""
+
+
+def serve(connection: Connection, names: list[str], pattern: str, hidden: list[str]) -> None:
+    """Run a worker process: receive lists of calls and send each score by itself, until the pipe ends.
+
+    Args:
+        hidden: Environment variables that are removed before a reward function is imported.
+    """
+    for name in hidden:
+        os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     functions = [resolve(name) for name in names]
     regexes = [re.compile(pattern) if pattern and name in BUILT_IN else None for name in names]
