@@ -10,7 +10,7 @@ class UserError(ValueError):
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The most similar known word, None if none is similar."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.6)
     return found[0] if found else None
 
 

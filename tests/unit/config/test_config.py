@@ -99,7 +99,7 @@ BAD_TOML = {
     "clip over one": ("[grpo]\nratio_clip_min = 1.5", "[grpo] ratio_clip_min = 1.5", "over 0 and at most 1"),
     "no upper clip": ("[grpo]\nratio_clip_max = 0", "[grpo] ratio_clip_max = 0", "over 0"),
     "kl": ("[grpo]\nkl_coef = -0.1", "[grpo] kl_coef = -0.1", "at least 0"),
-    "greedy": ("[rollout]\ntemperature = 0", "[rollout] temperature = 0", "over 0"),
+    "greedy": ("[rollout]\ntemperature = 0", "[rollout] temperature = 0", "at least 0.01"),
     "no buffers": ("[weight_sync]\nnum_buffers = 0", "[weight_sync] num_buffers = 0", "at least 1"),
     "buffer share": ("[weight_sync]\nbuffer_memory_ratio = 1.5", "[weight_sync] buffer_memory_ratio", "at most 1"),
     "bucket": ("[weight_sync]\nbucket_mib_max = 0", "[weight_sync] bucket_mib_max", "at least 1"),
@@ -116,9 +116,42 @@ BAD_TOML = {
     "prompt length": ("[data]\nmax_prompt_tokens = 0", "[data] max_prompt_tokens = 0", "at least 1"),
     "operand": ("[data]\narithmetic_max = 0", "[data] arithmetic_max = 0", "at least 1"),
     "held-out prompts": ("[validation]\nprompts = 0", "[validation] prompts = 0", "at least 1"),
+    "warm-up without end": ("[lr_scheduler]\nwarmup_steps = 500000000000", "[lr_scheduler] warmup_steps", "1000000000"),
+    "giant groups": ("[grpo]\ngroup_size = 1000000000000", "[grpo] group_size = 1000000000000", "at most 65536"),
+    "giant lr": ("[optimizer]\nlr = 1e300", "[optimizer] lr = 1e+300", "over 0 and at most 1"),
+    "giant whole lr": (f"[optimizer]\nlr = 1{'0' * 400}", "[optimizer] lr = 1000", "characters) is a whole number"),
+    "giant warm lr": ("[sft]\nlr = 2", "[sft] lr = 2.0", "over 0 and at most 1"),
+    "frozen": ("[validation]\ntemperature = 1e-45", "[validation] temperature = 1e-45", "at least 0.01"),
+    "endless wait": ("[weight_sync]\ntimeout_seconds = 1e10", "[weight_sync] timeout_seconds", "at most 1000000.0"),
+    "number without an end of its own": (
+        "[training]\nmax_norm = 1e10",
+        "[training] max_norm",
+        "at most 1000000000, as",
+    ),
+    "NUL": ('[job]\ndump_folder = "~\\u0000"', "[job] dump_folder", "NUL"),
     "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
-    "minibatches": ("[grpo]\nminibatches = 5", "[grpo] minibatches = 5", "does not divide", "prompts_per_step = 32"),
+    "minibatches": (
+        "[grpo]\nminibatches = 5",
+        "[grpo] minibatches = 5",
+        "does not divide",
+        "prompts_per_step = 32",
+        "minibatches = 4",
+    ),
+    "warm-up over the run": (
+        "[lr_scheduler]\nwarmup_steps = 11\n[training]\nsteps = 10",
+        "[lr_scheduler] warmup_steps = 11 is over [training] steps = 10",
+        "at most 10",
+    ),
+    "warm-up over the schedule": (
+        "[lr_scheduler]\nwarmup_steps = 11\ntotal_steps = 8",
+        "[lr_scheduler] warmup_steps = 11 is over [lr_scheduler] total_steps = 8",
+    ),
+    "rows of ranks": (
+        "[training]\nseq_len = 2047\n[parallelism]\ntensor_parallel_degree = 2",
+        "[training] seq_len = 2047",
+        "set 2048",
+    ),
     "row under seq_len": (
         "[training]\ntokens_per_microbatch = 100",
         "[training] tokens_per_microbatch",
@@ -185,6 +218,8 @@ BAD_TOML = {
         "exact_match",
     ),
     "pattern": ("[data]\nanswer_pattern = '(('", "[data] answer_pattern", "no regular expression"),
+    "pattern too deep": (f"[data]\nanswer_pattern = '{'(' * 5000}'", "[data] answer_pattern", "no regular expression"),
+    "pattern too long": ("[data]\nanswer_pattern = '(a{99999999999})'", "[data] answer_pattern", "too large"),
     "pattern without group": (
         "[reward]\nanswer_pattern = '#+'",
         "[reward] answer_pattern",
@@ -201,6 +236,20 @@ BAD_TOML = {
     "weights": ("[reward]\nweights = [1.0, 2.0]", "[reward] weights has 2 entries for 1", "one for each"),
     "zero weights": ("[reward]\nweights = [0.0]", "[reward] weights", "every reward would be 0"),
     "no function": ("[reward]\nfunctions = []", "[reward] functions is empty", "exact_match"),
+    "function without name": ("[reward]\nfunctions = ['']", "[reward] functions", 'no built-in ""', "module:function"),
+    "function misspelt": ("[reward]\nfunctions = ['exact_mach']", "[reward] functions", 'did you mean "exact_match"?'),
+    "function as address": (
+        "[reward]\nfunctions = ['ftp://a']",
+        '[reward] functions: "ftp://a" must be "module:function"',
+    ),
+    "environment": ("[rollout]\nenvironment = '%s{0}'", '[rollout] environment: "%s{0}" must be "module:function"'),
+    "curriculum": ("[data]\ncurriculum = 'a.b:'", '[data] curriculum: "a.b:" must be "module:function"'),
+    "giant weight": ("[reward]\nweights = [1e300]", "[reward] weights = [1e+300]", "at most 1000000000"),
+    "superscript": (
+        "[activation_checkpoint]\nselective_ac_option = '²'",
+        "[activation_checkpoint] selective_ac_option",
+    ),
+    "secret that is not set": ("[reward]\nsecrets = ['NO_SUCH_KEY']", "[reward] secrets", '"NO_SUCH_KEY"', "export it"),
     "function twice": ("[reward]\nfunctions = ['a:b', 'a:b']", "[reward] functions", "give it a weight"),
     "scorer of another source": ("[reward]\nfunctions = ['reasoning_gym']", "[reward] functions", 'not "arithmetic"'),
     "keep less than none": ("[checkpoint]\nkeep_latest_k = -1", "[checkpoint] keep_latest_k = -1", "at least 0"),
@@ -245,6 +294,38 @@ def test_bad_toml_is_named(tmp_path, text, expected):
         load_toml(tmp_path, text)
     for part in expected:
         assert part in str(caught.value)
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model.name", LONG, "--model.flavor", LONG, "--reward.functions", LONG], "no built-in"),
+        (["--rollout.engine", LONG], "is not allowed"),
+        (["--rollout.urls", LONG], "is no base address"),
+        (["--grpo.group_size", LONG], "is text, not int"),
+        (["--grpo.group_size", "9" * 4000], "and at most 65536"),
+        (["--rollout.stop_token_ids", ",".join(["7"] * 5000)], "has 7 5000 times"),
+        (["--" + LONG, LONG], "unknown flag"),
+        ([LONG], "unexpected argument"),
+        ([LONG + ".toml"], "unexpected argument"),
+        (["--job.config_file", LONG], "cannot be read"),
+        (["--data.answer_pattern", LONG], "needs one"),
+        (["--optimizer.name", LONG], "AdamW or Adam"),
+    ],
+)
+def test_a_long_value_is_not_repeated_in_whole(flags, says):
+    with pytest.raises(UserError, match=says) as caught:
+        load_config([*MODEL, *flags])
+    assert len(str(caught.value)) < 1500
+
+
+def test_a_long_key_is_not_repeated_in_whole(tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_toml(tmp_path, f"{LONG} = 1\n[grpo]\n{LONG} = 1\n[data.{LONG}]\na = 1")
+    assert "3 problems" in str(caught.value) and len(str(caught.value)) < 1500
 
 
 BAD_FLAGS = {

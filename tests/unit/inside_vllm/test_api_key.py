@@ -40,8 +40,12 @@ def ask(monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/collective_rpc", "/v1/models", "/health/", "/x/health"])
-@pytest.mark.parametrize("given", [None, b"", b"Bearer", b"Bearer ", b"Bearer key", b"Basic " + KEY.encode(), KEY.encode()])
+@pytest.mark.parametrize(
+    "path", ["/pause", "/update_weights", "/collective_rpc", "/v1/models", "/health/", "/x/health"]
+)
+@pytest.mark.parametrize(
+    "given", [None, b"", b"Bearer", b"Bearer ", b"Bearer key", b"Basic " + KEY.encode(), KEY.encode()]
+)
 def test_every_route_asks_for_the_key(ask, path, given):
     start, body = ask(path, given)
     assert start["status"] == 401

@@ -331,7 +331,9 @@ def test_workers_get_no_secrets_but_those_named(functions, monkeypatch):
     for name in [*hidden, *seen]:
         monkeypatch.setenv(name, "false")
     samples = make_samples(*hidden, *seen)
-    with RewardRunner(Reward(functions=[f"{functions}:sees"], workers=1, secrets=["JUDGE_API_KEY"]), "ROLLOUTS") as runner:
+    with RewardRunner(
+        Reward(functions=[f"{functions}:sees"], workers=1, secrets=["JUDGE_API_KEY"]), "ROLLOUTS"
+    ) as runner:
         runner.score(samples)
     assert {sample.text: sample.reward for sample in samples} == dict.fromkeys(hidden, 0.0) | dict.fromkeys(seen, 3.0)
 

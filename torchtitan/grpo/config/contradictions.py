@@ -4,6 +4,7 @@ Each check yields all its messages, so that a user corrects a file once. A messa
 allowed and what to change.
 """
 
+import math
 import os
 import re
 from collections import Counter
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import row_tokens
-from torchtitan.grpo.config.keys import keys, label, show
+from torchtitan.grpo.config.keys import LARGEST, keys, label, show
 from torchtitan.grpo.config.urls import url_problem
+from torchtitan.grpo.errors import did_you_mean
+from torchtitan.grpo.rewards.functions import BUILT_IN
 
 
 def check_contradictions(config: JobConfig) -> list[str]:
@@ -38,7 +41,8 @@ def _check_batch(config: JobConfig) -> Iterator[str]:
     if grpo.prompts_per_step % grpo.minibatches:
         yield (
             f"[grpo] minibatches = {grpo.minibatches} does not divide [grpo] prompts_per_step = "
-            f"{grpo.prompts_per_step}: each optimizer step takes the same number of groups, so change one of them"
+            f"{grpo.prompts_per_step}: each optimizer step takes the same number of groups, so set minibatches = "
+            f"{_nearest_divisor(grpo.prompts_per_step, grpo.minibatches)}, or change prompts_per_step"
         )
     if 0 < training.tokens_per_microbatch < training.seq_len:
         yield (
@@ -50,8 +54,13 @@ def _check_batch(config: JobConfig) -> Iterator[str]:
         key = "tokens_per_microbatch" if training.tokens_per_microbatch else "seq_len"
         yield (
             f"[training] {key} = {row} is not a multiple of [parallelism] tensor_parallel_degree = {tensor}: those "
-            "ranks split each packed row evenly"
+            f"ranks split each packed row evenly, so set {-(-row // tensor) * tensor}"
         )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min([*small, *(number // d for d in small)], key=lambda divisor: abs(divisor - wanted))
 
 
 def _check_lengths(config: JobConfig) -> Iterator[str]:
@@ -135,6 +144,13 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
             '[training] flash_attention = "FA4" computes in bfloat16, and mixed_precision_param is "float32": set '
             'mixed_precision_param = "bfloat16", or flash_attention = "auto"'
         )
+    total = config.lr_scheduler.total_steps or config.training.steps
+    if config.lr_scheduler.warmup_steps > total:
+        key = "[lr_scheduler] total_steps" if config.lr_scheduler.total_steps else "[training] steps"
+        yield (
+            f"[lr_scheduler] warmup_steps = {config.lr_scheduler.warmup_steps} is over {key} = {total}: the run would "
+            f"end before it reaches [optimizer] lr, so set at most {total}"
+        )
     if config.checkpoint.resume and not config.checkpoint.enable:
         yield "[checkpoint] resume = true needs [checkpoint] enable = true"
     if config.checkpoint.load_step >= 0 and not config.checkpoint.resume:
@@ -143,7 +159,7 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
     if shard != -1 and shard < 1:
         yield f"[parallelism] data_parallel_shard_degree = {shard} must be at least 1, or -1 for all remaining ranks"
     option = config.activation_checkpoint.selective_ac_option
-    if option not in ("op", "matmul") and not (option.isdigit() and int(option) > 0):
+    if option not in ("op", "matmul") and not re.fullmatch("[1-9][0-9]{0,8}", option):
         yield (
             f'[activation_checkpoint] selective_ac_option = {show(option)} must be "matmul", "op" or a layer interval '
             'like "2"'
@@ -181,8 +197,10 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
         if problem := url_problem(url):
             yield f"[rollout] urls, entry {entry}: {problem}"
     for token, times in Counter(rollout.stop_token_ids).items():
-        if token < 0 or times > 1:
-            yield f"[rollout] stop_token_ids has {token}{f' {times} times' if times > 1 else ': ids are 0 or more'}"
+        if not 0 <= token < 2**31 or times > 1:
+            wrong = f" {times} times" if times > 1 else ": ids are 0 or more, and under 2**31"
+            yield f"[rollout] stop_token_ids has {show(token)}{wrong}"
+    yield from _check_function("rollout.environment", rollout.environment)
 
 
 def _check_weight_sync(config: JobConfig) -> Iterator[str]:
@@ -259,6 +277,7 @@ def _check_data(config: JobConfig) -> Iterator[str]:
         if unknown or not data.arithmetic_operators:
             yield f'[data] arithmetic_operators = {show(data.arithmetic_operators)} must hold some of "+", "-", "*"'
     yield from _check_pattern("data.answer_pattern", data.answer_pattern)
+    yield from _check_function("data.curriculum", data.curriculum)
 
 
 def _check_held_out(config: JobConfig) -> Iterator[str]:
@@ -281,6 +300,13 @@ def _check_reward(config: JobConfig) -> Iterator[str]:
     for function, times in Counter(reward.functions).items():
         if times > 1:
             yield f"[reward] functions has {show(function)} {times} times: give it a weight instead"
+        if ":" in function:
+            yield from _check_function("reward.functions", function)
+        elif function not in BUILT_IN:
+            yield (
+                f"[reward] functions: there is no built-in {show(function)}{did_you_mean(function, BUILT_IN)}. Choose "
+                f'from {list(BUILT_IN)} or name a function of your own as "module:function"'
+            )
     if reward.weights and len(reward.weights) != len(reward.functions):
         yield (
             f"[reward] weights has {len(reward.weights)} entries for {len(reward.functions)} [reward] functions: "
@@ -288,6 +314,8 @@ def _check_reward(config: JobConfig) -> Iterator[str]:
         )
     if reward.weights and not any(reward.weights):
         yield "[reward] weights are all 0: every reward would be 0"
+    if any(abs(weight) > LARGEST for weight in reward.weights):
+        yield f"[reward] weights = {show(reward.weights)} must be at most {LARGEST} in size, as every number"
     if "reasoning_gym" in reward.functions and data.source != "reasoning_gym":
         yield (
             '[reward] functions has "reasoning_gym", which scores tasks of [data] source = "reasoning_gym", not '
@@ -312,7 +340,7 @@ def _check_pattern(path: str, pattern: str) -> Iterator[str]:
         return
     try:
         groups = re.compile(pattern).groups
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         yield f"{label(path)} = {show(pattern)} is no regular expression: {error}"
         return
     if groups != 1:
@@ -320,3 +348,10 @@ def _check_pattern(path: str, pattern: str) -> Iterator[str]:
             f"{label(path)} = {show(pattern)} has {groups} groups and needs one: put ( ) around the answer, and write "
             "other brackets as (?: ) or \\( \\)"
         )
+
+
+def _check_function(path: str, name: str) -> Iterator[str]:
+    """An import path must look like one. Whether the function exists is known when it is imported."""
+    module, colon, function = name.partition(":")
+    if name and not (colon and all(part.isidentifier() for part in [*module.split("."), function])):
+        yield f'{label(path)}: {show(name)} must be "module:function", as in "my_package.my_module:my_function"'

@@ -28,15 +28,15 @@ class Model:
 
 @dataclass
 class Optimizer:
-    lr: Annotated[float, Range(above=0)] = 1e-6
+    lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
     """Learning rate. Policy gradients are noisy: full fine-tuning by RL uses 1e-6 where pre-training uses 8e-4."""
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     """Decay rate of the mean gradient."""
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
     """Decay rate of the mean squared gradient."""
-    eps: Annotated[float, Range(above=0)] = 1e-8
+    eps: Annotated[float, Range(above=0, at_most=1)] = 1e-8
     """Added to the denominator, against division by zero."""
-    weight_decay: Annotated[float, Range(at_least=0)] = 0.0
+    weight_decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     """Weight decay. Off, because shrinking trained weights does not serve the reward."""
 
 
@@ -55,7 +55,7 @@ class LRScheduler:
 
 @dataclass
 class Training:
-    seq_len: Annotated[int, Range(at_least=2, why="a prompt and an answer need a token each")] = 2048
+    seq_len: Annotated[int, Range(at_least=2, at_most=2**24, why="a prompt and an answer need a token each")] = 2048
     """Longest document in tokens. Prompt and answer together must fit."""
     max_norm: Annotated[float | int, Range(above=0, why="gradients are scaled down to it")] = 1.0
     """Gradient norm above which gradients are scaled down."""
@@ -122,7 +122,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class Comm:
-    init_timeout_seconds: Annotated[int, Range(at_least=1)] = 1800
+    init_timeout_seconds: Annotated[int, Range(at_least=1, at_most=1e6)] = 1800
     """Longest wait in a collective. Other ranks wait in one while rank 0 starts servers or validates, which can
     exceed torchtitan's 300 s."""
     trace_buf_size: Annotated[int, Range(at_least=0)] = 20000
@@ -145,19 +145,19 @@ class Debug:
 class Validation:
     freq: Annotated[int, Range(at_least=1)] = 10
     """Steps between validations."""
-    prompts: Annotated[int, Range(at_least=1)] = 64
+    prompts: Annotated[int, Range(at_least=1, at_most=2**20)] = 64
     """Held-out prompts per validation."""
-    samples_per_prompt: Annotated[int, Range(at_least=1)] = 1
+    samples_per_prompt: Annotated[int, Range(at_least=1, at_most=2**16)] = 1
     """Sampled answers per prompt, for pass@k and mean reward. Each prompt also gets a greedy answer."""
-    temperature: Annotated[float, Range(above=0, why="greedy answers are always measured too")] = 1.0
+    temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 1.0
     """Temperature of the sampled validation answers."""
 
 
 @dataclass
 class Grpo:
-    prompts_per_step: Annotated[int, Range(at_least=1)] = 32
+    prompts_per_step: Annotated[int, Range(at_least=1, at_most=2**20)] = 32
     """Groups in one step's batch."""
-    group_size: Annotated[int, Range(at_least=2, why="an advantage compares the answers of one group")] = 8
+    group_size: Annotated[int, Range(at_least=2, at_most=2**16, why="an advantage compares a group's answers")] = 8
     """Answers sampled per prompt. An advantage is relative to this group."""
     minibatches: Annotated[int, Range(at_least=1)] = 1
     """Optimizer steps per batch of rollouts. Above 1, old log-probabilities are computed before the first one,
@@ -252,7 +252,7 @@ class Rollout:
     """The run stops when fewer servers are left. Lost servers are retried until they return."""
     api_key_env: str = ""
     """Environment variable that holds the servers' API key. The key itself is never written or logged."""
-    temperature: Annotated[float, Range(above=0, why="log-probabilities are those of logits / temperature")] = 1.0
+    temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="vLLM raises lower ones to 0.01")] = 1.0
     """Sampling temperature. The trainer's log-probabilities use the same."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 512
     """Longest answer."""
@@ -267,12 +267,12 @@ class Rollout:
     max_concurrent_requests: Annotated[int, Range(at_least=1)] = 256
     """Requests in flight per server, each for a group or for one turn of an environment. Groups thin out as short
     answers end, so let servers queue a few times what they run."""
-    request_timeout_seconds: Annotated[float, Range(above=0)] = 600.0
+    request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
     """Longest wait for one request."""
-    group_timeout_seconds: Annotated[float, Range(above=0)] = 1200.0
+    group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0
     """Longest time from a group's first request to its rewards. A late training group is counted and replaced by
     another prompt; a late held-out prompt ends the run."""
-    start_timeout_seconds: Annotated[float, Range(above=0)] = 300.0
+    start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait at the start for a server to be healthy."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained; over
@@ -282,7 +282,7 @@ class Rollout:
     """Device of the spawned server; `auto` is the trainer's type. On CUDA it takes a free GPU, else rank 0's."""
     embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the spawned server. `auto` is float32 on CPU and bfloat16 on CUDA."""
-    embedded_max_sequences: Annotated[int, Range(at_least=1)] = 1024
+    embedded_max_sequences: Annotated[int, Range(at_least=1, at_most=2**16)] = 1024
     """Sequences that the spawned server decodes at once."""
 
 
@@ -302,16 +302,16 @@ class WeightSync:
     cadence: Literal["every", "auto"] = "every"
     """With `async_weight_update`, which versions to send. `every` sends each one, or the newest that is waiting. `auto`
     sends fewer, within the age limit, while updates stop the servers for over 5 % of the time."""
-    straggler_seconds: Annotated[float, Range(above=0)] = 1.0
+    straggler_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1.0
     """How long one server may delay the others in a push. Then it leaves the push and traffic, and catches up alone
     from a copy in host memory."""
-    num_buffers: Annotated[int, Range(at_least=1)] = 2
+    num_buffers: Annotated[int, Range(at_least=1, at_most=64)] = 2
     """Buckets in flight at once. Two overlap packing with sending."""
     buffer_memory_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.05
     """Share of device memory for the buckets in flight. With several trainer ranks, rank 0 gathers into one more."""
-    bucket_mib_max: Annotated[int, Range(at_least=1)] = 1024
+    bucket_mib_max: Annotated[int, Range(at_least=1, at_most=2**20)] = 1024
     """Largest bucket, in MiB. A larger tensor gets a bucket of its own."""
-    timeout_seconds: Annotated[float, Range(above=0)] = 300.0
+    timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait for one phase of a publish. The error names server, phase, version and bytes."""
     verify: bool = True
     """Checksum every bucket at both ends, and refuse an update that differs."""
@@ -365,7 +365,7 @@ class Data:
     """reasoning-gym task names."""
     curriculum: str = ""
     """`module:function` that says whether to ask a prompt now. It gets the prompt and its last mean reward, or None."""
-    size: Annotated[int, Range(at_least=1)] = 10000
+    size: Annotated[int, Range(at_least=1, at_most=10**8)] = 10000
     """Number of generated prompts: of `arithmetic` in all, of `reasoning_gym` per task."""
     arithmetic_max: Annotated[int, Range(at_least=1)] = 99
     """Largest operand of `arithmetic`."""
@@ -382,9 +382,9 @@ class Reward:
     answer_pattern: str = ""
     """Regular expression whose one group, in its last match, is the final answer (e.g. `#### (.+)`). Built-in functions
     get that answer; empty: the whole text."""
-    workers: Annotated[int, Range(at_least=1)] = 2
+    workers: Annotated[int, Range(at_least=1, at_most=1024)] = 2
     """Worker processes that score answers."""
-    timeout_seconds: Annotated[float, Range(above=0)] = 10.0
+    timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 10.0
     """Longest time for one function on one answer. After it the score is 0, counted and logged."""
     secrets: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions need, as for an LLM judge. Others whose names end in KEY,
@@ -397,7 +397,7 @@ class Sft:
     """Supervised steps on prompts and reference answers before GRPO. 0: none."""
     batch_size: Annotated[int, Range(at_least=1)] = 64
     """Prompt and answer pairs per step."""
-    lr: Annotated[float, Range(above=0)] = 1e-3
+    lr: Annotated[float, Range(above=0, at_most=1)] = 1e-3
     """Constant learning rate of the supervised steps. GRPO's optimizer starts fresh after them."""
     target_column: str = ""
     """Column with the text to learn. Empty: all of `data.answer_column`."""

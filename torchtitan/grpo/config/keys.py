@@ -23,6 +23,10 @@ from torchtitan.grpo.errors import nearest
 
 MODULE = job_config.__name__
 """Value of `job.custom_config_module`."""
+LARGEST = 10**9
+"""The end of ranges that state none. What is larger is a mistake, and overflows where it is used."""
+SHOWN_CHARS = 200
+"""Characters of a value that messages repeat."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +152,14 @@ def check_value(value: Any, annotation: Any) -> Any:
         if value is None:
             return None
         raise Mismatch(f"{show(value)} is not none")
-    if annotation is float and type(value) is int:
+    if annotation is float and type(value) is int and abs(value) <= LARGEST:
         value = float(value)
     if type(value) is not annotation:
         raise Mismatch(f"{show(value)} is {_kind(value)}, not {type_name(annotation)}{_advice(value, annotation)}")
     if annotation is float and not math.isfinite(value):
         raise Mismatch(f"{value} is not a finite number")
+    if annotation is str and "\0" in value:
+        raise Mismatch(f"{show(value)} holds a NUL character")
     return value
 
 
@@ -195,27 +201,40 @@ def _check_list(value: Any, annotation: Any) -> list[Any]:
 
 
 def check_ranges(config: JobConfig) -> list[str]:
-    """Name each number that is outside its range, and say what the range is."""
+    """Name each number that is outside its range, and say what the range is. No number is over LARGEST."""
     messages = []
     for key in keys().values():
         value = attrgetter(key.path)(config)
+        no_end = key.range is not None and key.range.at_most is None and key.range.below is None
+        if no_end and value is not None and value > LARGEST:
+            messages.append(f"{label(key.path)} = {show(value)} must be at most {LARGEST}, as every number")
         if key.range is not None and value is not None and value not in key.range:
             why = f" ({key.range.why})" if key.range.why else ""
             messages.append(f"{label(key.path)} = {show(value)} must be {key.range}{why}")
     return messages
 
 
-def show(value: Any) -> str:
+def toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return f"[{', '.join(show(element) for element in value)}]"
+        return f"[{', '.join(toml(element) for element in value)}]"
     if isinstance(value, dict):
         return "{...}" if value else "{}"
     return "none" if value is None else str(value)
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it, in a message: the end of a long one is left out."""
+    return shortened(toml(value))
+
+
+def shortened(text: str) -> str:
+    """At most SHOWN_CHARS of a text that a user wrote."""
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text):,} characters)"
 
 
 def _kind(value: Any) -> str:
@@ -241,7 +260,7 @@ def _advice(value: Any, annotation: Any) -> str:
             annotation(value)
         except ValueError:
             return ""
-        return f": write {value}, without quotes"
+        return f": write {shortened(value)}, without quotes"
     if annotation is int and type(value) is float and value.is_integer():
         return f": write {int(value)}"
     return ""

@@ -23,6 +23,7 @@ from torchtitan.grpo.config.keys import (
     keys,
     label,
     sections,
+    shortened,
     show,
     type_name,
 )
@@ -139,10 +140,10 @@ def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
             tables = tomllib.load(file)
     except OSError as error:
         raise UserError(
-            f"--job.config_file {path}: cannot be read ({error.strerror}): give the path of a TOML file"
+            f"--job.config_file {shortened(path)}: cannot be read ({error.strerror}): give the path of a TOML file"
         ) from None
-    except ValueError as error:  # bad TOML, or bytes that are not UTF-8
-        raise UserError(f"--job.config_file {path}: is not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # bad TOML, bytes that are not UTF-8, or brackets by the thousand
+        raise UserError(f"--job.config_file {shortened(path)}: is not valid TOML: {error}") from None
     yield from _read_table(tables, "", problems)
 
 
@@ -173,10 +174,11 @@ def _unknown(section: str, name: str, is_table: bool) -> str:
         if not is_table:
             near = _nearest_key("", name)
             hint = f" outside any section: did you mean {label(near)}?" if near else ": keys stand below a [section]"
+        name = shortened(name)
         return f"unknown {'section' if is_table else 'key'} {f'[{name}]' if is_table else name}{hint}"
     near = _nearest_key(section, name)
     hint = f"did you mean {label(near)}?" if near else f"see [{section}] in docs/configuration.md for its keys"
-    return f"unknown key {label(f'{section}.{name}')}: {hint}"
+    return f"unknown key [{section}] {shortened(name)}: {hint}"
 
 
 def _nearest_key(section: str, name: str) -> str | None:
@@ -201,11 +203,11 @@ def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
         flag, equals, text = word.partition("=")
         if not flag.startswith("--"):
             hint = (
-                f": did you mean --{CONFIG_FILE} {word}?"
+                f": did you mean --{CONFIG_FILE} {shortened(word)}?"
                 if word.endswith(".toml")
                 else ": flags are --section.key value"
             )
-            problems.append(f"unexpected argument {word!r}{hint}")
+            problems.append(f"unexpected argument {shortened(repr(word))}{hint}")
             continue
         path = flag[2:].replace("-", "_")
         section, _, name = path.rpartition(".")
@@ -275,4 +277,4 @@ def _unknown_flag(flag: str, path: str) -> str:
     else:
         near = nearest(path, [*keys(), "dry_run", "help"]) or _nearest_key(section, name)
     hint = f"did you mean --{near}?" if near else "flags are --section.key, see docs/configuration.md"
-    return f"unknown flag {flag}: {hint}"
+    return f"unknown flag {shortened(flag)}: {hint}"

@@ -43,7 +43,7 @@ def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | 
         )
     for name in config.reward.secrets:
         if not os.environ.get(name):
-            messages.append(f"[reward] secrets has {show(name)}, and this variable is not set: export it, or leave it out")
+            messages.append(f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out")
     return messages
 
 

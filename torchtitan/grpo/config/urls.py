@@ -3,6 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torchtitan.grpo.config.keys import shortened
 from torchtitan.grpo.errors import UserError
 
 
@@ -17,7 +18,7 @@ def url_problem(url: str) -> str | None:
         return f"a user or password for {parts.hostname}: use [rollout] api_key_env instead"
     plain = url.isprintable() and " " not in url and not parts.query and not parts.fragment
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
-        return f"{url!r} is no base address: write http://host:port or https://host:port"
+        return f"{shortened(repr(url))} is no base address: write http://host:port or https://host:port"
     return None
 
 

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
-from torchtitan.grpo.config.keys import show
+from torchtitan.grpo.config.keys import toml
 from torchtitan.grpo.config.unsupported import honoured_keys
 from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
 
@@ -40,8 +40,8 @@ def toml_lines(config: JobConfig) -> Iterator[str]:
             section = key.section
             yield f"\n[{section}]"
         value = attrgetter(key.path)(config)
-        mark = f"  # default {show(key.default)}" if value != key.default else ""
-        yield f"# {key.name}: none{mark}" if value is None else f"{key.name} = {show(value)}{mark}"
+        mark = f"  # default {toml(key.default)}" if value != key.default else ""
+        yield f"# {key.name}: none{mark}" if value is None else f"{key.name} = {toml(value)}{mark}"
 
 
 def batch_lines(config: JobConfig, world_size: int) -> list[str]:

@@ -25,6 +25,8 @@ NUMBER = re.compile(
     rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<top>{_UNSIGNED})(?:\s?/\s?(?P<bottom>[-+]?{_UNSIGNED}))?"
 )
 """A number, as in `-$1,234.50`, `2e-3`, `3/2` and `1 1/2`."""
+FRACTION = {"whole": "0", "top": "", "bottom": "1"}
+"""The parts of a number and what stands for one that is left out."""
 LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 DIGITS_MAX = 1000
 """Digits of a number, and size of its exponent, that numeric_match compares. Exact arithmetic on more costs time."""
@@ -124,10 +126,9 @@ def _last_number(text: str) -> Fraction | None:
     if not last:
         return None
     parts = last[0].groupdict(default="")
-    values = [_exact(parts[name] or default) for name, default in (("whole", "0"), ("top", ""), ("bottom", "1"))]
-    if None in values or values[2] == 0:
+    whole, top, bottom = (_exact(parts[name] or default) for name, default in FRACTION.items())
+    if whole is None or top is None or not bottom:
         return None
-    whole, top, bottom = values
     return (whole + top / bottom) * (-1) ** (parts["sign"] + parts["second_sign"]).count("-")
 
 

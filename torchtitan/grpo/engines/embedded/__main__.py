@@ -25,7 +25,7 @@ PARENT_POLL_S = 1.0
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m torchtitan.grpo.engines.embedded", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model folder; weights are optional")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond this machine only with --expose")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need --expose")
     parser.add_argument("--expose", action="store_true", help="let other machines reach the server")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
