@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import ROOT
 from torchtitan.config import ConfigManager
-from torchtitan.grpo.config import job_config
+from torchtitan.grpo.config import contradictions, job_config
 from torchtitan.grpo.config.keys import check_ranges, keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
 from torchtitan.grpo.config.machine import check_machine, raise_file_limit
@@ -20,6 +20,7 @@ from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rewards import functions
 
 TINY = str(ROOT / "train_configs" / "tiny_qwen3")
 MODEL = ["--model.hf_assets_path", TINY]
@@ -567,6 +568,7 @@ def test_a_key_in_the_wrong_place_is_not_shown(flags, says):
 
 
 def test_tables_name_real_keys():
+    assert set(contradictions.BUILT_IN) == set(functions.BUILT_IN)
     assert set(ELSEWHERE.values()) <= {key.path for key in honoured_keys()}
     covered = {unsupported_by(path) for path in keys()} - {None}
     assert covered == set(UNSUPPORTED)

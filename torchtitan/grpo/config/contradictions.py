@@ -15,7 +15,9 @@ from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.keys import LARGEST, keys, label, show
 from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.errors import did_you_mean
-from torchtitan.grpo.rewards.functions import BUILT_IN
+
+BUILT_IN = ("exact_match", "numeric_match", "math_verify", "reasoning_gym")
+"""Reward functions without a module: those of `rewards/functions.py`."""
 
 
 def check_contradictions(config: JobConfig) -> list[str]:

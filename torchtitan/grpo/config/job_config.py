@@ -251,7 +251,8 @@ class Rollout:
     min_servers: Annotated[int, Range(at_least=1)] = 1
     """The run stops when fewer servers are left. Lost servers are retried until they return."""
     api_key_env: str = ""
-    """Environment variable that holds the servers' API key. The key itself is never written or logged."""
+    """Environment variable that holds the servers' API key. The key itself is never written or logged. vLLM by itself
+    asks for it on some routes only: see docs/engines.md."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="vLLM raises lower ones to 0.01")] = 1.0
     """Sampling temperature. The trainer's log-probabilities use the same."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 512
@@ -387,8 +388,8 @@ class Reward:
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 10.0
     """Longest time for one function on one answer. After it the score is 0, counted and logged."""
     secrets: list[str] = field(default_factory=list)
-    """Environment variables with keys that the functions need, as for an LLM judge. Others whose names end in KEY,
-    TOKEN, SECRET, PASSWORD or the like are not in the environment of worker processes."""
+    """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY,
+    TOKEN, SECRET, PASSWORD or the like are removed from the environment of worker processes."""
 
 
 @dataclass
