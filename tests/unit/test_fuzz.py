@@ -272,7 +272,14 @@ SPECS = st.lists(
 def test_any_plan(specs, limit, version, flip):
     """What is packed by a plan is read by its JSON. Any changed bit of payload or trailer is refused."""
     plan = json.loads(json.dumps(plan_to_json(plan_buckets(specs, limit))))
-    info = {"protocol": PROTOCOL, "backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 0}
+    info = {
+        "protocol": PROTOCOL,
+        "backend": "disk",
+        "master_address": "",
+        "master_port": 0,
+        "rank_offset": 0,
+        "run": "r",
+    }
     info |= {"world_size": 1, "num_buffers": 1, "timeout_seconds": 1.0, "verify": True, "plan": plan}
     receiver = Receiver(info, torch.device("cpu"))
     assert [spec for bucket in receiver.buckets for spec in bucket.tensors] == specs

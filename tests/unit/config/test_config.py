@@ -357,7 +357,10 @@ def test_bad_flag_is_named(flags, expected):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[grpo\n", "[grpo]\ngroup_size = 8\ngroup_size = 9\n", "a = 'ü'", "a = " + "[" * 5000], ids=range(4))
+BROKEN_TOML = ["[grpo\n", "[grpo]\ngroup_size = 8\ngroup_size = 9\n", "a = 'ü'", "a = " + "[" * 5000]
+
+
+@pytest.mark.parametrize("text", BROKEN_TOML, ids=range(len(BROKEN_TOML)))
 def test_broken_toml_names_file_and_place(tmp_path, text):
     path = tmp_path / "run.toml"
     path.write_bytes(text.encode("latin-1"))

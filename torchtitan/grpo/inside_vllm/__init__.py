@@ -2,6 +2,7 @@
 
     process         at start                        when `--weight-transfer-config` names our backend
     API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields
+                    api_key.ApiKeyMiddleware, if a flag names it
     engine core     plugin.register: two hooks      bundled_outputs
     worker          plugin.register: two hooks      transfer_engine
                                                       weight_wire.receiver: buckets in, checksums verified
