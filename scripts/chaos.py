@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""The fault campaign: break things at random while training goes on, and check that every promise holds.
+
+    python scripts/chaos.py resume --points 200 --ranks 2     killed and resumed is not killed, to the last bit
+    python scripts/chaos.py fleet --servers 4 --seconds 600   servers die, hang and lie while a trainer trains
+    python scripts/chaos.py garbage --rounds 10               one server answers nonsense
+    python scripts/chaos.py soak --picture soak.png           an hour of faults, and nothing grows
+    python scripts/chaos.py learn --seeds 3                   the quickstart under fire learns what it learns without
+
+docs/reliability.md says what is promised. Each part ends with exit status 0 and a table, or 1 and what did not hold.
+The faults are drawn from --seed. Needs the test packages: pip install -e '.[test]'. Linux only.
+"""
+
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    common.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this new folder, and keep everything")
+    common.add_argument("--docs", action="store_true", help="write the rows into docs/reliability.md")
+    common.add_argument("--limit-s", type=int, default=7200, help="longest time of all (default 7200)")
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+
+    resume = parts.add_parser("resume", parents=[common], help="kill and resume")
+    resume.add_argument("--points", type=int, default=20, help="faults that must fall (default 20)")
+    resume.add_argument("--ranks", type=int, default=1)
+    resume.add_argument("--mode", choices=["sync", "async"], default="sync")
+    resume.add_argument("--launcher", choices=["agent", "torchrun"], default="agent", help="where torchrun is hit")
+
+    fleet = parts.add_parser("fleet", parents=[common], help="break servers")
+    fleet.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
+    fleet.add_argument("--servers", type=int, choices=[2, 3, 4], default=3)
+    fleet.add_argument("--seconds", type=float, default=40.0, help="in which faults begin (default 40)")
+
+    soak = parts.add_parser("soak", parents=[common], help="an hour of the same, and nothing grows")
+    soak.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
+    soak.add_argument("--servers", type=int, choices=[2, 3, 4], default=3)
+    soak.add_argument("--seconds", type=float, default=3600.0, help="in which faults begin (default 3600)")
+    soak.add_argument("--picture", type=Path, metavar="FILE", help="draw memory, threads, descriptors and step time")
+
+    learn = parts.add_parser("learn", parents=[common], help="the quickstart, with and without faults")
+    learn.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
+
+    garbage = parts.add_parser("garbage", parents=[common], help="spoil replies")
+    garbage.add_argument("--rounds", type=int, default=1, help="how often each kind (default 1)")
+    return parser
+
+
+def make(args: argparse.Namespace, folder: Path) -> Any:
+    """The part of the campaign. `run` makes rows of the table; afterwards `wrong` lists what did not hold."""
+    if args.part == "resume":
+        from chaos.resume import Campaign
+
+        return Campaign(folder, args.ranks, args.mode, args.points, args.seed, args.launcher)
+    if args.part == "fleet":
+        from chaos.fleet import Fleet
+
+        return Fleet(folder, args.engine, args.servers, args.seconds, args.seed)
+    if args.part == "soak":
+        from chaos.soak import Soak
+
+        return Soak(folder, args.engine, args.servers, args.seconds, args.seed)
+    if args.part == "learn":
+        from chaos.learn import Learn
+
+        return Learn(folder, args.seeds, args.seed)
+    from chaos.garbage import Garbage
+
+    return Garbage(folder, args.seed, args.rounds)
+
+
+def main() -> int:
+    parser = build_parser()
+    args = parser.parse_args()
+    if args.keep and args.keep.exists() and any(args.keep.iterdir()):
+        parser.error(f"--keep {args.keep} is not empty: name a new folder")
+    # Both raise in the main thread, so that what runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done within --limit-s = {args.limit_s}"))
+    signal.alarm(args.limit_s)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from chaos.processes import Broken
+    from chaos.report import show, write
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = make(args, folder)
+        try:
+            rows = part.run()
+        except Broken as error:  # it could not even begin, or not go on
+            print(f"FAIL  {error}", file=sys.stderr)
+            return 1
+        if args.part == "soak" and args.picture:
+            part.draw(args.picture)
+        for line in part.details():
+            print(line)
+    print(show(rows))
+    for line in part.wrong:
+        print(f"FAIL  {line}", file=sys.stderr)
+    if args.docs:
+        write(rows)
+    return 1 if part.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""Part 1: a run that is killed, wherever that falls, and resumed, is the run that was not killed.
+
+Sync runs must agree to the last bit: every tensor of every checkpoint, the random states, the trainer's state, the
+metrics that do not measure time, the samples. Async runs depend on timing; there the ledger must be whole: no prompt
+is trained twice, none is lost, and no token is older than the bound.
+
+One chain is one run that is hit again and again, and resumed each time, until it has reached its last step.
+"""
+
+import json
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from chaos.aimed import Aim
+from chaos.processes import GONE_S, TINY, Broken, Flags, Server, Trainer, metric_lines
+from chaos.report import Row, row
+from tests.helpers.trainer_runs import without_times
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+
+STEPS, INTERVAL, PROMPTS, SAMPLES, MAX_AGE = 8, 2, 4, 4, 2
+SFT_PROMPTS = 2 * 16
+FLAGS: Flags = {
+    "--job.config_file": "train_configs/quickstart.toml",
+    "--training.steps": str(STEPS),
+    "--sft.steps": "2",
+    "--sft.batch_size": "16",
+    "--grpo.prompts_per_step": str(PROMPTS),
+    "--grpo.group_size": str(SAMPLES),
+    "--reward.functions": "exact_match,chaos.rewards:varied",
+    "--data.size": "500",  # all are tokenized at each start
+    "--checkpoint.interval": str(INTERVAL),
+    "--checkpoint.keep_latest_k": "0",
+    "--checkpoint.resume": None,
+    "--validation.freq": "4",
+    "--validation.prompts": "8",
+    "--metrics.no-enable_tensorboard": None,
+    "--metrics.samples_per_step": str(PROMPTS * SAMPLES),
+    # A fault may take the server while the trainer still looks for it.
+    "--rollout.start_timeout_seconds": "4",
+    "--rollout.request_timeout_seconds": "20",
+    "--weight_sync.timeout_seconds": "20",
+}
+ASYNC: Flags = {
+    "--async_grpo.enabled": None,
+    "--async_grpo.max_trajectory_age_steps": str(MAX_AGE),
+    "--weight_sync.async_weight_update": None,
+    "--optimizer.lr": "1e-4",
+}
+HITS_IN_A_CHAIN = 6
+BROKEN_MAX = 3
+"""Chains that may break before the campaign gives up."""
+RUN_S = 90.0
+WATCHED = ("checkpoint", "metrics.jsonl", "samples.jsonl")
+"""Faults are aimed at operations on these."""
+
+
+@dataclass
+class Point:
+    """One fault that fell.
+
+    Attributes:
+        aim: Where it was aimed.
+        witness: What the process that sent the signal saw just before.
+        step, saved: The last step in metrics.jsonl, and the newest complete checkpoint, when all was over.
+        gone_s: From the signal until no process of the run was left.
+        back_s: From the next start to its first step.
+        held: The run that it fell on was the uninterrupted one in the end.
+    """
+
+    aim: Aim
+    witness: dict[str, Any]
+    step: int
+    saved: int
+    gone_s: float
+    back_s: float | None = None
+    held: bool = True
+
+    def describe(self) -> str:
+        found = [name for name in self.witness["files"] if "step-" in name]
+        return (
+            f"{self.aim.describe()}; step {self.step}, checkpoint {self.saved}, {len(found)} files of checkpoints; "
+            f"gone in {self.gone_s:.2f} s"
+        )
+
+
+@dataclass
+class Campaign:
+    """Chains of one kind of run, against one embedded server.
+
+    Args:
+        launcher: For faults of torchrun: "agent" or "torchrun".
+
+    Attributes:
+        wrong: What did not hold.
+    """
+
+    folder: Path
+    ranks: int
+    mode: str
+    points: int
+    seed: int
+    launcher: str = "agent"
+    hit: list[Point] = field(default_factory=list)
+    missed: int = 0
+    wrong: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Operations in the trace of rank 0 of an uninterrupted run, and of loads: what faults are aimed at."""
+    deck: list[str] = field(default_factory=list)
+
+    def run(self) -> list[Row]:
+        """Hit as many points as asked, or until too many chains were broken."""
+        self.random = random.Random(self.seed)
+        with Server("embedded", self.folder, "server") as self.server:
+            self.server.wait_healthy()
+            self.flags = FLAGS | (ASYNC if self.mode == "async" else {}) | {"--rollout.urls": self.server.url}
+            self.whole = self.folder / "whole"
+            started = time.monotonic()
+            self._finish(self.whole)
+            self.length_s = time.monotonic() - started
+            self._learn_events(self.folder / "scratch")
+            if self.mode == "async":
+                self._check_ledger(self.whole)
+            number = 0
+            while len(self.hit) < self.points and len(self.wrong) < BROKEN_MAX:
+                if self.missed > 2 * self.points + 5:
+                    raise Broken(f"{self.missed} faults missed, {len(self.hit)} fell")
+                number += 1
+                self._chain(self.folder / f"chain-{number}")
+        return self.rows()
+
+    def rows(self) -> list[Row]:
+        part = f"resume, {self.mode}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        by_fault: dict[str, list[Point]] = {}
+        for point in self.hit:
+            name = f"{signal.Signals(point.aim.number).name} of {point.aim.target}"
+            by_fault.setdefault(name, []).append(point)
+        return [
+            row(
+                part,
+                fault,
+                tries=len(points),
+                survived=sum(point.held for point in points),
+                detect_s=[point.gone_s for point in points],
+                recover_s=[point.back_s for point in points if point.back_s is not None],
+                lost=f"{max(point.step - point.saved for point in points)} steps, done again",
+            )
+            for fault, points in sorted(by_fault.items())
+        ]
+
+    def details(self) -> list[str]:
+        """Each fault, where it fell and what was found there."""
+        return [*map(Point.describe, self.hit), f"{self.missed} faults came after the end of their run: not counted"]
+
+    # ------------------------------------------------------------------------------------------------- one chain
+
+    def _chain(self, run: Path) -> None:
+        """Hit one run several times, finish it, and compare it with the whole one."""
+        hits: list[Point] = []
+        finished = False
+        try:
+            while not finished and len(hits) < min(HITS_IN_A_CHAIN, self.points - len(self.hit)):
+                finished, point = self._hit(run, hits)
+                if point is None:
+                    self.missed += 1
+                else:
+                    hits.append(point)
+            if not finished:
+                self._finish(run, hits)
+            self._compare(run)
+        except Broken as error:
+            fallen = "\n".join(f"  {point.describe()}" for point in hits)
+            self.wrong.append(f"seed {self.seed}, {run}: after\n{fallen}\n{error}")
+            for point in hits:
+                point.held = False
+        else:
+            shutil.rmtree(run)
+        self.hit += hits
+
+    def _hit(self, run: Path, before: list[Point]) -> tuple[bool, Point | None]:
+        """One start with an aimed fault: (whether the run reached its end, the point if the fault fell)."""
+        aim = self._draw(run)
+        launcher = self.launcher if aim.target == "torchrun" else "ranks"
+        scratch = self.folder / "scratch"
+        saved = self._saved(run)
+        with Trainer(run, self.flags, scratch, self.ranks, launcher, aim, {"server": self.server}) as trainer:
+            self._time_first_step(trainer, saved, before)
+            status = trainer.wait(RUN_S)
+            ended = time.time()
+            witness = scratch / "witness.json"
+            if not witness.exists():
+                if status:
+                    raise Broken(
+                        f"without a fault ({aim.describe()}) the run ended with {status}\n{trainer.log[-6000:]}"
+                    )
+                self._learn_events(scratch)
+                self.length_s = min(self.length_s, ended - trainer.started)
+                return True, None
+            seen = json.loads(witness.read_text())
+            self._learn_events(scratch)
+            if ended - seen["time"] > GONE_S:
+                raise Broken(f"{aim.describe()}: {ended - seen['time']:.1f} s until all processes had ended")
+        if aim.target == "server":
+            self.server.wait_gone(30.0)
+            self.server.start()
+            self.server.wait_healthy()
+        lines = metric_lines(run)
+        step = max((line["step"] for line in lines), default=0)
+        point = Point(aim, seen, step, self._saved(run), ended - seen["time"])
+        return status == 0, point
+
+    def _finish(self, run: Path, before: list[Point] | None = None) -> None:
+        """Run to the end without a fault."""
+        scratch = self.folder / "scratch"
+        saved = self._saved(run)
+        with Trainer(run, self.flags, scratch, self.ranks) as trainer:
+            self._time_first_step(trainer, saved, before or [])
+            if trainer.wait(RUN_S) != 0:
+                raise Broken(f"the run did not reach its end:\n{trainer.log[-6000:]}")
+
+    def _time_first_step(self, trainer: Trainer, saved: int, before: list[Point]) -> None:
+        """Until the run has logged a step after the checkpoint that it began with, or has ended."""
+        if not before or before[-1].back_s is not None:
+            return
+        metrics = trainer.folder / "metrics.jsonl"
+        stamp = metrics.stat().st_mtime_ns if metrics.exists() else 0
+
+        def stepped() -> bool:
+            try:
+                now = metrics.stat().st_mtime_ns
+            except FileNotFoundError:
+                return False
+            return now != stamp and (max((line["step"] for line in metric_lines(trainer.folder)), default=0) > saved)
+
+        if trainer.wait(RUN_S, stepped) is None:
+            before[-1].back_s = time.time() - trainer.started
+
+    def _draw(self, run: Path) -> Aim:
+        """A fault at random: half of them at a file operation, each kind in turn; the others at a moment."""
+        draw = self.random
+        targets = ["rank 0"] * 3 + ["torchrun"] * 2 + ["server"] + (["rank 1"] * 2 if self.ranks > 1 else [])
+        aim = Aim(draw.choice(targets), draw.choice([signal.SIGKILL, signal.SIGTERM]))
+        if draw.random() < 0.4:
+            aim.delay_s = draw.uniform(0.2, 1.0) * self.length_s
+            return aim
+        if not self.deck:
+            self.deck = sorted(self.counts)
+            draw.shuffle(self.deck)
+        aim.event = self.deck.pop()
+        left = (STEPS - self._saved(run)) / STEPS
+        aim.nth = draw.randint(1, max(1, int(self.counts[aim.event] * left)))
+        aim.delay_s = draw.choice([0.0, 0.0, draw.uniform(0.0, 0.03)])
+        return aim
+
+    def _learn_events(self, scratch: Path) -> None:
+        trace = [json.loads(line)["event"] for line in (scratch / "trace-0.jsonl").read_text().splitlines()]
+        for event, count in Counter(trace).items():
+            if event.split()[-1].startswith(WATCHED) and event not in self.counts:
+                self.counts[event] = count
+                self.deck.insert(self.random.randint(0, len(self.deck)), event)
+
+    @staticmethod
+    def _saved(run: Path) -> int:
+        """The newest complete checkpoint, as far as its name says."""
+        markers = (run / "checkpoint").glob("step-*/complete.json")
+        return max((int(path.parent.name[5:]) for path in markers if path.parent.name[5:].isdigit()), default=0)
+
+    # ---------------------------------------------------------------------------------------------- what must hold
+
+    def _compare(self, run: Path) -> None:
+        if self.mode == "async":
+            self._check_ledger(run)
+            return
+        for step in range(INTERVAL, STEPS + 1, INTERVAL):
+            path = Path("checkpoint") / f"step-{step}"
+            if not (run / path / "complete.json").is_file():
+                raise Broken(f"the resumed run has no checkpoint {step}")
+            ours, theirs = _contents(run / path), _contents(self.whole / path)
+            different = [name for name in ours.keys() | theirs.keys() if not _same(ours.get(name), theirs.get(name))]
+            if different:
+                raise Broken(f"checkpoint {step} differs from the uninterrupted run's in {sorted(different)[:8]}")
+        names = [self.whole / "metrics.jsonl", run / "metrics.jsonl"]
+        straight, resumed = ([json.loads(line) for line in name.read_text().splitlines()] for name in names)
+        if without_times(straight) != without_times(resumed):
+            changed = [
+                (ours.get("step"), name, ours.get(name), theirs.get(name))
+                for ours, theirs in zip(without_times(resumed), without_times(straight), strict=False)
+                for name in ours.keys() | theirs.keys()
+                if ours.get(name) != theirs.get(name)
+            ]
+            raise Broken(
+                f"{len(resumed)} lines of metrics, {len(straight)} without faults; they differ in {changed[:8]}"
+            )
+        if (run / "samples.jsonl").read_text() != (self.whole / "samples.jsonl").read_text():
+            raise Broken("samples.jsonl differs from the uninterrupted run's")
+
+    def _check_ledger(self, run: Path) -> None:
+        """Every prompt that was taken was trained once, or still waits in the last checkpoint's buffer."""
+        trained: Counter[int] = Counter()
+        by_step: Counter[int] = Counter()
+        for text in (run / "samples.jsonl").read_text().splitlines():
+            sample = json.loads(text)
+            trained[sample["prompt_index"]] += 1
+            by_step[sample["step"]] += 1
+            oldest = min(sample["versions"], default=sample["step"] - 1)
+            if oldest < sample["step"] - 1 - MAX_AGE:
+                raise Broken(f"step {sample['step']} trained on tokens of version {oldest}, bound {MAX_AGE}")
+        if dict(by_step) != dict.fromkeys(range(1, STEPS + 1), PROMPTS * SAMPLES):
+            raise Broken(f"samples by step: {dict(by_step)}")
+        state = json.loads((run / "checkpoint" / f"step-{STEPS}" / "trainer.json").read_text())["rollouts"]
+        waiting = [entry["prompt"] for entry in state["buffer"]["entries"]]
+        if set(waiting) & trained.keys() or any(count != SAMPLES for count in trained.values()):
+            twice = [index for index, count in trained.items() if count != SAMPLES]
+            raise Broken(
+                f"prompts trained more or less than once: {twice}; also waiting: {set(waiting) & trained.keys()}"
+            )
+        taken = self._order(SFT_PROMPTS + state["buffer"]["next_number"])[SFT_PROMPTS:]
+        if set(taken) != trained.keys() | set(waiting):
+            lost = sorted(set(taken) - trained.keys() - set(waiting))
+            raise Broken(f"prompts lost: {lost}; from nowhere: {sorted((trained.keys() | set(waiting)) - set(taken))}")
+        ages = [line["rollout/age_max"] for line in metric_lines(run)]
+        if len(ages) != STEPS or max(ages) > MAX_AGE:
+            raise Broken(f"oldest token by step: {ages}, bound {MAX_AGE}")
+
+    def _order(self, count: int) -> list[int]:
+        """Indices of the first prompts in the order of the data."""
+        config = load_config([part for pair in self.flags.items() for part in pair if part])
+        held_out = config.validation.prompts if config.validation.enable else 0
+        source = PromptSource(config.data, load_tokenizer(str(TINY)), config.debug.seed, validation_prompts=held_out)
+        return [prompt.index for prompt in source.next(count)]
+
+
+def _contents(checkpoint: Path) -> dict[str, Any]:
+    """Tensors and values of a checkpoint by name: weights, optimizer, schedule, random states, the trainer's state."""
+    state: dict[str, Any] = {}
+    reader = FileSystemReader(checkpoint / "dcp")
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    found = dict(_flat("dcp", state))
+    for path in checkpoint.glob("rng-rank-*.pt"):
+        states = torch.load(path, weights_only=True)
+        # Python's and NumPy's generators are not seeded before the first checkpoint, and nothing here draws from them.
+        found |= dict(_flat(path.name, {name: states[name] for name in states.keys() - {"python", "numpy"}}))
+    found |= dict(_flat("trainer", json.loads((checkpoint / "trainer.json").read_text())))
+    return found | {"export": (checkpoint / "hf" / "model.safetensors").read_bytes()}
+
+
+def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, inner in value.items() for pair in _flat(f"{name}/{key}", inner)]
+    if isinstance(value, list | tuple):
+        return [pair for i, inner in enumerate(value) for pair in _flat(f"{name}/{i}", inner)]
+    return [(name, value)]
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    return type(ours) is type(theirs) and ours == theirs

@@ -1,0 +1,94 @@
+"""What a run says and logs, with the time at which it came."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.processes import Broken, Trainer, metric_lines
+
+_OUT = re.compile(r"(http://\S+) is (lost|out of traffic): (.*)")
+_IN = re.compile(r"(http://\S+) is in traffic, with weights of version (\d+)")
+
+
+@dataclass
+class Change:
+    """A server entered or left traffic."""
+
+    time: float
+    url: str
+    is_in: bool
+    line: str
+
+
+class Watch(threading.Thread):
+    """Reads along while a run trains.
+
+    Attributes:
+        changes: Servers that entered or left traffic, in order.
+        steps: (time, line of metrics.jsonl) of each step.
+        usage: (time, file descriptors, threads, resident MiB) of rank 0, about once a second.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._trainer = trainer
+        self._ended = threading.Event()
+        self.changes: list[Change] = []
+        self.steps: list[tuple[float, dict]] = []
+        self.usage: list[tuple[float, int, int, float]] = []
+        self.start()
+
+    def run(self) -> None:
+        offset, rest, next_usage = 0, "", 0.0
+        while not self._ended.wait(0.02):
+            now = time.time()
+            with self._trainer.log_path.open("rb") as log:
+                log.seek(offset)
+                read = log.read()
+            offset += len(read)
+            *lines, rest = (rest + read.decode(errors="replace")).split("\n")
+            for line in lines:
+                if found := _OUT.search(line) or _IN.search(line):
+                    self.changes.append(Change(now, found[1], found.re is _IN, line))
+            self.steps += [(now, line) for line in metric_lines(self._trainer.folder)[len(self.steps) :]]
+            if now >= next_usage and self.steps:
+                next_usage = now + 1.0
+                self._measure(now)
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join(10)
+
+    def first(self, url: str, is_in: bool, since: float) -> Change | None:
+        """The first change of this server to this state at or after a time."""
+        return next((c for c in self.changes if c.url == url and c.is_in == is_in and c.time >= since), None)
+
+    def is_in(self, url: str) -> bool:
+        return next((change.is_in for change in reversed(self.changes) if change.url == url), False)
+
+    def wait_for(self, what: str, ready: Callable[[], object], limit_s: float) -> None:
+        """Wait while the run goes on.
+
+        Raises:
+            Broken: It ended, or `limit_s` have passed.
+        """
+        deadline = time.monotonic() + limit_s
+        while not ready():
+            status = self._trainer.status()
+            if status is not None:
+                raise Broken(f"the run ended with {status} before: {what}\n{self._trainer.log[-6000:]}")
+            if time.monotonic() > deadline:
+                raise Broken(f"not within {limit_s:g} s: {what}\n{self._trainer.log[-6000:]}")
+            time.sleep(0.01)
+
+    def _measure(self, now: float) -> None:
+        process = Path(f"/proc/{self._trainer.pid}")
+        try:
+            status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
+            descriptors = len(list((process / "fd").iterdir()))
+            self.usage.append((now, descriptors, int(status["Threads"]), int(status["VmRSS"].split()[0]) / 1024))
+        except (OSError, KeyError):  # it has ended; a zombie has no memory
+            return
