@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import ROOT
+from tests.helpers.ranks import free_port
 from torchtitan.grpo.stopping import leave_process_groups
 
 GRACE_S = 1.0
@@ -34,8 +35,8 @@ finally:
 """
 
 
-def start(body: str, launcher: str = "", **environment: str) -> subprocess.Popen:
-    program = f"from torchtitan.grpo.stopping import stop_in_time\nstop_in_time({GRACE_S}){body}"
+def start(body: str, launcher: str = "", grace_s: float = GRACE_S, **environment: str) -> subprocess.Popen:
+    program = f"from torchtitan.grpo.stopping import stop_in_time\nstop_in_time({grace_s}){body}"
     command = [sys.executable, "-c", program]
     if launcher:
         command = [sys.executable, "-c", launcher, *command]
@@ -65,6 +66,25 @@ def test_a_process_that_can_closes_in_order(number, status):
     printed, said = process.communicate(timeout=30)
     assert (process.returncode, printed) == (status, "closed\n")
     assert "Timeout" not in said
+
+
+def test_a_process_that_loses_the_exit_is_told_again():
+    """As inside `torch.save`: an exception in a callback of C++ becomes another one."""
+    body = (
+        "import time\ntry:\n    print('waits', flush=True)\n    time.sleep(60)\nexcept SystemExit:\n    print('lost')\n"
+    )
+    process = start(f"\n{body}time.sleep(60)", grace_s=20)
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=15)[0] == "lost\n"
+    assert process.returncode == 143
+
+
+def test_a_process_whose_launcher_died_while_it_was_imported_ends():
+    agent = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+    process = start(CLOSES_IN_TIME, **agent, MASTER_PORT=str(free_port()))
+    printed, said = process.communicate(timeout=30)
+    assert (process.returncode, printed) == (143, "") and "torchrun ended" in said
 
 
 def test_a_process_that_closes_after_an_error_still_says_which():

@@ -7,6 +7,7 @@ rank that has stopped executes none. Without a limit it would wait forever and k
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,6 +19,9 @@ GRACE_S = 25.0
 FAILED_S = 60.0
 """The same after an error, which the other ranks have not seen yet, and after the last step."""
 _LAUNCHER_POLL_S = 1.0
+_AGENT_S = 5.0
+_AGAIN_S = 2.0
+"""How long the main thread may take to begin closing before it is told again."""
 
 _lock = threading.Lock()
 _end_at = float("inf")
@@ -48,9 +52,15 @@ def _exit_within(seconds: float) -> None:
 def stop_in_time(grace_s: float = GRACE_S) -> None:
     """Make SIGTERM raise SystemExit in the main thread, and bound the time after SIGTERM or SIGINT.
 
-    Call it from the main thread. Under torchrun the process also stops when torchrun is gone: a killed torchrun would
-    leave its trainers on the GPUs.
+    Call it from the main thread. SystemExit is raised again until `end_within` is called: it may come inside a callback
+    of C++ (`torch.save` has one), which turns it into another error that the program survives.
+
+    Under torchrun the process also stops when torchrun is gone: a killed torchrun would leave its trainers on the GPUs.
+
+    Raises:
+        SystemExit: It is gone already.
     """
+    launcher = os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: None if _closing else sys.exit(_status))
     heard, told = os.pipe()
     os.set_blocking(told, False)
@@ -61,10 +71,17 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
         while os.read(heard, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
             pass
         _exit_within(grace_s)
+        while not _closing:
+            time.sleep(_AGAIN_S)
+            if not _closing:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=listen, name="stop-watch", daemon=True).start()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_stop_with, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not _agent_answers():
+            print("torchrun ended while this process started", file=sys.stderr)
+            sys.exit(_status)
+        threading.Thread(target=_stop_with, args=(launcher,), name="launcher-watch", daemon=True).start()
 
 
 def stop(status: int, grace_s: float = GRACE_S - 1) -> None:
@@ -109,6 +126,18 @@ def leave_process_groups(error: type[BaseException] | None = None, *_: object) -
         dist.destroy_process_group()
     else:
         dist.distributed_c10d._abort_process_group()
+
+
+def _agent_answers() -> bool:
+    """Whether torchrun's store is there. The parent's number does not tell if torchrun died during the imports."""
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=_AGENT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass  # another host's, perhaps slow: joining the process group will say more
+    return True
 
 
 def _stop_with(launcher: int) -> None:

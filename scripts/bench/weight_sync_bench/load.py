@@ -94,7 +94,7 @@ class TimedLoading:
 
 
 class Received:
-    """In place of a `Receiver`. A bucket is whatever lies in the device's memory, and nothing keeps it, as on a wire."""
+    """In place of a `Receiver`. A bucket is whatever lies in the device's memory. Nothing keeps it, as on a wire."""
 
     def __init__(self, buckets: list[Bucket], device: torch.device):
         self.buckets, self._device = buckets, device

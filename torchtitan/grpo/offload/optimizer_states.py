@@ -282,8 +282,9 @@ class HostOptimizerStates:
 
     def _wait_emptied(self, part: _Part) -> None:
         """Keep the host from running a whole step ahead: the allocator would find nothing free and hold every part."""
-        if part.twin is not None and part.twin.emptied is not None:
-            part.twin.emptied.synchronize()
+        if part.twin is not None:
+            for event in part.twin.emptied:
+                event.synchronize()
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], device: torch.device) -> list[Tensor]:

@@ -107,8 +107,8 @@ class PinnedTwin:
         self.nbytes = sum(size for _, size in self._storages)
         self.on_device = True
         self.saved: torch.cuda.Event | None = None
-        self.emptied: torch.cuda.Event | None = None
-        """The event after which the allocator has the memory again."""
+        self.emptied: list[torch.cuda.Event] = []
+        """The events after which the allocator has the memory again."""
         self._loaded: torch.cuda.Event | None = None
         self._out, self._in = copies, copies_in or copies
         device = copies.device
@@ -136,8 +136,9 @@ class PinnedTwin:
                 view.record_stream(self._out.stream)
         for storage, _ in self._storages:
             storage.resize_(0)
-        if self._out.stream is not None:
-            self.emptied = self._out.stream.record_event()  # behind the allocator's own
+        # Behind the allocator's own events, on both streams: it also waits for later copies to the device.
+        streams = {self._out.stream, self._in.stream}
+        self.emptied = [stream.record_event() for stream in streams if stream is not None]
         self.on_device = False
 
     def load(self) -> None:
