@@ -21,6 +21,7 @@ OTHER = "gpu-01-4711-5f3a2c"
         ("9" * 5000 + f"@{OTHER}", None, None, ""),
         ("", None, None, ""),
     ],
+    ids=["ours", "theirs", "no run", "a name", "negative", "long", "empty"],
 )
 def test_a_version_belongs_to_one_run(name, ours, theirs, run):
     assert (version_of(name), version_of(name, OTHER), other_run(name)) == (ours, theirs, run)

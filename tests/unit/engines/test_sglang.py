@@ -159,6 +159,7 @@ def test_a_server_restarted_at_the_address_of_a_paused_one_is_not_paused(monkeyp
         (f"3@{own_run().rpartition('-')[0]}-a1", ["2"], False),  # another process had this number
         (version_name(3, _run_of_process(os.getppid())), [], True),
     ],
+    ids=["none", "ours", "elsewhere", "elsewhere, taken", "another process", "our parent"],
 )
 def test_a_server_of_another_run_that_lives_is_refused(monkeypatch, name, given, refused):
     control = SglangControl(URL)
