@@ -38,6 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     fleet.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
     fleet.add_argument("--servers", type=int, choices=[2, 3, 4], default=3)
     fleet.add_argument("--seconds", type=float, default=40.0, help="in which faults begin (default 40)")
+    fleet.add_argument("--only", nargs="+", default=[], metavar="NAME", help="faults whose names begin so")
+    fleet.add_argument("--gpu", default="", metavar="I", help="where vLLM or SGLang serves (default: the CPU)")
+    fleet.add_argument("--transport", default="auto", help="with one GPU for all: gloo")
 
     soak = parts.add_parser("soak", parents=[common], help="an hour of the same, and nothing grows")
     soak.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
@@ -62,7 +65,8 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
     if args.part == "fleet":
         from chaos.fleet import Fleet
 
-        return Fleet(folder, args.engine, args.servers, args.seconds, args.seed)
+        how = (args.only, args.gpu, args.transport)
+        return Fleet(folder, args.engine, args.servers, args.seconds, args.seed, *how)
     if args.part == "soak":
         from chaos.soak import Soak
 

@@ -8,10 +8,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chaos.in_flight import REQUEST_S, STRAGGLER_S
 from chaos.processes import TINY, Broken, Server
@@ -168,7 +169,7 @@ class Injection:
     wrong: str = ""
 
 
-def start_members(stack: ExitStack, engine: str, count: int, folder: Path, **how: int) -> list[Member]:
+def start_members(stack: ExitStack, engine: str, count: int, folder: Path, **how: Any) -> list[Member]:
     """Healthy servers. The last one has a proxy in front."""
     other_model = folder / "other_model"
     _save_other_model(other_model)
@@ -186,6 +187,7 @@ class Torment:
         watch: Of the trainer that they serve.
         over: Whether no further fault shall begin.
         pause_s: Shortest and longest time between two faults of one server.
+        kinds: Those that are drawn.
 
     Attributes:
         injections: The faults so far.
@@ -198,8 +200,10 @@ class Torment:
         draw: random.Random,
         over: Callable[[], bool],
         pause_s: tuple[float, float] = (0.5, 2.0),
+        kinds: Sequence[Kind] = KINDS,
     ) -> None:
         self.injections: list[Injection] = []
+        self._kinds = kinds
         self._members, self._watch, self._random, self._over = members, watch, draw, over
         self._pause_s = pause_s
         self._lock = threading.Lock()
@@ -240,7 +244,7 @@ class Torment:
         """Each kind in turn, as far as it is possible here."""
         with self._lock:
             if not any(not kind.by_proxy or member.proxy for kind in self._deck):
-                more = list(KINDS)
+                more = list(self._kinds)
                 self._random.shuffle(more)
                 self._deck += more
             kind = next((kind for kind in self._deck if kind.by_proxy and member.proxy), None) or next(

@@ -7,6 +7,7 @@ The trainer goes on with the others, on tokens that are young enough and that ou
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,11 @@ STANDSTILL_S = REQUEST_S + 3.0
 class Fleet:
     """A trainer, its servers, and the faults.
 
+    Args:
+        only: Kinds of faults whose names begin so; all if there are none.
+        gpu: Where vLLM or SGLang serves; "" for the CPU.
+        transport: `[weight_sync] transport`. NCCL joins no two processes on one GPU.
+
     Attributes:
         seconds: In which faults begin.
         wrong: What did not hold.
@@ -37,20 +43,24 @@ class Fleet:
     servers: int
     seconds: float
     seed: int
+    only: Sequence[str] = ()
+    gpu: str = ""
+    transport: str = "auto"
     wrong: list[str] = field(default_factory=list)
-
     injections: list[Injection] = field(default_factory=list)
 
     def run(self) -> list[Row]:
         with ExitStack() as stack:
-            members = start_members(stack, self.engine, self.servers, self.folder)
+            kinds = [kind for kind in KINDS if kind.name.startswith(tuple(self.only) or "")]
+            members = start_members(stack, self.engine, self.servers, self.folder, gpu=self.gpu)
             flags = FLAGS | {"--rollout.engine": self.engine, "--rollout.urls": ",".join(m.url for m in members)}
+            flags |= {"--weight_sync.transport": self.transport}
             trainer = stack.enter_context(Trainer(self.folder / "run", flags, self.folder / "scratch"))
             self.watch = watch = Watch(trainer)
             stack.callback(watch.end)
             watch.wait_for("four steps", lambda: len(watch.steps) >= 4, 120.0)
             ends_at = time.monotonic() + self.seconds
-            torment = Torment(members, watch, random.Random(self.seed), lambda: time.monotonic() > ends_at)
+            torment = Torment(members, watch, random.Random(self.seed), lambda: time.monotonic() > ends_at, kinds=kinds)
             self.injections = torment.injections
             try:
                 torment.run(self.seconds + 400.0)
@@ -67,7 +77,7 @@ class Fleet:
         return self.rows()
 
     def rows(self) -> list[Row]:
-        part = f"fleet, {self.servers} {self.engine}"
+        part = f"fleet, {self.servers} {self.engine}" + (" on a GPU" if self.gpu else "")
         rows = []
         for kind in KINDS:
             own = [injection for injection in self.injections if injection.kind is kind]

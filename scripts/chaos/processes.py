@@ -31,6 +31,22 @@ MARK = "CHAOS_MARK"
 """Environment variable with which every process of a run can be found."""
 GONE_S = 60.0
 """Longest time in which a run that was hit must have ended altogether."""
+ON_GPU = {
+    "vllm": [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--skip-tokenizer-init",
+        "--max-model-len",
+        "64",
+        "--gpu-memory-utilization",
+        "0.2",
+        "--kv-cache-memory-bytes",
+        "500000000",
+    ],
+    "sglang": ["--dtype", "float32", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.2"],
+}
+"""Flags of small servers, several of which share a GPU."""
 START_S = {"embedded": 120.0, "vllm": 600.0, "sglang": 600.0}
 
 
@@ -171,10 +187,13 @@ class Server:
         folder: For its log.
         model: The Hugging Face folder that it serves, with or without weights.
         sequences: That an embedded server decodes at once.
+        gpu: Where vLLM or SGLang serves; "" for the CPU.
     """
 
-    def __init__(self, engine: str, folder: Path, name: str, model: Path = TINY, sequences: int = 64) -> None:
-        self.engine, self.name, self.model, self._sequences = engine, name, model, sequences
+    def __init__(
+        self, engine: str, folder: Path, name: str, model: Path = TINY, sequences: int = 64, gpu: str = ""
+    ) -> None:
+        self.engine, self.name, self.model, self._sequences, self._gpu = engine, name, model, sequences, gpu
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = folder / name
@@ -198,13 +217,14 @@ class Server:
             arguments = ["--model", model, "--port", self.port, "--max-sequences", self._sequences]
             self._process = Ranks(1, EMBEDDED, *arguments, log=log, environment=environment())
             return
-        command = ["bash", f"scripts/serve_{self.engine}.sh", str(model), "--cpu", "--port", str(self.port)]
-        command += ["--load-format", "dummy"]
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = ["bash", f"scripts/serve_{self.engine}.sh", str(model), "--port", str(self.port)]
+        command += ["--load-format", "dummy", *(["--gpu", self._gpu, *ON_GPU[self.engine]] if self._gpu else ["--cpu"])]
+        paths = [str(ROOT)]
         if self.engine == "vllm":
             plugin = self._folder / "plugin"
-            variables["PYTHONPATH"] += os.pathsep + str(plugin if plugin.exists() else plugin_path(plugin))
-            variables["VLLM_CACHE_ROOT"] = str(self._folder / "cache")
+            paths.append(str(plugin if plugin.exists() else plugin_path(plugin)))
+        paths.append(os.environ.get("PYTHONPATH", ""))
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=file, stderr=file, process_group=0
