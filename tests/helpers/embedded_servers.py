@@ -1,6 +1,7 @@
 """Embedded servers in the test's own process, which tests may pause, kill and give weight versions."""
 
 import asyncio
+import copy
 import functools
 import threading
 
@@ -28,10 +29,12 @@ class ServerThread:
     Args:
         version: Of its weights.
         port: 0 takes a free one; that of a server that was killed is where it comes back.
+        takes_weights: It gets a model of its own.
     """
 
-    def __init__(self, version: int, port: int = 0) -> None:
-        self.generator = Generator(tiny_model(), max_sequences=64, max_model_len=128)
+    def __init__(self, version: int, port: int = 0, takes_weights: bool = False) -> None:
+        model = copy.deepcopy(tiny_model()) if takes_weights else tiny_model()
+        self.generator = Generator(model, max_sequences=64, max_model_len=128)
         self.generator.version = version_name(version)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)

@@ -45,7 +45,7 @@ threading.Event().wait()
 
 @pytest.fixture
 def servers() -> Iterator[list[ServerThread]]:
-    servers = [ServerThread(0), ServerThread(0)]
+    servers = [ServerThread(0, takes_weights=True) for _ in range(2)]
     yield servers
     for server in servers:
         server.close()

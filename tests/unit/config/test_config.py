@@ -139,15 +139,6 @@ BAD_TOML = {
         "prompts_per_step = 32",
         "minibatches = 4",
     ),
-    "warm-up over the run": (
-        "[lr_scheduler]\nwarmup_steps = 11\n[training]\nsteps = 10",
-        "[lr_scheduler] warmup_steps = 11 is over [training] steps = 10",
-        "at most 10",
-    ),
-    "warm-up over the schedule": (
-        "[lr_scheduler]\nwarmup_steps = 11\ntotal_steps = 8",
-        "[lr_scheduler] warmup_steps = 11 is over [lr_scheduler] total_steps = 8",
-    ),
     "rows of ranks": (
         "[training]\nseq_len = 2047\n[parallelism]\ntensor_parallel_degree = 2",
         "[training] seq_len = 2047",

@@ -146,13 +146,6 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
             '[training] flash_attention = "FA4" computes in bfloat16, and mixed_precision_param is "float32": set '
             'mixed_precision_param = "bfloat16", or flash_attention = "auto"'
         )
-    total = config.lr_scheduler.total_steps or config.training.steps
-    if config.lr_scheduler.warmup_steps > total:
-        key = "[lr_scheduler] total_steps" if config.lr_scheduler.total_steps else "[training] steps"
-        yield (
-            f"[lr_scheduler] warmup_steps = {config.lr_scheduler.warmup_steps} is over {key} = {total}: the run would "
-            f"end before it reaches [optimizer] lr, so set at most {total}"
-        )
     if config.checkpoint.resume and not config.checkpoint.enable:
         yield "[checkpoint] resume = true needs [checkpoint] enable = true"
     if config.checkpoint.load_step >= 0 and not config.checkpoint.resume:
