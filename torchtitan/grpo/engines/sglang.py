@@ -1,14 +1,14 @@
 """Asynchronous client of SGLang's own generation route: token ids in, token ids and log-probabilities out."""
 
 import asyncio
+import functools
 import uuid
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob, Span, fitting, token_id
+from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, fitting
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.version_names import version_of
 
@@ -31,27 +31,24 @@ class SglangClient(HttpClient):
             in the prefix cache (`extra_key`), so no cached key or value outlives its weights. It also stands in for a
             token's version where the server does not report one (before 0.5.19). Then it is the version at the
             request's start, so a token never counts as newer than it is.
-        newest: See `HttpClient`.
-        vocab_size: Token ids of an answer are below this.
+        newest, vocab_size: See `HttpClient`.
     """
 
     route_hint = "is this an SGLang server?"
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None,
-        request_timeout_s: float,
-        version: Callable[[], int],
-        newest: Callable[[], int] | None = None,
-        vocab_size: int = ANY_VOCAB,
-    ) -> None:
-        super().__init__(url, api_key, request_timeout_s, version, newest)
+    @functools.cached_property
+    def _name(self) -> str:
+        """Part of every request's id: another trainer's request with this number may be running."""
+        return uuid.uuid4().hex[:8]
+
+    @functools.cached_property
+    def _aborts(self) -> set[asyncio.Task[None]]:
+        return set()
+
+    def _reply_type(self, token_id: Any) -> Any:
         answer: Any = _Answer
         reply: Any = list
-        self._reply = msgspec.json.Decoder(reply[answer[token_id(vocab_size)]])
-        self._name = uuid.uuid4().hex[:8]  # another trainer's request with this number may be running
-        self._aborts: set[asyncio.Task[None]] = set()
+        return reply[answer[token_id]]
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, cohort: tuple[str, int] | None = None

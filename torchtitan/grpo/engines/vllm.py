@@ -1,13 +1,12 @@
 """Asynchronous client of vLLM's token-in, token-out route, which the embedded server has too."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob, Span, fitting, token_id
+from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, fitting
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, SamplingParams
 from torchtitan.grpo.version_names import version_of
 
@@ -28,24 +27,14 @@ class VllmClient(HttpClient):
             report one (vLLM before 0.32 without `inside_vllm.token_versions`). Then it is the version at the request's
             start, so a token never counts as newer than it is. From version 0 on, a token sampled by weights of another
             name is an EngineError: a server has such a name only until its first update, so it was restarted.
-        newest: See `HttpClient`.
-        vocab_size: Token ids of an answer are below this.
+        newest, vocab_size: See `HttpClient`.
     """
 
     route_hint = "start vLLM with --enable-scale-out (0.32 and newer)"
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None,
-        request_timeout_s: float,
-        version: Callable[[], int],
-        newest: Callable[[], int] | None = None,
-        vocab_size: int = ANY_VOCAB,
-    ) -> None:
-        super().__init__(url, api_key, request_timeout_s, version, newest)
+    def _reply_type(self, token_id: Any) -> Any:
         reply: Any = _Reply
-        self._reply = msgspec.json.Decoder(reply[token_id(vocab_size)])
+        return reply[token_id]
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, cohort: tuple[str, int] | None = None
