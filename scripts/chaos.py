@@ -26,12 +26,15 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this new folder, and keep everything")
     common.add_argument("--docs", action="store_true", help="write the rows into docs/reliability.md")
     common.add_argument("--limit-s", type=int, default=7200, help="longest time of all (default 7200)")
+    jobs = argparse.ArgumentParser(add_help=False)
+    jobs.add_argument("--jobs", type=int, default=1, help="processes that share the work; each needs two cores")
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
 
-    resume = parts.add_parser("resume", parents=[common], help="kill and resume")
+    resume = parts.add_parser("resume", parents=[common, jobs], help="kill and resume")
     resume.add_argument("--points", type=int, default=20, help="faults that must fall (default 20)")
     resume.add_argument("--ranks", type=int, default=1)
     resume.add_argument("--mode", choices=["sync", "async"], default="sync")
+    resume.add_argument("--async-saves", action="store_true", help='[checkpoint] async_mode = "async"')
     resume.add_argument("--launcher", choices=["agent", "torchrun"], default="agent", help="where torchrun is hit")
 
     fleet = parts.add_parser("fleet", parents=[common], help="break servers")
@@ -48,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     soak.add_argument("--seconds", type=float, default=3600.0, help="in which faults begin (default 3600)")
     soak.add_argument("--picture", type=Path, metavar="FILE", help="draw memory, threads, descriptors and step time")
 
-    learn = parts.add_parser("learn", parents=[common], help="the quickstart, with and without faults")
+    learn = parts.add_parser("learn", parents=[common, jobs], help="the quickstart, with and without faults")
     learn.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
 
     garbage = parts.add_parser("garbage", parents=[common], help="spoil replies")
@@ -61,7 +64,8 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
     if args.part == "resume":
         from chaos.resume import Campaign
 
-        return Campaign(folder, args.ranks, args.mode, args.points, args.seed, args.launcher)
+        async_mode = "async" if args.async_saves else "disabled"
+        return Campaign(folder, args.ranks, args.mode, args.points, args.seed, args.launcher, args.jobs, async_mode)
     if args.part == "fleet":
         from chaos.fleet import Fleet
 
@@ -74,7 +78,7 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
     if args.part == "learn":
         from chaos.learn import Learn
 
-        return Learn(folder, args.seeds, args.seed)
+        return Learn(folder, args.seeds, args.seed, args.jobs)
     from chaos.garbage import Garbage
 
     return Garbage(folder, args.seed, args.rounds)

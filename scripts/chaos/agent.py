@@ -7,6 +7,7 @@ process that runs this file has them.
 import os
 import runpy
 import sys
+import threading
 
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
@@ -23,6 +24,10 @@ def rank(script: str, arguments: list[str]) -> None:
             raise
     finally:
         os._exit = leave
+    # The agent confirms the result at once. One that is stopping does not, and waits for this process.
+    unconfirmed = threading.Timer(1.0, leave, [0])
+    unconfirmed.daemon = True
+    unconfirmed.start()
 
 
 def main() -> None:

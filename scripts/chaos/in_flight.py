@@ -20,9 +20,9 @@ FLAGS: Flags = {
     "--rollout.request_timeout_seconds": str(REQUEST_S),
     "--validation.no-enable": None,
     "--checkpoint.no-enable": None,
-    # Far from random weights; from then on versions differ, but hardly: random weights would show in the mismatch.
+    # Far from random weights; from then on versions hardly differ in thousands of steps: other weights would show.
     "--sft.steps": "20",
-    "--optimizer.lr": "1e-5",
+    "--optimizer.lr": "1e-6",
     "--grpo.zero_variance_groups": "keep",
     "--grpo.entropy_coef": "0.01",
     "--grpo.prompts_per_step": "8",

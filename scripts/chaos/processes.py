@@ -298,14 +298,17 @@ def _command(pid: int) -> str:
 
 def metric_lines(folder: Path) -> list[dict]:
     """The complete lines of a run's metrics.jsonl that belong to steps of training."""
-    path = folder / "metrics.jsonl"
     try:
-        text = path.read_text()
+        text = (folder / "metrics.jsonl").read_text()
     except FileNotFoundError:
         return []
-    lines = []
-    for line in text.splitlines(keepends=True):
-        with contextlib.suppress(json.JSONDecodeError):  # merged into right now
-            if line.endswith("\n"):
-                lines.append(json.loads(line))
-    return [line for line in lines if line.get("step", 0) > 0]
+    return steps_of(text.split("\n")[:-1])
+
+
+def steps_of(lines: list[str]) -> list[dict]:
+    """Those of metrics.jsonl that belong to steps of training."""
+    read = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):  # it is being merged into
+            read.append(json.loads(line))
+    return [line for line in read if line.get("step", 0) > 0]

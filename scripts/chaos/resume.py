@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from chaos.aimed import Aim
+from chaos.parallel import in_processes
 from chaos.processes import GONE_S, TINY, Broken, Flags, Server, Trainer, metric_lines
 from chaos.report import Row, row
 from tests.helpers.trainer_runs import without_times
@@ -38,11 +39,11 @@ FLAGS: Flags = {
     "--sft.batch_size": "16",
     "--grpo.prompts_per_step": str(PROMPTS),
     "--grpo.group_size": str(SAMPLES),
-    "--reward.functions": "exact_match,chaos.rewards:varied",
+    "--reward.functions": "exact_match,tests.helpers.rewards:varied",
     "--data.size": "500",  # all are tokenized at each start
     "--checkpoint.interval": str(INTERVAL),
     "--checkpoint.keep_latest_k": "0",
-    "--checkpoint.resume": None,
+    "--checkpoint.resume": "auto",
     "--validation.freq": "4",
     "--validation.prompts": "8",
     "--metrics.no-enable_tensorboard": None,
@@ -101,6 +102,8 @@ class Campaign:
 
     Args:
         launcher: For faults of torchrun: "agent" or "torchrun".
+        jobs: Processes that share the points. Each has a server and a whole run of its own.
+        async_mode: `[checkpoint] async_mode`.
 
     Attributes:
         wrong: What did not hold.
@@ -112,6 +115,8 @@ class Campaign:
     points: int
     seed: int
     launcher: str = "agent"
+    jobs: int = 1
+    async_mode: str = "disabled"
     hit: list[Point] = field(default_factory=list)
     missed: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -121,10 +126,28 @@ class Campaign:
 
     def run(self) -> list[Row]:
         """Hit as many points as asked, or until too many chains were broken."""
+        shares = [len(range(job, self.points, self.jobs)) for job in range(self.jobs)]
+        for hit, missed, wrong in in_processes(self._run_share, list(enumerate(shares)), self.jobs):
+            self.hit += hit
+            self.missed += missed
+            self.wrong += wrong
+        return self.rows()
+
+    def _run_share(self, job: int, points: int) -> tuple[list[Point], int, list[str]]:
+        """One process's part: (points that fell, faults that missed, what did not hold)."""
+        folder = self.folder / f"job-{job}"
+        folder.mkdir()
+        kind = self.ranks, self.mode, points, self.seed + job, self.launcher
+        share = Campaign(folder, *kind, async_mode=self.async_mode)
+        share._hit_all()
+        return share.hit, share.missed, share.wrong
+
+    def _hit_all(self) -> None:
         self.random = random.Random(self.seed)
         with Server("embedded", self.folder, "server") as self.server:
             self.server.wait_healthy()
             self.flags = FLAGS | (ASYNC if self.mode == "async" else {}) | {"--rollout.urls": self.server.url}
+            self.flags["--checkpoint.async_mode"] = self.async_mode
             self.whole = self.folder / "whole"
             started = time.monotonic()
             self._finish(self.whole)
@@ -138,10 +161,10 @@ class Campaign:
                     raise Broken(f"{self.missed} faults missed, {len(self.hit)} fell")
                 number += 1
                 self._chain(self.folder / f"chain-{number}")
-        return self.rows()
 
     def rows(self) -> list[Row]:
-        part = f"resume, {self.mode}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        saves = "" if self.async_mode == "disabled" else ", saves in the background"
+        part = f"resume, {self.mode}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{saves}"
         by_fault: dict[str, list[Point]] = {}
         for point in self.hit:
             name = f"{signal.Signals(point.aim.number).name} of {point.aim.target}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.processes import Broken, Trainer, metric_lines
+from chaos.processes import Broken, Trainer, steps_of
 
 _OUT = re.compile(r"(http://\S+) is (lost|out of traffic): (.*)")
 _IN = re.compile(r"(http://\S+) is in traffic, with weights of version (\d+)")
@@ -21,6 +21,25 @@ class Change:
     url: str
     is_in: bool
     line: str
+
+
+class Tail:
+    """Reads a text file as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, ""
+
+    def new_lines(self) -> list[str]:
+        """The lines that were completed since the last call; none while there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                read = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(read)
+        *lines, self._rest = (self._rest + read.decode(errors="replace")).split("\n")
+        return lines
 
 
 class Watch(threading.Thread):
@@ -42,18 +61,13 @@ class Watch(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        offset, rest, next_usage = 0, "", 0.0
+        log, metrics, next_usage = Tail(self._trainer.log_path), Tail(self._trainer.folder / "metrics.jsonl"), 0.0
         while not self._ended.wait(0.02):
             now = time.time()
-            with self._trainer.log_path.open("rb") as log:
-                log.seek(offset)
-                read = log.read()
-            offset += len(read)
-            *lines, rest = (rest + read.decode(errors="replace")).split("\n")
-            for line in lines:
+            for line in log.new_lines():
                 if found := _OUT.search(line) or _IN.search(line):
                     self.changes.append(Change(now, found[1], found.re is _IN, line))
-            self.steps += [(now, line) for line in metric_lines(self._trainer.folder)[len(self.steps) :]]
+            self.steps += [(now, line) for line in steps_of(metrics.new_lines())]
             if now >= next_usage and self.steps:
                 next_usage = now + 1.0
                 self._measure(now)

@@ -16,9 +16,12 @@ from chaos.garbage import KINDS, Garbage
 from chaos.resume import Campaign
 
 
-@pytest.mark.parametrize(("mode", "ranks", "points"), [("sync", 1, 8), ("sync", 2, 5), ("async", 1, 7)])
-def test_a_run_that_is_killed_anywhere_and_resumed_is_the_run_that_was_not_killed(mode, ranks, points, tmp_path):
-    campaign = Campaign(tmp_path, ranks, mode, points, seed=0)
+@pytest.mark.parametrize(
+    ("mode", "ranks", "points", "saves"),
+    [("sync", 1, 8, "disabled"), ("sync", 2, 5, "async"), ("async", 1, 7, "disabled")],
+)
+def test_a_run_that_is_killed_anywhere_and_resumed_is_the_run_that_was_not_killed(mode, ranks, points, saves, tmp_path):
+    campaign = Campaign(tmp_path, ranks, mode, points, seed=0, async_mode=saves)
     campaign.run()
     assert not campaign.wrong, "\n".join(campaign.wrong)
     assert len(campaign.hit) == points
