@@ -1,4 +1,4 @@
-"""GRPO training: `torchrun grpo_train.py --job.config_file train_configs/quickstart.toml`.
+"""GRPO training: `python grpo_train.py --job.config_file train_configs/quickstart.toml`.
 
 One class, one loop, read from top to bottom. Rank 0 sends prompts, scores the answers and packs them. Every rank
 holds a shard of the model, trains on its rows and takes part in publishing the weights to the servers. The loss is in
@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -24,24 +25,30 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.broadcast import Broadcaster, patience_s
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
-from torchtitan.grpo.checkpoint.folder_lock import only_run_in
+from torchtitan.grpo.checkpoint.run_folder import own_folder
+from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
 from torchtitan.grpo.config.batch import row_tokens
-from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.config.machine import raise_file_limit
-from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.config.load import load_config, take_dry_run
+from torchtitan.grpo.config.machine import default_to_one_process, raise_file_limit
+from torchtitan.grpo.config.resolved import resolved
+from torchtitan.grpo.config.tables import longest_tokens
+from torchtitan.grpo.data.load import load_held_out, load_training
+from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.disk_full import disk_full_in_one_line
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, refuse
+from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model, parallel_dims
-from torchtitan.grpo.model.source import load_hf_weights, resolve_model, write_hf_config
+from torchtitan.grpo.model.source import load_hf_weights, resolve_and_check, write_hf_config
 from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.policy import losses
-from torchtitan.grpo.policy.advantages import group_advantages
+from torchtitan.grpo.policy.advantages import group_advantages, less_penalties
 from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
@@ -49,6 +56,7 @@ from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
 from torchtitan.grpo.reporting.ledger import Ledger
+from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.step_metrics import (
     policy_metrics,
     rollout_metrics,
@@ -57,17 +65,22 @@ from torchtitan.grpo.reporting.step_metrics import (
     sync_metrics,
     validation_metrics,
 )
+from torchtitan.grpo.reporting.usage import Usage
 from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
-from torchtitan.grpo.reporting.writers import MetricsLogger, SampleLog
+from torchtitan.grpo.reporting.writers import MetricsLogger
+from torchtitan.grpo.restarts import store_of_this_attempt
+from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import load_environment
+from torchtitan.grpo.rollouts.held_out import answer_held_out
+from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit, stop_in_time
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
-from torchtitan.tools.logging import init_logger
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
 
 LossAndSums = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -80,14 +93,14 @@ class Batch:
 
     Attributes:
         groups: The answers; empty on ranks other than 0.
-        rewards, advantages: By group and sample, on every rank.
+        rewards, advantages: By group and sample, on every rank. An answer without a reward is left out.
         servers: That sampled the answers, on every rank; see `SamplerCheck.servers`.
         minibatches: This rank's packed rows of each minibatch, on its device.
         metrics: Of rollouts and packing.
     """
 
     groups: list[Group]
-    rewards: list[list[float]]
+    rewards: list[list[float | None]]
     advantages: list[list[float]]
     servers: dict[str, bool]
     minibatches: list[list[Microbatch]]
@@ -129,6 +142,8 @@ class Trainer:
         """Warm start, then for each step: collect, pack, update, publish, validate, log, save."""
         config = self.config
         self.step = self.checkpointer.load_latest()
+        if self.step >= config.training.steps:
+            logger.warning(f"Nothing is left to do: the run ended at step {self.step}. Raise [training] steps to go on")
         if self.step == 0:
             self.warm_start()
             if self.reference is not None:
@@ -150,6 +165,7 @@ class Trainer:
             batch = following
         self.weight_sync.drain()
         self.broadcast.barrier()  # the other ranks' sync threads serve rank 0's pushes until it is done
+        self.checkpointer.report()
 
     def warm_start(self) -> None:
         """`[sft]`: supervised steps on pairs of prompt and reference answer."""
@@ -166,6 +182,7 @@ class Trainer:
         with self.ledger.stage("rollout"):
             groups = self.rollouts.take(step - 1)
         self.ledger.add("reward", self.rollouts.take_scoring_seconds(), out_of="rollout")
+        self.record.write(step, groups)
         return groups
 
     def pack(self, groups: list[Group], step: int) -> Batch:
@@ -192,9 +209,10 @@ class Trainer:
                     rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
                     packed.append(rows)
                 minibatches.append([row.to(self.device) for row in self.broadcast.rows(rows, self.data_rank)])
-            metrics = rollout_metrics(groups, step - 1, self.max_age)
+            metrics = rollout_metrics(groups, rewards, step - 1, self.max_age)
             if packed:
                 metrics |= packing_metrics(packed, self.attention_tokens) | {"pack/ahead": float(ahead)}
+                metrics |= self.usage.work(packed)
             return Batch(groups, rewards, advantages, servers, minibatches, metrics)
 
     def pack_ahead(self) -> Batch | None:
@@ -240,7 +258,7 @@ class Trainer:
                 self.weight_sync.order_writes_after()
                 if self.finite_steps.allow(grad_norm):
                     self.offload.step()
-            batch.metrics["train/lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+            batch.metrics["train/lr"] = next(iter(self.optimizers)).param_groups[0]["lr"]
             self.lr_schedulers.step()
         return sums, grad_norm
 
@@ -258,17 +276,17 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Answer held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
-        validation = self.config.validation
         if not (self.is_rank0 and self._validates()):
             return {}
-        with self.ledger.stage("validate"), self.weight_sync.hurry():
-            prompts = self.held_out.first(validation.prompts)
+        with self.ledger.stage("validate"), self.weight_sync.hurry(), self.collector.unless_stopped():
             # `self.step` is the oldest version that may answer: wait for servers that do not have it yet.
-            greedy = self.collector.collect(prompts, self._sampling(1, 0.0), "greedy", self.step)
-            params = self._sampling(validation.samples_per_prompt, validation.temperature)
-            sampled = self.collector.collect(prompts, params, "validation", self.step)
-            reward = self.config.reward
-            return validation_metrics(greedy, sampled, full_reward=sum(reward.weights or [1.0] * len(reward.functions)))
+            answers = answer_held_out(self.collector, self.held_out, self._sampling(1, 0.0), self.step)
+            self.samples.log_validation(self.step, answers)
+            check_failures([group for each in answers for group in each.groups], self.config.reward.max_failed_fraction)
+            metrics = validation_metrics(answers, self.config.reward)
+            self.checkpointer.validated(self.step, metrics)
+            return metrics
+        return {}
 
     def log(self, metrics: dict[str, float], batch: Batch | None = None) -> None:
         """Write the step to the console, TensorBoard, metrics.jsonl and W&B, and some answers to samples.jsonl."""
@@ -283,19 +301,22 @@ class Trainer:
         if self.is_rank0:
             busy_s = self.collector.take_busy_seconds()
             metrics |= server_metrics(self.fleet, busy_s, reports, times["time/step_s"])
-        if batch and self.is_rank0 and times.get("time/step_s"):
-            metrics["throughput/answer_tokens_per_s"] = metrics["rollout/answer_tokens"] / times["time/step_s"]
+            metrics |= self.usage.metrics(metrics, times, self.fleet)
         self.metrics.log(self.step, metrics | times)
         if batch and self.is_rank0:
             self.samples.log(self.step, batch.groups, batch.advantages)
 
     def save(self) -> None:
         if self._saves():
-            with self.ledger.stage("checkpoint"):
-                self.broadcast.barrier()  # rank 0 may still validate
-                check_finite(self.model, self.step)
-                self.checkpointer.save(self.step, last=self.step == self.config.training.steps)
-                self.offload.settle()
+            self.broadcast.barrier()  # rank 0 may still validate
+            self.write_checkpoint(last=self.step == self.config.training.steps)
+
+    def write_checkpoint(self, last: bool) -> None:
+        """Save this step; `last`: a failure ends the run."""
+        with self.ledger.stage("checkpoint"):
+            check_finite(self.model, self.step)
+            self.checkpointer.save(self.step, last)
+            self.offload.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer, scheduler and random states, as JSON values."""
@@ -321,8 +342,8 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.training.steps
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
-        stop = (*self.end_token_ids, *self.config.rollout.stop_token_ids)
-        return SamplingParams(n, temperature, self.config.rollout.max_answer_tokens, stop, self.seed)
+        rollout, stop = self.config.rollout, (*self.end_token_ids, *self.config.rollout.stop_token_ids)
+        return SamplingParams(n, temperature, rollout.max_answer_tokens, stop, self.seed, stop=tuple(rollout.stop))
 
     def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
         """For each row (old policy's, reference's) log-probabilities, which stay fixed during the step's updates.
@@ -354,8 +375,7 @@ class Trainer:
             kl = kl_by_sample(rows, own, sum(map(len, rewards)), grpo.kl_estimator)
             if self.data_group is not None:
                 dist.all_reduce(kl, group=self.data_group)
-            penalties = iter((grpo.kl_coef * kl).tolist())
-            rewards = [[reward - next(penalties) for reward in group] for group in rewards]
+            rewards = less_penalties(rewards, (grpo.kl_coef * kl).tolist())
             by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
             batch.advantages[part.start : part.stop] = by_group
             advantages = torch.tensor([a for group in by_group for a in group], device=self.device)
@@ -378,27 +398,24 @@ class Trainer:
     def _read_inputs(self) -> None:
         config = self.config
         assets = config.model.hf_assets_path
-        self.source = resolve_model(config.model, config.training.seq_len)
-        self.tokenizer = load_tokenizer(assets)
+        self.source = resolve_and_check(config.model, config.training.seq_len)
+        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
-            self.resources.enter_context(only_run_in(config.job.dump_folder))
-            Checkpointer.check_folder(config.checkpoint, config.job.dump_folder)
-            held_out = config.validation.prompts if config.validation.enable else 0
-            self.prompts = PromptSource(config.data, self.tokenizer, self.seed, validation_prompts=held_out)
-            if held_out:
-                self.held_out = PromptSource(
-                    config.data, self.tokenizer, self.seed, held_out=True, validation_prompts=held_out
-                )
-            self.environment = load_environment(config.rollout.environment)
+            self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
             self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
+            self.held_out = load_held_out(config, self.tokenizer) if config.validation.enable else []
+            self.prompts = load_training(config, self.tokenizer, self.held_out)
+            self.environment = load_environment(config.rollout.environment)
+            self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
 
     def _init_distributed(self) -> None:
         config = self.config
         self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type != "cpu" else None)
         if device_type != "cpu":
             device_module.set_device(self.device)
-        dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
+        with store_of_this_attempt():
+            dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
         self.resources.push(leave_process_groups)
         self.dims = parallel_dims(config, dist.get_world_size())
         dist_utils.set_determinism(self.dims, self.device, config.debug, [])
@@ -456,15 +473,19 @@ class Trainer:
             source=self.source,
             tokenizer=self.tokenizer,
             reference=self.reference,
+            run_config=resolved(config),
             seed=self.seed,
             timeout_s=config.comm.init_timeout_seconds,
         )
+        self.resources.push(self.checkpointer.close)
         self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
         dump = config.job.dump_folder
         self.metrics = MetricsLogger(config, dump, self.is_rank0, config.training.steps)
         self.resources.callback(self.metrics.close)
-        self.samples = SampleLog(config, dump, self.is_rank0)
+        self.record = RolloutRecord(config.rollout, dump, self.ledger)
+        self.samples = SampleLog(config, dump, self.metrics, self.tokenizer)
         self.resources.callback(self.samples.close)
+        self.usage = Usage(config, self.model, self.dims.world_size, self.metrics.last("cost/gpu_hours"))
 
     def _connect_servers(self) -> None:
         """Wait for the servers, check that they fit the trainer, form the weight-sync groups."""
@@ -472,12 +493,13 @@ class Trainer:
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         ahead = config.async_grpo
         recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
+        needs = longest_tokens(config), self.end_token_ids[0], recomputes, self.source.identity
 
         def make(url: str) -> Server:
             timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
             vocab_size = self.source.model_args.vocab_size
             server = make_server(rollout.engine, url, api_key, *timeouts, lambda: self.step, vocab_size)
-            server.check = lambda: server.control.check(config.training.seq_len, self.end_token_ids[0], recomputes)
+            server.check = lambda: server.control.check(*needs)
             return server
 
         if self.is_rank0:
@@ -505,6 +527,7 @@ class Trainer:
                 rollout,
                 config.training.steps,
                 lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
+                config.reward.max_failed_fraction,
             )
         self.sampler_check = SamplerCheck(config, self.fleet if self.is_rank0 else None)
         self.weight_sync = WeightSync(
@@ -519,28 +542,27 @@ class Trainer:
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()
+        self.metrics.show_stage(self.ledger.now)
         self.progress.watch(lambda: (self.weight_sync.moved, self.rewards.scored if self.is_rank0 else 0))
         parts = [self.fleet.describe, self.collector.describe] if self.is_rank0 else [self.broadcast.describe]
         self.resources.enter_context(Watchdog(config.debug, self.progress, [self.weight_sync.describe, *parts]))
 
 
-def main(argv: list[str]) -> int:
-    init_logger()
-    dry_run = "--dry_run" in argv
-    is_rank0 = os.environ.get("RANK", "0") == "0"
+def main(argv: list[str], make: Callable[[JobConfig], Trainer] = Trainer) -> int:
+    init_log_lines()
     try:
-        config = load_config([arg for arg in argv if arg != "--dry_run"])
-        if dry_run:
-            print(describe(config) if is_rank0 else "", end="")
+        dry_run, argv = take_dry_run(argv)
+        config = load_config(argv, dry_run)
+        if dry_run is not None:
+            print(describe(config, dry_run=dry_run) if os.environ.get("RANK", "0") == "0" else "", end="")
             return 0
-        stop_in_time()
+        default_to_one_process()
+        stop_in_time(config.checkpoint.stop_seconds)
         raise_file_limit()
-        with Trainer(config) as trainer:
+        with disk_full_in_one_line(config.job.dump_folder), make(config) as trainer, save_when_stopped(trainer):
             trainer.train()
     except UserError as error:
-        if is_rank0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 

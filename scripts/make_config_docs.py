@@ -7,7 +7,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from torchtitan.grpo.config.keys import Key, show, type_name  # noqa: E402
+from torchtitan.grpo.config.keys import TABLES, Key, show, table_keys, type_name  # noqa: E402
+from torchtitan.grpo.config.tables import INHERITED  # noqa: E402
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "configuration.md"
@@ -24,7 +25,8 @@ A run is a TOML file, and flags that override it:
   booleans are `--section.key` and `--section.no-key`, or `true` and `false`.
 * Unknown keys, wrong types, numbers out of range and contradictions stop the run before it starts. The exit code is 2,
   and one message names all problems.
-* `--dry_run` prints the configuration as TOML, the batch arithmetic and the memory of one rank, and stops.
+* `--dry_run` prints the configuration as TOML, the batch arithmetic, the memory of one rank and the disk for
+  checkpoints. Then it stops. `--dry_run h100` is about a run on that GPU.
 * The sections are those of [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2 and of this project. Defaults that
   differ from torchtitan's are marked.
 """
@@ -47,6 +49,13 @@ def page() -> str:
             section = key.section
             lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         lines.append(f"| `{key.name}` | {_type(key)} | {_default(key)} | {_cell(key.doc)} |")
+    for path, not_in in TABLES.items():
+        but = ", ".join(f"`{name}`" for name in not_in)
+        lines += ["", f"## [[{path}]]", "", f"Any key of [data] but {but}, for the rows of this table, and:", ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in table_keys(path, own_only=True).values():
+            default = f"`{INHERITED[key.name]}`" if key.name in INHERITED else _default(key)
+            lines.append(f"| `{key.name}` | {_type(key)} | {default} | {_cell(key.doc)} |")
     lines.append(UNSUPPORTED_HEAD)
     for entry, why in UNSUPPORTED.items():
         lines.append(f"| `{f'{entry}*' if entry.endswith('_') else entry}` | {_cell(why)} |")

@@ -28,7 +28,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]FOLDER")
     parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="names (default reward/mean)")
     parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="PNG to write (default metrics.png)")
-    parser.add_argument("--smooth", type=int, default=1, help="mean over this many past points of each run (default 1)")
+    smooth = "mean over this many past points of each run (default 1); metrics of few steps stay as they are"
+    parser.add_argument("--smooth", type=int, default=1, help=smooth)
     return parser.parse_args(argv)
 
 
@@ -61,7 +62,13 @@ def read_curves(file: Path) -> dict[str, Curve]:
 
 
 def smoothed(curve: Curve, points: int) -> Curve:
+    """Each step's mean over `points` past points. A curve with values at fewer than half of its steps stays as it is.
+
+    Validations are far apart: their mean would show results of long ago.
+    """
     steps = sorted(curve)
+    if 2 * len(steps) <= steps[-1] - steps[0]:
+        return curve
     return {
         step: statistics.fmean(curve[s] for s in steps[max(0, i + 1 - points) : i + 1]) for i, step in enumerate(steps)
     }

@@ -18,13 +18,13 @@ while [ -e "$run" ]; do
     number=$((number + 1))
     run=outputs/quickstart-$number
 done
-"$python" -m torch.distributed.run --nproc-per-node 1 grpo_train.py \
+"$python" grpo_train.py \
     --job.config_file train_configs/quickstart.toml --job.dump_folder "$run" "$@"
 
 echo
-echo "The run is in $run. Its answers and curves:"
+echo "The run is in $run. Its curves and answers as one HTML file, and answers here:"
+echo "    $python scripts/report.py $run"
 echo "    $python scripts/show_samples.py $run --step -1"
-echo "    $python scripts/plot_metrics.py $run --metrics reward/mean    # needs matplotlib"
 case $(nvidia-smi -L 2>/dev/null | grep -c '^GPU') in
     0) ;;
     1) echo "This machine has one GPU. Servers and trainer need one each: the recipes in train_configs/ start at two." ;;

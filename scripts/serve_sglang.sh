@@ -42,7 +42,8 @@ if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES='' SGLANG_USE_CPU_ENGINE=1
     # These choose PyTorch's own code over compiled kernels.
     flags+=(--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch)
-    flags+=(--grammar-backend none --disable-overlap-schedule --skip-tokenizer-init --skip-server-warmup)
+    flags+=(--grammar-backend none --disable-overlap-schedule --skip-server-warmup)
+    if [ ! -f "$model/tokenizer.json" ]; then flags+=(--skip-tokenizer-init); fi
     # The cache is sized in tokens. A share of the memory would depend on what else the machine is doing.
     flags+=(--max-total-tokens 4096 --mem-fraction-static 0.5)
     flags+=(--sleep-on-idle) # else an idle server keeps a core busy

@@ -59,7 +59,8 @@ if [ -n "${VLLM_API_KEY:-}" ]; then flags+=(--middleware torchtitan.grpo.inside_
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES='' VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
     export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
-    flags+=(--dtype float32 --enforce-eager --skip-tokenizer-init --max-model-len 1024)
+    flags+=(--dtype float32 --enforce-eager --max-model-len 1024)
+    if [ ! -f "$model/tokenizer.json" ]; then flags+=(--skip-tokenizer-init); fi
 else
     flags+=(--dtype bfloat16)
     if [ -n "$gpus" ]; then

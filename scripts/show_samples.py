@@ -1,6 +1,9 @@
 """Print a run's samples: prompt, answer, reward and advantage, in colour on a terminal.
 
-python scripts/show_samples.py outputs/quickstart --step 20 --min-reward 0.5 --limit 10
+    python scripts/show_samples.py outputs/quickstart --step 20 --min-reward 0.5 --limit 10
+    python scripts/show_samples.py outputs/quickstart --validation --step -1 --max-reward 0
+
+«...» is text that an environment wrote into an answer, such as a tool's result. It is not trained on.
 """
 
 import argparse
@@ -15,7 +18,8 @@ BOLD, DIM, RED, GREEN, CYAN = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\03
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder), or its samples.jsonl")
+    parser.add_argument("run", type=Path, help="the run's folder ([job] dump_folder), or a file of samples in it")
+    parser.add_argument("--validation", action="store_true", help="held-out answers, not those that were trained on")
     parser.add_argument("--step", type=int, help="only this step; a negative one counts from the last (-1: the last)")
     parser.add_argument("--min-reward", type=float, help="only answers with at least this reward")
     parser.add_argument("--max-reward", type=float, help="only answers with at most this reward")
@@ -23,11 +27,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
+def read_samples(path: Path, validation: bool) -> list[dict[str, Any]]:
     """All samples of a run folder or file, oldest first. An unfinished last line is left out."""
-    path = path / "samples.jsonl" if path.is_dir() else path
+    name = "validation_samples.jsonl" if validation else "samples.jsonl"
+    path = path if path.is_file() else path / name
     if not path.exists():
-        sys.exit(f"error: {path} does not exist; a run writes it if [metrics] samples_per_step is over 0")
+        key = "[validation] enable and [metrics] validation_samples are on"
+        key = key if validation else "[metrics] samples_per_step is over 0"
+        sys.exit(f"error: {path} does not exist; a run writes it if {key}")
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -42,27 +49,45 @@ def chosen(samples: list[dict[str, Any]], arguments: argparse.Namespace) -> list
         sample
         for sample in samples
         if (step is None or sample["step"] == step)
-        and (arguments.min_reward is None or sample["reward"] >= arguments.min_reward)
-        and (arguments.max_reward is None or sample["reward"] <= arguments.max_reward)
+        and _within(sample["reward"], arguments.min_reward, arguments.max_reward)
     ]
     return kept[-arguments.limit :] if arguments.limit > 0 else kept
+
+
+def _within(reward: float | None, least: float | None, most: float | None) -> bool:
+    """An answer without a reward, on which a reward function failed, passes only without bounds."""
+    if reward is None:
+        return least is None and most is None
+    return (least is None or reward >= least) and (most is None or reward <= most)
+
+
+def marked(answer: str, given: list[list[int]]) -> str:
+    """The answer with «» around what the environment wrote. White space at the end of it stays outside."""
+    for first, end in reversed(given):
+        text = answer[first:end].rstrip()
+        answer = f"{answer[:first]}«{text}»{answer[first + len(text) :]}"
+    return answer
 
 
 def lines_of(sample: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A sample as (colour, line)."""
     by_function = ", ".join(f"{name} {value:g}" for name, value in sample["rewards"].items())
     versions = "-".join(str(version) for version in dict.fromkeys(sample["versions"]))
+    reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
+    how = sample["kind"] if "kind" in sample else f"advantage {sample['advantage']:+.3f}"
     head = (
-        f"step {sample['step']}  prompt {sample['prompt_index']}  reward {sample['reward']:g} ({by_function})  "
-        f"advantage {sample['advantage']:+.3f}  {sample['answer_tokens']} tokens, {sample['finish_reason']}  "
+        f"step {sample['step']}  prompt {sample['prompt_index']}  reward {reward} ({by_function})  "
+        f"{how}  {sample['answer_tokens']} tokens, {sample['finish_reason']}  "
         f"weights {versions}"
     )
-    yield BOLD + (GREEN if sample["advantage"] > 0 else RED if sample["advantage"] < 0 else ""), head
-    if sample["reward_failures"]:
-        yield RED, f"  failed: {', '.join(sample['reward_failures'])}"
+    sign = sample.get("advantage", 0)
+    yield BOLD + (GREEN if sign > 0 else RED if sign < 0 else ""), head
+    for name, why in sample["reward_failures"].items():
+        yield RED, f"  {name} {why}"
+    texts = sample | {"answer": marked(sample["answer"], sample.get("given", []))}
     for label, colour in (("prompt", DIM), ("answer", ""), ("reference", CYAN)):
         # Drop the white space that a chat template puts around a text.
-        first, *rest = sample[label].strip().split("\n")
+        first, *rest = texts[label].strip().split("\n")
         yield colour, f"  {label:>9} | {first}"
         yield from ((colour, f"  {'':>9} | {line}") for line in rest)
     yield "", ""
@@ -70,7 +95,7 @@ def lines_of(sample: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     arguments = parse_arguments()
-    samples = chosen(read_samples(arguments.run), arguments)
+    samples = chosen(read_samples(arguments.run, arguments.validation), arguments)
     if not samples:
         sys.exit("no sample passes these filters")
     colours = sys.stdout.isatty()

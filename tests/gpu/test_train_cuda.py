@@ -20,6 +20,10 @@ def checked(lines: list[dict]) -> None:
     assert [line["sync/version"] for line in lines] == [1, 2, 3]
     assert all(line["policy/mismatch_abs"] < 0.05 for line in lines)
     assert all(line["train/grad_norm"] > 0 for line in lines)
+    assert all(0 < line["throughput/mfu"] < 1 and line["throughput/step_mfu"] > 0 for line in lines)
+    assert all(line["memory/allocated_peak_gib"] >= line["memory/allocated_gib"] > 0 for line in lines)
+    hours = [line["cost/gpu_hours"] for line in lines]
+    assert 0 < hours[0] < hours[1] < hours[2]
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])

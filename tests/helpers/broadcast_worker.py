@@ -3,16 +3,18 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
 import torch.distributed as dist
 
 import torchtitan_overlay  # noqa: F401  before torchtitan
-from torchtitan.grpo.broadcast import Broadcaster
+from torchtitan.grpo.broadcast import BEAT_S, Broadcaster
 from torchtitan.grpo.config.job_config import Debug
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
+from torchtitan.grpo.stopping import StopRequested
 
 LIMIT_S, SILENCE_S = 2.0, 3.0
 
@@ -29,12 +31,14 @@ def main(how: str) -> None:
         Watchdog(Debug(hang_seconds=hang_s, hang_exit_code=5), progress, [broadcaster.describe]),
     ):
         assert broadcaster.json("begin") == "begin"
+        if how == "stop":
+            return stop(broadcaster)
         if broadcaster.is_source:
             with ledger.stage("validate"):
                 if how == "frozen":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if how == "gone":
-                    time.sleep(1.5)
+                    time.sleep(3 * BEAT_S)  # the other rank reads what this one wrote up to two beats ago
                     os._exit(9)
                 for groups in range(1, 9):  # noqa: B007  `progress` reads it
                     time.sleep(LIMIT_S / 4)
@@ -47,6 +51,23 @@ def main(how: str) -> None:
             print(f"after {time.monotonic() - waited_from:.1f} s: {type(error).__name__}: {error}", flush=True)
             os._exit(3)
     dist.destroy_process_group()
+
+
+def stop(broadcaster: Broadcaster) -> None:
+    """Rank 1 asks to stop while it waits for the next value. Rank 0 learns of it, and says so to all."""
+    asked = threading.Event()
+    broadcaster.on_stop = asked.set
+    if broadcaster.is_source:
+        assert asked.wait(20)
+        broadcaster.stop_all()
+    else:
+        threading.Timer(0.2, broadcaster.request_stop).start()
+        try:
+            broadcaster.json()
+            os._exit(4)
+        except StopRequested:
+            pass
+    assert broadcaster.json("after") == "after"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """A tiny trainer for test_checkpoint, in-process or under torchrun. It uses AdamW, a schedule and every generator.
 
-Usage: checkpoint_worker.py train DUMP OUT STEPS [resume]   trains, saves at step 2, writes losses and digests
-       checkpoint_worker.py save-forever DUMP               saves step 1, 2, ... whose weights all equal the step
-       checkpoint_worker.py stop-in-save DUMP               saves step 1, then hangs inside the save of step 2
-       checkpoint_worker.py fail-in-save DUMP OUT           a rank fails on its own, then inside a collective
+Usage: checkpoint_worker.py train DUMP OUT STEPS [resume] [async]   trains, saves at step 2, writes losses and digests;
+                                                             with async, that is written after the last step
+       checkpoint_worker.py save-forever DUMP                saves step 1, 2, ... whose weights all equal the step
+       checkpoint_worker.py stop-in-save DUMP ASYNC_MODE     saves step 1, then hangs in the writing of step 2
+       checkpoint_worker.py fail-in-save DUMP OUT            a rank fails on its own, then inside a collective
+       checkpoint_worker.py fail-in-thread DUMP OUT          the same in the threads that write
 """
 
 import hashlib
@@ -11,11 +13,13 @@ import json
 import os
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -56,13 +60,17 @@ TINY = dict(
 
 def checkpoint_section(**changes) -> SimpleNamespace:
     keys = dict(enable=True, folder="checkpoint", interval=2, keep_latest_k=2, export_dtype="float32", load_step=-1)
-    return SimpleNamespace(**keys | {"resume": False, "export_hf": False} | changes)
+    return SimpleNamespace(
+        **keys | {"resume": False, "export_hf": False, "keep_best": "", "async_mode": "disabled"} | changes
+    )
 
 
 class TinyTrainer:
     """The state of a run that grpo_train.py resumes."""
 
-    def __init__(self, dump: Path, *, reference: bool = False, **checkpoint) -> None:
+    def __init__(
+        self, dump: Path, *, reference: bool = False, settings: Mapping[str, Any] = MappingProxyType({}), **checkpoint
+    ) -> None:
         if dist.get_rank() == 0:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / "config.json").write_text(json.dumps(TINY))
@@ -81,6 +89,9 @@ class TinyTrainer:
         config.activation_checkpoint.mode = "none"
         config.optimizer.lr = 0.01
         config.lr_scheduler.warmup_steps = 3
+        for path, value in settings.items():
+            section, _, key = path.partition(".")
+            setattr(getattr(config, section), key, value)
         world = dist.get_world_size()
         dims = ParallelDims(1, world, 1, 1, 1, 1, 1, world)
         random.seed(1)
@@ -103,6 +114,7 @@ class TinyTrainer:
             source=self.source,
             tokenizer=tokenizer,
             reference=self.reference if reference else None,
+            run_config={"optimizer.lr": config.optimizer.lr},
         )
 
     def state_dict(self) -> dict:
@@ -146,15 +158,36 @@ def saved_at(dump: Path, *steps: int, **checkpoint) -> TinyTrainer:
     return trainer
 
 
-def train(dump: Path, out: str, steps: int, resume: bool) -> None:
-    trainer = TinyTrainer(dump, resume=resume)
+@contextmanager
+def slow_disk() -> Iterator[threading.Event]:
+    """Nothing of a checkpoint is written until the event is set."""
+    may_write = threading.Event()
+    clear = Checkpointer._clear
+
+    def clear_later(self: Checkpointer, unfinished: Path) -> None:
+        assert may_write.wait(60)
+        clear(self, unfinished)
+
+    with patch.object(Checkpointer, "_clear", clear_later):
+        yield may_write
+
+
+def train(dump: Path, out: str, steps: int, resume: bool, in_thread: bool) -> None:
+    mode = "async" if in_thread else "disabled"
+    trainer = TinyTrainer(dump, resume=resume, async_mode=mode, export_hf=True)
     loaded = trainer.checkpointer.load_latest()
     digests = {loaded: trainer.digest()}
-    while trainer.step < steps:
-        trainer.train_step()
-        digests[trainer.step] = trainer.digest()
-        if trainer.step == 2:
-            trainer.checkpointer.save(2)
+    with slow_disk() as may_write:
+        if not in_thread:
+            may_write.set()
+        while trainer.step < steps:
+            trainer.train_step()
+            digests[trainer.step] = trainer.digest()
+            if trainer.step == 2:
+                trainer.checkpointer.save(2)
+        assert (dump / "checkpoint" / "step-2").exists() != in_thread
+        may_write.set()
+        trainer.checkpointer.finish()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps({"loaded": loaded, "losses": trainer.losses, "digests": digests}))
 
@@ -169,18 +202,21 @@ def save_forever(dump: Path) -> None:
         trainer.checkpointer.save(trainer.step)
 
 
-def stop_in_save(dump: Path) -> None:
-    class Stopping(TinyTrainer):
-        def state_dict(self) -> dict:
-            if self.step == 2:
-                print("in the save", flush=True)
-                time.sleep(600)
-            return super().state_dict()
+def stop_in_save(dump: Path, async_mode: str) -> None:
+    complete = Checkpointer._complete
 
-    trainer = Stopping(dump)
-    for step in (1, 2):
-        trainer.train_step()
-        trainer.checkpointer.save(step)
+    def hang(self: Checkpointer, unfinished: Path, path: Path, step: int, *rest: Any) -> None:
+        if step == 2:
+            print("in the save", flush=True)
+            time.sleep(600)
+        complete(self, unfinished, path, step, *rest)
+
+    trainer = TinyTrainer(dump, async_mode=async_mode)
+    with patch.object(Checkpointer, "_complete", hang):
+        for step in (1, 2, 3):
+            trainer.train_step()
+            print(f"trained step {step}", flush=True)
+            trainer.checkpointer.save(step)
 
 
 def fail_in_save(dump: Path, out: str) -> None:
@@ -219,14 +255,51 @@ def fail_in_save(dump: Path, out: str) -> None:
     os._exit(0)  # as a rank that failed: without the others
 
 
+def fail_in_thread(dump: Path, out: str) -> None:
+    """Step 1 is saved. The last rank's file of step 2 cannot be written; of step 3 it fails inside DCP's collective.
+    Each rank writes how it learned.
+    """
+    trainer = TinyTrainer(dump, async_mode="async")
+    rank = dist.get_rank()
+    on_last_rank = rank == dist.get_world_size() - 1
+    learned: list[Any] = []
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("broken on purpose")
+
+    def save_and_train() -> None:
+        """Train until the step's save is over."""
+        trainer.train_step()
+        trainer.checkpointer.save(trainer.step)
+        saved = trainer.step
+        deadline = time.monotonic() + 30
+        while trainer.checkpointer._pending is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+            metrics = trainer.checkpointer.metrics()
+        learned.append([saved, metrics["checkpoint/failed"]])
+
+    save_and_train()
+    with patch.object(Path, "write_bytes", fail) if on_last_rank else nullcontext():
+        save_and_train()
+    try:
+        with patch("torch.distributed.checkpoint.save", fail) if on_last_rank else nullcontext():
+            save_and_train()
+    except RuntimeError as error:
+        learned.append(str(error))
+    Path(f"{out}-{rank}").write_text(json.dumps(learned))
+    os._exit(0)  # as a rank that failed: without the others
+
+
 if __name__ == "__main__":
     dist_utils.init_distributed(JobConfig().comm, base_folder=".")
     if sys.argv[1] == "train":
-        train(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), "resume" in sys.argv)
+        train(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), "resume" in sys.argv, "async" in sys.argv)
     elif sys.argv[1] == "save-forever":
         save_forever(Path(sys.argv[2]))
     elif sys.argv[1] == "fail-in-save":
         fail_in_save(Path(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1] == "fail-in-thread":
+        fail_in_thread(Path(sys.argv[2]), sys.argv[3])
     else:
-        stop_in_save(Path(sys.argv[2]))
+        stop_in_save(Path(sys.argv[2]), sys.argv[3])
     dist.destroy_process_group()

@@ -1,4 +1,8 @@
-"""Run under torchrun by test_parallel_parity: three AdamW steps on fixed packed rows; rank 0 writes what it saw."""
+"""Run under torchrun by test_parallel_parity: three AdamW steps on fixed packed rows; rank 0 writes what it saw.
+
+Usage: parallel_worker.py FOLDER OUT WAYS  WAYS is a JSON list. Each way starts from the folder's weights. What several
+ways have in common, as DTensor's rules for a mesh, is worked out once.
+"""
 
 import json
 import sys
@@ -28,9 +32,10 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
     return [PackedSample(tokens(p), tokens(a), (-1.0) ** i, 1 / 83, [0.0] * a) for i, (p, a) in enumerate(lengths)]
 
 
-def main(
-    folder: str, out: str, tp: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool, computed: str
-) -> None:
+def train(
+    folder: str, tp: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool, computed: str
+) -> list[list[float]]:
+    """[[loss, gradient norm]] of each step."""
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32",
@@ -43,7 +48,6 @@ def main(
     config.parallelism.tensor_parallel_degree = tp
     config.activation_checkpoint.mode = checkpointing
     config.activation_checkpoint.selective_ac_option = "matmul"
-    dist_utils.init_distributed(config.comm, base_folder=".")
     world = dist.get_world_size()
     dims = ParallelDims(replicas, world // tp // replicas, 1, tp, 1, 1, 1, world)
     data_rank = dims.get_mesh("batch").get_local_rank() if world // tp > 1 else 0
@@ -69,6 +73,12 @@ def main(
         norm = dist_utils.clip_grad_norm_(list(model.parameters()), 0.5, foreach=True)
         optimizer.step()
         seen.append([float(loss), float(norm)])
+    return seen
+
+
+def main(folder: str, out: str, ways: list[dict]) -> None:
+    dist_utils.init_distributed(JobConfig().comm, base_folder=".")
+    seen = [train(folder, **way) for way in ways]
     if dist.get_rank() == 0:
         with open(out, "w") as file:
             json.dump(seen, file)
@@ -76,4 +86,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

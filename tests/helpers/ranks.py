@@ -4,10 +4,12 @@ With CUDA they import for themselves.
 Otherwise they are as torchrun or a shell starts them: a script with arguments, environment, folder and log of its own.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import runpy
+import secrets
 import signal
 import socket
 import sys
@@ -30,6 +32,8 @@ _PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "torchtitan.grpo.model.qwen2",
+    "torchtitan.grpo.model.qwen3",
     "torchtitan.grpo.engines.embedded.__main__",
 ]
 # A process forked after CUDA was initialised, which imports may do, cannot use it.
@@ -41,13 +45,14 @@ class Ranks:
     """A script in `ranks` processes that find one another as under torchrun. One that fails ends the others.
 
     Args:
+        script: A file, or the name of a module as after `python -m`.
         log: Takes what all of them print.
     """
 
     def __init__(
         self,
         ranks: int,
-        script: Path,
+        script: Path | str,
         *arguments: object,
         log: Path,
         cwd: Path = ROOT,
@@ -127,12 +132,17 @@ class Ranks:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nobody listens at. Not one of those that the system gives to outgoing connections, which may take it
+    before the server that it is for.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(22_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
-def _run(script: Path, arguments: list[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
+def _run(script: Path | str, arguments: list[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     os.environ.clear()
     os.environ.update(environ)
@@ -143,7 +153,11 @@ def _run(script: Path, arguments: list[str], environ: dict[str, str], cwd: Path,
     faulthandler.enable()
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     sys.argv = [str(script), *arguments]
-    sys.path[:0] = [str(Path(script).parent), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    if isinstance(script, str):
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
 

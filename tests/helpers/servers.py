@@ -69,10 +69,15 @@ def save_tiny_qwen2(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied:
 
 def plugin_path(folder: Path) -> Path:
     """A folder that, on PYTHONPATH, declares this project's vLLM plug-in as if the project were installed."""
-    info = folder / "torchtitan_grpo_plugin-0.dist-info"
+    return declare_plugin(folder, "vllm.general_plugins", "torchtitan_grpo", f"{PLUGIN_MODULE}:register")
+
+
+def declare_plugin(folder: Path, group: str, name: str, function: str) -> Path:
+    """Declare an entry point in `folder`, for which it must be on PYTHONPATH."""
+    info = folder / f"{name}_declared-0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan-grpo-plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\ntorchtitan_grpo = {PLUGIN_MODULE}:register\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-declared\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {function}\n")
     return folder
 
 
@@ -167,26 +172,33 @@ def serve_embedded(folder: Path, model_dir: Path, *flags: str, port: int = 0) ->
 
 
 @contextmanager
-def serve_vllm(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
-    """A vLLM CPU server. `folder` is for its log.
+def serve_vllm(
+    folder: Path, model_dir: Path, *flags: str, port: int = 0, forked: bool = True
+) -> Iterator[RunningServer]:
+    """A vLLM CPU server. `folder` is for its log. Its processes are `forked`, or start anew, as users' do.
 
     Needs the environment variable VLLM_PYTHON: a Python with vLLM.
     """
     if not os.environ.get("VLLM_PYTHON"):
         pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
     # vLLM's cache stays where it is: with a new one each start takes 8 s longer.
-    path = os.pathsep.join([str(ROOT), str(plugin_path(folder / "plugin"))])
+    plugins = plugin_path(folder / "plugin")
+    if forked:
+        declare_plugin(plugins, "vllm.general_plugins", "forked", "tests.helpers.forked_engines:vllm")
+    path = os.pathsep.join([str(ROOT), str(plugins)])
     with serve("serve_vllm.sh", folder, model_dir, *flags, port=port, PYTHONPATH=path) as server:
         yield server
 
 
 @contextmanager
 def serve_sglang(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
-    """An SGLang CPU server. `folder` is for its log.
+    """An SGLang CPU server. `folder` is for its log. Its processes are forked.
 
     Needs the environment variable SGLANG_PYTHON: a Python with SGLang.
     """
     if not os.environ.get("SGLANG_PYTHON"):
         pytest.skip("set SGLANG_PYTHON to a Python that has SGLang (scripts/install_sglang_cpu.sh) to run this")
-    with serve("serve_sglang.sh", folder, model_dir, *flags, port=port) as server:
+    plugins = declare_plugin(folder / "plugin", "sglang.srt.plugins", "forked", "tests.helpers.forked_engines:sglang")
+    path = os.pathsep.join([str(ROOT), str(plugins)])
+    with serve("serve_sglang.sh", folder, model_dir, *flags, port=port, PYTHONPATH=path) as server:
         yield server

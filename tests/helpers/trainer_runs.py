@@ -10,21 +10,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import Ranks, free_port
 from torchtitan.grpo.engines.vllm_control import VllmControl
 
 SMALL = {
     "--job.config_file": "train_configs/quickstart.toml",
     "--training.steps": "3",
-    "--sft.steps": "30",
+    "--sft.steps": "2",
+    "--data.size": "500",  # all are tokenized at each start
     "--grpo.prompts_per_step": "8",
     "--grpo.group_size": "4",
     "--validation.prompts": "8",
     "--validation.freq": "100",
+    # No step is without advantages, though the model has learned nothing.
+    "--reward.functions": "exact_match,tests.helpers.rewards:varied",
     "--metrics.no-enable_tensorboard": None,
 }
 ENDLESS = {"--training.steps": "100000", "--sft.steps": "1"}
@@ -50,14 +53,23 @@ def environment() -> dict[str, str]:
 def embedded_url() -> str:
     """An embedded server that all `train` runs share, one after the other: a server of its own takes longer to start
     than a run. `endless` runs have one spawned, as users' runs do."""
-    folder, port = tempfile.TemporaryDirectory(), free_port()
+    folder, stack = tempfile.TemporaryDirectory(), ExitStack()
     atexit.register(folder.cleanup)
-    script = ROOT / "torchtitan" / "grpo" / "engines" / "embedded" / "__main__.py"
-    flags = ["--model", ROOT / "train_configs" / "tiny_qwen3", "--port", port]
-    server = Ranks(1, script, *flags, log=Path(folder.name, "server.log"), environment=environment())
-    atexit.register(server.kill)
-    VllmControl(f"http://127.0.0.1:{port}").wait_healthy(120, server)
-    return f"http://127.0.0.1:{port}"
+    atexit.register(stack.close)
+    return stack.enter_context(embedded_server(TINY_QWEN3, Path(folder.name, "server.log")))
+
+
+@contextmanager
+def embedded_server(model: Path, log: Path, *flags: object) -> Iterator[str]:
+    """The address of an embedded server in a forked process, where a test is of something else than its start."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    words = ["--model", model, "--port", port, *flags]
+    server = Ranks(1, "torchtitan.grpo.engines.embedded", *words, log=log, environment=environment())
+    try:
+        VllmControl(url).wait_healthy(120, server)
+        yield url
+    finally:
+        server.kill()
 
 
 def train(
@@ -145,7 +157,8 @@ def steps(folder: Path) -> list[dict]:
 
 def without_times(lines: list[dict]) -> list[dict]:
     """What must repeat exactly when a run is repeated."""
-    timed = ("time/", "sync/", "server/", "throughput/")
+    timed = ("time/", "sync/", "server/", "throughput/", "memory/", "cost/")
+    timed += tuple(f"checkpoint/{name}_s" for name in ("exposed", "waited", "write"))
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 

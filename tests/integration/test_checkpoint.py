@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
-from tests.helpers.checkpoint_worker import TINY, TinyTrainer, checkpoint_section, saved_at
+from tests.helpers.checkpoint_worker import TINY, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
-from torchtitan.grpo.checkpoint.checkpointer import Checkpointer, complete_steps
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.checkpoint.marker import MARKER, read_marker
+from torchtitan.grpo.checkpoint.random_states import random_states, set_random_states
 from torchtitan.grpo.errors import UserError
 
 WORKER = ROOT / "tests" / "helpers" / "checkpoint_worker.py"
@@ -48,17 +50,66 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     assert resumed.digest() == digests[6]
 
 
+def contents(dump: Path, step: int) -> dict[str, str]:
+    """Checksums of a checkpoint's files, but of DCP's index: a save has an identity there."""
+    checksums = read_marker(dump / "checkpoint" / f"step-{step}").checksums
+    del checksums["dcp/.metadata"]
+    return checksums
+
+
+def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path):
+    """Steps that are trained before it is written change nothing in it, nor in themselves."""
+    keys = dict(reference=True, export_hf=True)
+    straight = TinyTrainer(tmp_path / "sync", **keys)
+    behind = TinyTrainer(tmp_path / "async", async_mode="async_with_pinned_mem", **keys)
+    behind.checkpointer.cfg.keep_latest_k = straight.checkpointer.cfg.keep_latest_k = 0
+    drawn = random_states(torch.device("cpu"))
+    for trainer in (straight, behind):
+        set_random_states(drawn, torch.device("cpu"))
+        checkpointer = trainer.checkpointer
+        with slow_disk() as may_write:
+            if trainer is straight:
+                may_write.set()
+            for step in range(1, 6):
+                trainer.train_step()
+                if step == 2:
+                    checkpointer.validated(2, {"validation/greedy_reward": 0.5})
+                    checkpointer.save(2)
+                    checkpointer.validated(3, {"validation/greedy_reward": 0.6})
+                if step == 4:
+                    assert (complete_steps(checkpointer.folder) == []) == (trainer is behind)
+                    threading.Timer(0.2, may_write.set).start()
+                    checkpointer.save(4)
+            checkpointer.finish()
+            metrics = checkpointer.metrics()  # of step 4
+            checkpointer.save(5, last=True)
+        assert (metrics["checkpoint/waited_s"] > 0.1) == (trainer is behind)
+        assert metrics["checkpoint/exposed_s"] >= metrics["checkpoint/waited_s"]
+        assert complete_steps(checkpointer.folder) == [2, 4, 5], "the last one is complete without another call"
+    assert straight.losses == behind.losses and straight.digest() == behind.digest()
+    for step in (2, 4, 5):
+        assert contents(tmp_path / "async", step) == contents(tmp_path / "sync", step)
+    resumed = TinyTrainer(tmp_path / "async", load_step=2, resume=True, async_mode="async", **keys)
+    assert resumed.checkpointer.load_latest() == 2
+    for _ in range(3):
+        resumed.train_step()
+    assert resumed.losses == straight.losses and resumed.digest() == straight.digest()
+
+
 def test_two_ranks_resume_exactly_and_one_rank_takes_over_their_weights(tmp_path):
-    outs = {name: tmp_path / f"{name}.json" for name in ("straight", "resumed", "alone")}
-    dump = tmp_path / "dump"
+    outs = {name: tmp_path / f"{name}.json" for name in ("straight", "resumed", "alone", "async")}
+    dump, written_later = tmp_path / "dump", tmp_path / "written-later"
     log = tmp_path / "log"
     Ranks(2, WORKER, "train", dump, outs["straight"], 4, log=log).check()
+    Ranks(2, WORKER, "train", written_later, outs["async"], 4, "async", log=log).check()
+    assert contents(written_later, 2) == contents(dump, 2), "uneven shards, and the export, though training went on"
+    assert outs["async"].read_text() == outs["straight"].read_text()
     Ranks(2, WORKER, "train", dump, outs["resumed"], 4, "resume", log=log).check()
     Ranks(1, WORKER, "train", dump, outs["alone"], 3, "resume", log=log).check()
     path = dump / "checkpoint" / "step-2"
     written = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     assert read_marker(path).checksums.keys() == written - {"complete.json"}, "each file has a checksum"
-    straight, resumed, alone = (json.loads(out.read_text()) for out in outs.values())
+    straight, resumed, alone, _ = (json.loads(out.read_text()) for out in outs.values())
     assert (straight["loaded"], resumed["loaded"], alone["loaded"]) == (0, 2, 2)
     assert resumed["losses"] == straight["losses"]
     assert resumed["digests"] == {step: straight["digests"][step] for step in ("2", "3", "4")}
@@ -181,9 +232,11 @@ def wait_until(worker: Ranks, ready: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_kill_9_inside_a_save_leaves_the_checkpoint_before_it(tmp_path):
-    worker = Ranks(1, WORKER, "stop-in-save", tmp_path, log=tmp_path / "log")
-    wait_until(worker, lambda: "in the save" in worker.log)
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_kill_9_inside_a_save_leaves_the_checkpoint_before_it(tmp_path, async_mode):
+    worker = Ranks(1, WORKER, "stop-in-save", tmp_path, async_mode, log=tmp_path / "log")
+    last = "trained step 3" if async_mode == "async" else "trained step 2"
+    wait_until(worker, lambda: "in the save" in worker.log and last in worker.log)
     worker.kill()
     assert (tmp_path / "checkpoint" / "step-2.tmp" / "dcp" / ".metadata").is_file()
     resumed = TinyTrainer(tmp_path, resume=True)
@@ -233,22 +286,45 @@ def test_the_export_beside_a_checkpoint_is_its_model(tmp_path):
     assert torch.equal(exported.lm_head.weight, trainer.model.output.weight.bfloat16())
 
 
-def test_folder_checks_before_the_run(tmp_path):
-    check = Checkpointer.check_folder
-    check(checkpoint_section(enable=False), "/proc/no/such/place")
-    check(checkpoint_section(resume=True), str(tmp_path))
-    saved_at(tmp_path, 1, 2)
-    with pytest.raises(UserError, match=r"checkpoints of steps \[1, 2\].*resume = true.*\[job\] dump_folder"):
-        check(checkpoint_section(), str(tmp_path))
-    check(checkpoint_section(resume=True), str(tmp_path))
-    with pytest.raises(UserError, match=r"load_step = 5: .* \[1, 2\]"):
-        check(checkpoint_section(resume=True, load_step=5), str(tmp_path))
-    with pytest.raises(UserError, match=r"load_step = 5: .* \[1, 2\]"):
-        TinyTrainer(tmp_path, resume=True, load_step=5).checkpointer.load_latest()
+def test_the_optimizer_settings_of_the_configuration_hold_after_a_resume(tmp_path, caplog):
+    """Learning rate, betas and schedule; AdamW's moments and the position in the schedule are the checkpoint's."""
+    old = saved_at(tmp_path, 4)
+    changed = {"optimizer.lr": 0.002, "optimizer.beta1": 0.5, "optimizer.weight_decay": 0.3}
+    resumed = TinyTrainer(tmp_path, resume=True, settings=changed | {"lr_scheduler.warmup_steps": 8})
+    assert resumed.checkpointer.load_latest() == 4
+    (group,) = resumed.optimizers.optimizers[0].param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.95), 0.3)
+    assert group["lr"] == resumed.lr_schedulers.schedulers[0].get_last_lr()[0] == pytest.approx(0.002 * 5 / 8)
+    resumed.lr_schedulers.step()
+    assert group["lr"] == pytest.approx(0.002 * 6 / 8)
+    assert "[optimizer] lr = 0.002, in the checkpoint 0.01: the new value is used" in caplog.text
+    moments = [trainer.optimizers.state_dict()["state.tok_embeddings.weight.exp_avg"] for trainer in (old, resumed)]
+    assert torch.equal(*moments)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    for dump in (tmp_path / "file", Path("/proc/sys")):  # the second refuses even root
-        with pytest.raises(UserError, match=r"cannot be written to .*\[job\] dump_folder or \[checkpoint\] folder"):
-            Checkpointer.check_folder(checkpoint_section(), str(dump))
+def test_the_best_checkpoint_is_kept_also_after_a_resume(tmp_path, caplog):
+    caplog.set_level("INFO")
+    metric = "validation/greedy_reward"
+    flags = {"keep_latest_k": 2, "keep_best": metric}
+    trainer = TinyTrainer(tmp_path, **flags)
+    for step, reward in enumerate((0.1, 0.8, 0.8, 0.3, 0.4, 0.5), 1):
+        trainer.step = step
+        if step == 5:
+            trainer = TinyTrainer(tmp_path, resume=True, **flags)
+            assert trainer.checkpointer.load_latest() == 4
+            trainer.step = step
+        if step != 4:  # as a checkpoint that a signal asked for: at no step of a validation
+            trainer.checkpointer.validated(step, {metric: reward, "validation/pass_at_1": 1.0})
+        trainer.checkpointer.save(step)
+    folder = tmp_path / "checkpoint"
+    assert complete_steps(folder) == [3, 5, 6], "of equal ones the last"
+    trainer.checkpointer.report()
+    assert (
+        f"Checkpoints go to {folder}, every 2 steps and at the end; the newest 2 and the best by {metric}"
+        in caplog.text
+    )
+    assert f"Newest checkpoint: {folder}/step-6\n" in caplog.text
+    assert f"Best checkpoint by {metric}: {folder}/step-3, 0.8" in caplog.text
+    trainer.checkpointer.validated(7, {"v/x": 1.0})
+    with pytest.raises(UserError, match=r'keep_best = "validation/greedy_reward" is no metric of validation: v/x'):
+        TinyTrainer(tmp_path, resume=True, **flags).checkpointer.validated(7, {"v/x": 1.0})

@@ -12,13 +12,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.checkpoint_worker import WORKER, TinyTrainer, saved_at
+from tests.helpers.checkpoint_worker import WORKER, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import attempt, embedded_url, steps, train
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer, complete_steps
@@ -262,6 +264,57 @@ def test_a_disk_that_fills_up_and_has_room_again(small_disk, part, file, caplog)
     fails_then_succeeds(trainer, f"checkpoint: writing {unfinished / part}", ballast.unlink, caplog)
 
 
+def test_a_full_disk_in_the_background_is_said_at_the_next_step(tmp_path, monkeypatch, caplog):
+    trainer = saved_at(tmp_path, 1, async_mode="async", export_hf=True)
+    checkpointer = trainer.checkpointer
+    checkpointer.finish()
+    clear = Checkpointer._clear
+
+    def clear_and_aim(self: Checkpointer, unfinished: Path) -> None:
+        clear(self, unfinished)
+        (unfinished / "dcp").mkdir()
+        (unfinished / "dcp" / "__0_0.distcp").symlink_to("/dev/full")
+
+    monkeypatch.setattr(Checkpointer, "_clear", clear_and_aim)
+    trainer.train_step()
+    checkpointer.save(2)
+    trainer.train_step()
+    deadline = time.monotonic() + 30
+    while not checkpointer.metrics()["checkpoint/failed"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    said = errors(caplog)
+    assert os.strerror(errno.ENOSPC) in said and "step-2.tmp/dcp" in said and "Training goes on" in said
+    assert [path.name for path in checkpointer.folder.iterdir()] == ["step-1"]
+    checkpointer.save(3)
+    with pytest.raises(StageFailed, match="No space left"):  # after that of step 3, which is said too
+        checkpointer.save(4, last=True)
+    assert checkpointer.metrics()["checkpoint/failed"] == 2
+    monkeypatch.undo()
+    checkpointer.save(4)
+    checkpointer.finish()
+    assert complete_steps(checkpointer.folder) == [1, 4]
+
+
+def test_a_write_that_does_not_end_is_waited_for_in_bounded_time(tmp_path):
+    trainer = TinyTrainer(tmp_path, async_mode="async")
+    with slow_disk() as may_write:
+        trainer.checkpointer.save(1)
+        trainer.checkpointer.timeout_s = 0.05
+        with pytest.raises(RuntimeError, match=r"waited 0.05 s .* for its thread that writes .*step-1"):
+            trainer.checkpointer.save(2)
+        may_write.set()
+
+
+@pytest.mark.parametrize(("error", "saved"), [(UserError, [1]), (SystemExit, [])])
+def test_an_error_elsewhere_leaves_time_for_the_checkpoint_being_written_and_a_signal_does_not(tmp_path, error, saved):
+    trainer = TinyTrainer(tmp_path, async_mode="async")
+    with slow_disk() as may_write:
+        trainer.checkpointer.save(1)
+        threading.Timer(0.1, may_write.set).start()
+        trainer.checkpointer.close(error, error(), None)
+        assert complete_steps(trainer.checkpointer.folder) == saved
+
+
 def test_a_run_goes_on_after_a_failed_save_and_the_last_one_must_succeed(tmp_path):
     folder = tmp_path / "run" / "checkpoint"
     folder.mkdir(parents=True)
@@ -299,3 +352,14 @@ def test_no_rank_waits_for_one_that_failed(tmp_path):
     assert "broken on purpose" in learned[1][-1][0]
     assert "Ranks 1 failed to pass monitoredBarrier" in learned[0][3][0], "rank 0 names the one that is late"
     assert complete_steps(tmp_path / "dump" / "checkpoint") == [1, 3]
+
+
+def test_what_fails_in_the_threads_of_ranks_is_learned_by_all(tmp_path):
+    ranks = Ranks(2, WORKER, "fail-in-thread", tmp_path / "dump", tmp_path / "learned", log=tmp_path / "log")
+    ranks.check(60)
+    for rank in (0, 1):
+        *saves, error = json.loads((tmp_path / f"learned-{rank}").read_text())
+        assert saves == [[1, 0], [2, 1]]
+        assert "writing" in error and "rank" in error, error
+    assert "the run cannot go on: OSError: broken on purpose" in error
+    assert complete_steps(tmp_path / "dump" / "checkpoint") == [1]

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
 from tests.helpers.servers import save_tiny_qwen3
+from tests.helpers.trainer_runs import embedded_server
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
@@ -133,7 +134,9 @@ def test_control_knows_the_server(server: EmbeddedServer) -> None:
         ({"token_ids": [1] * 1000, "sampling_params": {"max_tokens": 25}}, r"1000 \+ 25 tokens, --max-model-len"),
         ({"token_ids": []}, "at least one"),
         ({"token_ids": [512]}, r"0\.\.511"),
-        ({"token_ids": [1], "sampling_params": {"top_p": 0.9}}, "'top_p' must be one of"),
+        ({"token_ids": [1], "sampling_params": {"top_k": 5}}, "'top_k' must be one of"),
+        ({"token_ids": [1], "sampling_params": {"top_p": 1.5}}, "'top_p' must be a number from 0 to 1"),
+        ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "no tokenizer.json"),
         ({"token_ids": [1], "sampling_params": {"best_of": 2}}, "'best_of' is not supported"),
         (
             {"token_ids": [1], "sampling_params": {"temperature": -1}},
@@ -432,8 +435,8 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
     """Pause, update, resume: tokens before and after carry their versions, and those after are an exact recompute."""
     other = AutoModelForCausalLM.from_pretrained(save_tiny_qwen3(tmp_path / "other", seed=1)).eval()
     tensors = dict(other.named_parameters())
-    with start(model_dir, tmp_path / "server.log") as server:
-        control = VllmControl(server.url, None, 30.0)
+    with embedded_server(model_dir, tmp_path / "server.log") as url:
+        control = VllmControl(url, None, 30.0)
         with pytest.raises(ServerError, match="init_weight_transfer_engine first"):
             control.start_update()
         trainer = Trainer(control, tensors)
@@ -449,7 +452,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
             return acknowledgement
 
         async def scenario() -> tuple[Completion, list[int]]:
-            async with Client(server.url) as client:
+            async with Client(url) as client:
                 params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
                 task = asyncio.create_task(client.generate([3, 4], params, "r"))
                 await asyncio.sleep(0.15)
@@ -479,15 +482,15 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
         assert trainer.send(dict(reference.named_parameters()), 14)[:2] == [1, 14]
         control.finish_update(version_name(14))
         control.resume()
-        (completion,) = run(generate(server.url, [8, 9], SamplingParams(1, 1.0, 8, seed=0, ignore_eos=True)))
+        (completion,) = run(generate(url, [8, 9], SamplingParams(1, 1.0, 8, seed=0, ignore_eos=True)))
         assert completion.versions == [14] * 8
         assert_logprobs(reference, [8, 9], completion, 1.0)
 
 
 def test_an_update_that_leaves_something_out_is_refused(model_dir: Path, reference, tmp_path: Path) -> None:
     tensors = dict(list(reference.named_parameters())[:-1])
-    with start(model_dir, tmp_path / "server.log") as server:
-        control = VllmControl(server.url, None, 30.0)
+    with embedded_server(model_dir, tmp_path / "server.log") as url:
+        control = VllmControl(url, None, 30.0)
         trainer = Trainer(control, tensors)
         control.pause()
         control.start_update()
@@ -524,10 +527,10 @@ def test_nan_weights_are_an_error_for_every_request(reference, tmp_path: Path) -
     model = AutoModelForCausalLM.from_pretrained(broken)
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     model.save_pretrained(broken)
-    with start(broken, tmp_path / "server.log") as server:
-        with pytest.raises(EngineError, match=rf"{server.url}.*HTTP 500.*NaN"):
-            run(generate(server.url, [3], SamplingParams(2, 1.0, 4)))
-        assert requests.get(f"{server.url}/health", timeout=5).status_code == 200
+    with embedded_server(broken, tmp_path / "server.log") as url:
+        with pytest.raises(EngineError, match=rf"{url}.*HTTP 500.*NaN"):
+            run(generate(url, [3], SamplingParams(2, 1.0, 4)))
+        assert requests.get(f"{url}/health", timeout=5).status_code == 200
 
 
 def test_import_is_light() -> None:

@@ -25,7 +25,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import ROOT, servers
 from tests.helpers.served_logprobs import answer_logprobs
 from tests.helpers.servers import RunningServer, kill_group, save_tiny_qwen2
-from tests.helpers.trainer_runs import train
+from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
 from torchtitan.grpo import version_names
 from torchtitan.grpo.data.prompts import load_tokenizer
@@ -144,7 +144,13 @@ def served(engine, start, tmp_path_factory) -> Served:
 
 def test_the_server_is_as_the_trainer_needs_it(served: Served):
     control = served.server().control
-    control.check(1024, 5)
+    trained = trainer_of(served.folders["A"])[0].identity
+    control.check(1024, 5, trained=trained)
+    other = dataclasses.replace(trained, name="mine", config=trained.config | {"num_hidden_layers": 3})
+    with pytest.raises(
+        UserError, match=r"another model: .*A \(num_hidden_layers 2\), and the trainer has mine \(num_h"
+    ):
+        control.check(1024, 5, trained=other)
     assert control.world_size() == 1
     with pytest.raises(UserError, match=rf"{served.url}: serves at most 1024 tokens.*100000"):
         control.check(100_000, 5)
@@ -176,6 +182,34 @@ def test_a_stop_token_is_part_of_the_answer(served: Served):
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == completion.token_ids[: completion.token_ids.index(stop) + 1]
     assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_a_stop_string_ends_an_answer_and_changes_no_logprob(served: Served):
+    tokenizer = load_tokenizer(str(TINY))  # it has 64 of the model's 4096 tokens; the others have no text
+    texts = {token: tokenizer.decode([token], skip_special_tokens=True) for token in range(len(tokenizer))}
+    special = tokenizer.decode(tokenizer.all_special_ids)  # SGLang looks for stop strings in these too
+    stop = tuple(dict.fromkeys(text for text in texts.values() if text.strip() and text not in special))[:32]
+    enders = {token for token, text in texts.items() if text in stop}
+    [group] = served.ask((PROMPT, SamplingParams(8, 1.0, 200, ignore_eos=True, stop=stop)))
+    ends = [[i for i, token in enumerate(answer.token_ids) if token in enders] for answer in group]
+    for answer, found in zip(group, ends, strict=True):
+        reason = ("stop", found[0] + 1) if found else ("length", 200)
+        assert (answer.finish_reason, len(answer.token_ids)) == reason
+        assert served.differences("A", answer).max() <= EXACT
+    assert any(ends)
+
+
+def test_top_p_and_min_p_keep_the_likeliest_tokens(served: Served):
+    probabilities = served.references["A"](torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
+    values, order = probabilities.sort(descending=True)
+    by_top_p = order[: int((values.cumsum(0) < 0.5).sum()) + 1]
+    by_min_p = order[values >= 0.4 * values[0]]
+    assert 1 < len(by_top_p) < 500 and 1 < len(by_min_p) < 500
+    one = SamplingParams(n=32, temperature=1.0, max_tokens=1, ignore_eos=True)
+    shapes = [dataclasses.replace(one, top_p=0.5), dataclasses.replace(one, min_p=0.4), one]
+    seen = [{c.token_ids[0] for c in group} for group in served.ask(*[(PROMPT, shape) for shape in shapes])]
+    assert seen[0] <= set(by_top_p.tolist()) and seen[1] <= set(by_min_p.tolist())
+    assert not seen[2] <= seen[0] | seen[1], "without them, other tokens are sampled too"
 
 
 def test_a_prompt_that_is_too_long_is_refused(served: Served):
@@ -365,7 +399,9 @@ def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(serv
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1
 
     if served.engine != "embedded":
-        resumed = train(tmp_path, flags | {"--training.steps": "44", "--checkpoint.resume": None}, own_server=True)[40:]
+        flags |= {"--training.steps": "44", "--checkpoint.resume": None}
+        with embedded_server(served.folders["A"], tmp_path / "embedded.log") as url:
+            resumed = train(tmp_path, flags | {"--rollout.urls": url})[40:]
         assert [line["step"] for line in resumed] == [41, 42, 43, 44]
         assert all(line["policy/mismatch_abs"] <= EXACT for line in resumed)
         assert sum(line["reward/mean"] for line in resumed) / 4 > sum(rewards[:8]) / 8 + 0.1

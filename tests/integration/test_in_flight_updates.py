@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +13,9 @@ from transformers import Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers.servers import save_tiny_qwen3
+from tests.helpers.trainer_runs import embedded_server
 from tests.helpers.weight_senders import weights_of
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -39,15 +39,9 @@ def folders(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def urls(folders) -> Iterator[list[str]]:
-    servers = [EmbeddedServer(), EmbeddedServer()]
-    try:
-        for number, server in enumerate(servers):
-            log = folders[0].parent / f"server{number}.log"
-            server.start(folders[0], job_config.Rollout(embedded_max_sequences=8), "cpu", log)
-        yield [server.url for server in servers]
-    finally:
-        for server in servers:
-            server.close()
+    with ExitStack() as stack:
+        logs = [folders[0].parent / f"server{number}.log" for number in range(2)]
+        yield [stack.enter_context(embedded_server(folders[0], log, "--max-sequences", 8)) for log in logs]
 
 
 class Trainer:

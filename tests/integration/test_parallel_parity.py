@@ -45,24 +45,15 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return made
 
 
-def run(
-    folder: str,
-    ranks: int,
-    tp: int,
-    out: Path,
-    *,
-    replicas: int = 1,
-    checkpointing: str = "none",
-    row_tokens: int = 64,
-    reduce_once: bool = False,
-    computed: str = "float32",
-) -> list[list[float]]:
-    """[[loss, gradient norm]] of three steps on `ranks` gloo ranks, in packed rows of at most `row_tokens`."""
-    how = {"tp": tp, "replicas": replicas, "checkpointing": checkpointing}
-    how |= {"row_tokens": row_tokens, "reduce_once": reduce_once, "computed": computed}
+WAY = {"tp": 1, "replicas": 1, "checkpointing": "none", "row_tokens": 64, "reduce_once": False, "computed": "float32"}
+
+
+def run(folder: str, ranks: int, out: Path, *ways: dict[str, Any]) -> torch.Tensor:
+    """[ways, 3 steps, (loss, gradient norm)] of `ranks` gloo ranks that train in each of these ways, one by one."""
     worker = ROOT / "tests" / "helpers" / "parallel_worker.py"
-    Ranks(ranks, worker, folder, out, json.dumps(how), log=out.with_suffix(".log"), cwd=out.parent).check()
-    return json.loads(out.read_text())
+    words = json.dumps([WAY | way for way in ways])
+    Ranks(ranks, worker, folder, out, words, log=out.with_suffix(".log"), cwd=out.parent).check()
+    return torch.tensor(json.loads(out.read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +61,8 @@ def alone(folders, tmp_path_factory) -> Callable[..., torch.Tensor]:
     """What one process gives, run once for each model and way."""
 
     @functools.cache
-    def result(model: str, **how: Any) -> torch.Tensor:
-        return torch.tensor(run(folders[model], 1, 1, tmp_path_factory.mktemp("alone") / "1", **how))
+    def result(model: str, **way: Any) -> torch.Tensor:
+        return run(folders[model], 1, tmp_path_factory.mktemp("alone") / "1", way)[0]
 
     return result
 
@@ -80,25 +71,21 @@ def alone(folders, tmp_path_factory) -> Callable[..., torch.Tensor]:
 def test_sharded_training_equals_one_process(folders, alone, model, tmp_path):
     alone = alone(model)
     assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move
-    for ranks, tp in ((2, 1), (2, 2)):
-        sharded = torch.tensor(run(folders[model], ranks, tp, tmp_path / f"{ranks}{tp}"))
+    for tp, sharded in zip((1, 2), run(folders[model], 2, tmp_path / "2", {"tp": 1}, {"tp": 2}), strict=True):
         torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, t=tp: f"tp={t}: {m}")
 
 
 def test_four_ranks_equal_one_process(folders, alone, tmp_path):
-    alone = alone("qwen3-tied")
-    for checkpointing in ("full", "selective"):
-        both = torch.tensor(run(folders["qwen3-tied"], 4, 2, tmp_path / checkpointing, checkpointing=checkpointing))
-        torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
-    for tp in (1, 2):  # replicas of shards, and of tensor-parallel ranks
-        replicated = torch.tensor(run(folders["qwen3-tied"], 4, tp, tmp_path / f"replicas{tp}", replicas=2))
-        torch.testing.assert_close(replicated, alone, atol=1e-5, rtol=0)
+    """FSDP2 and TP with activation checkpointing, replicas of shards, and replicas of tensor-parallel ranks."""
+    ways = [{"tp": 2, "checkpointing": kind} for kind in ("full", "selective")]
+    ways += [{"tp": tp, "replicas": 2} for tp in (1, 2)]
+    for way, found in zip(ways, run(folders["qwen3-tied"], 4, tmp_path / "4", *ways), strict=True):
+        torch.testing.assert_close(found, alone("qwen3-tied"), atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
 def test_tensor_parallel_ranks_that_shard_nothing_compute_in_bfloat16(folders, alone, tmp_path):
-    alone = alone("qwen3-tied", computed="bfloat16")
-    parallel = torch.tensor(run(folders["qwen3-tied"], 2, 2, tmp_path / "2", computed="bfloat16"))
-    torch.testing.assert_close(parallel, alone, atol=2e-3, rtol=2e-2)
+    [parallel] = run(folders["qwen3-tied"], 2, tmp_path / "2", {"tp": 2, "computed": "bfloat16"})
+    torch.testing.assert_close(parallel, alone("qwen3-tied", computed="bfloat16"), atol=2e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +98,9 @@ def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, alone, ran
     split = alone("qwen3-tied", row_tokens=32)
     alone = alone("qwen3-tied")
     torch.testing.assert_close(split, alone, atol=1e-5, rtol=0)
-    for once in (False, True):
-        how = {"replicas": replicas, "row_tokens": 32, "reduce_once": once}
-        both = torch.tensor(run(folders["qwen3-tied"], ranks, tp, tmp_path / f"once-{once}", **how))
+    way = {"tp": tp, "replicas": replicas, "row_tokens": 32}
+    ways = [way | {"reduce_once": once} for once in (False, True)]
+    for once, both in zip((False, True), run(folders["qwen3-tied"], ranks, tmp_path / "both", *ways), strict=True):
         torch.testing.assert_close(both, alone, atol=1e-5, rtol=0, msg=lambda m, o=once: f"once={o}: {m}")
 
 

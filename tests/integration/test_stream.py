@@ -19,10 +19,12 @@ from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.stream import RolloutStream
+from torchtitan.grpo.stopping import StopRequested
 from torchtitan.grpo.version_names import version_name
 
 B = 4
@@ -32,16 +34,19 @@ REQUEST_TIMEOUT_S = 20.0
 
 
 class OddIndices:
-    """Two answers of a group get different rewards, unless the prompt's index is among the `dull` ones."""
+    """Two answers of a group get different rewards, unless the prompt's index is among the `dull` ones, or none."""
 
     def __init__(self) -> None:
         self.dull: Callable[[int], bool] = lambda index: False
+        self.fails: Callable[[int], bool] = lambda index: False
         self.takes_s = 0.0
 
     def score(self, samples: list[Sample]) -> None:
         time.sleep(self.takes_s)
         for number, sample in enumerate(samples):
             sample.reward = 0.0 if self.dull(sample.prompt.index) else float(number)
+            if self.fails(sample.prompt.index):
+                sample.reward, sample.reward_failures = None, {"judge": "raised OSError: down"}
 
 
 def has_signal(group: Group) -> bool:
@@ -120,6 +125,7 @@ class Run:
             Rollout(request_timeout_seconds=request_timeout_s, group_timeout_seconds=group_timeout_s),
             steps,
             has_signal,
+            max_failed_fraction=0.5,
         )
 
     def publish(self, version: int) -> None:
@@ -242,6 +248,27 @@ def test_surplus_groups_that_found_no_place_outlast_a_long_step(make_run) -> Non
     run.publish(1)
     batch = run.stream.take(1)
     assert {version for group in batch for sample in group for version in sample.versions} == {1}
+
+
+def test_a_stop_ends_the_wait_for_answers_and_keeps_the_state_of_before(make_run) -> None:
+    """The resumed run asks all groups of the step again, together."""
+    held = Held()
+    run = make_run(environment=held.rollout)
+    run.stream.take(0)
+    before = json.loads(json.dumps(run.stream.state_dict()))
+    held.after = lambda index: index == run.order[B]
+    run.publish(1)
+
+    def stop_while_one_is_held() -> None:
+        wait_until(lambda: run.count("groups_finished") == B + 3)
+        run.stream.stop()
+
+    threading.Thread(target=stop_while_one_is_held).start()
+    with pytest.raises(StopRequested):
+        run.stream.take(1)
+    assert run.count("groups_in_flight") == 1
+    assert run.stream.state_dict() == before
+    assert not run.stream.is_ready()
 
 
 def test_the_wait_for_scores_alone_is_told_apart(make_run) -> None:
@@ -412,6 +439,28 @@ def test_replacing_ends_at_its_limit(make_run, ahead) -> None:
         assert 6 <= replaced <= 4 * 6
     else:
         assert (replaced, asked) == (3 * 6, 3 * 10)
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
+def test_a_step_ends_the_run_if_reward_functions_failed_on_most_of_its_answers(make_run, ahead) -> None:
+    run = make_run(ahead=ahead)
+    run.rewards.fails = lambda index: index in run.order[: B // 2]
+    assert len(run.stream.take(0)) == B
+    run.rewards.fails = lambda index: True
+    with pytest.raises(
+        UserError, match=r'8 of 8 answers.*max_failed_fraction = 0\.5: "judge" failed on 8, .* OSError: down'
+    ):
+        for version in range(1, 4):
+            run.publish(version)
+            run.stream.take(version)
+
+
+def test_failures_in_groups_that_were_replaced_end_the_run_too(make_run) -> None:
+    run = make_run(grpo=replacing(8.0))
+    scored = set(run.order[::4])
+    run.rewards.fails = lambda index: index not in scored
+    with pytest.raises(UserError, match="18 of 26 answers have no reward"):
+        run.stream.take(0)
 
 
 def replacing(limit: float) -> Grpo:
@@ -647,3 +696,17 @@ def test_no_weather_ages_loses_or_repeats_a_group(max_age: int, late: str, overs
     if late == "wait":
         assert counts["rollout/groups_late"] == 0
     print({"steps": version, "retried": counts["rollout/retried"], "ages": ages, "mixed": mixed} | world.events)
+
+
+def test_a_stop_does_not_take_back_that_a_step_is_ready(make_run) -> None:
+    run = make_run(ahead=ahead_by(2))
+    run.stream.take(0)
+    wait_until(run.stream.is_ready)
+    run.stream.stop()
+    assert len(run.stream.take(1)) == B
+    assert not run.stream.is_ready()
+    saved = run.stream.state_dict()["buffer"]
+    assert saved["version"] == 2 and saved["entries"], "groups that wait for a later step are saved"
+    with pytest.raises(StopRequested):
+        run.stream.take(2)
+    assert run.stream.state_dict()["buffer"]["version"] == 2

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from statistics import fmean
 
@@ -9,7 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.trainer_runs import BACKGROUND, steps, train, without_times
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
+from tests.helpers.trainer_runs import (
+    BACKGROUND,
+    SMALL,
+    arguments,
+    environment,
+    processes_of,
+    steps,
+    train,
+    without_times,
+)
 
 
 def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_path):
@@ -28,6 +41,35 @@ def test_a_seed_gives_the_same_run_again_and_a_resumed_run_goes_on_exactly(tmp_p
     assert [line["train/lr"] for line in whole] == pytest.approx(warmup)
 
 
+def test_a_replay_of_the_record_is_the_run_again(tmp_path):
+    flags = {"--training.steps": "4", "--checkpoint.interval": "2", "--lr_scheduler.total_steps": "4"}
+    flags |= {"--rollout.stop": "="}
+    run = train(tmp_path / "run", flags | {"--rollout.record_gib": "1"})
+
+    def replay(name: str, *arguments: str, **changed: str) -> tuple[list[dict], str]:
+        given = [part for flag in (SMALL | flags | changed).items() for part in flag if part is not None]
+        command = [tmp_path / "run", "--out", tmp_path / name, *arguments, *given]
+        process = Ranks(
+            1, ROOT / "scripts" / "replay.py", *command, log=tmp_path / f"{name}.log", environment=environment()
+        )
+        assert process.wait(120) == 0, process.log[-4000:]
+        return without_times(steps(tmp_path / name)), process.log
+
+    again, said = replay("again")
+    served = ("rollout/groups_", "rollout/retried", "validation/", "checkpoint/", "data/")
+    plain = [{k: v for k, v in line.items() if not k.startswith(served)} for line in without_times(run)]
+    assert again == plain and len({line["train/grad_norm"] for line in again}) == 4
+    assert "trained tokens" in said.splitlines()[-6]
+    assert [line.split()[0] for line in said.splitlines()[-5:]] == ["1", "2", "3", "4", "median"]
+
+    # From the checkpoint in the middle, with another loss: the policy that step 3 begins with is the run's.
+    other, _ = replay("other", "--after", "2", **{"--grpo.policy_loss": "cispo"})
+    assert [line["step"] for line in other] == [3, 4]
+    assert other[0]["policy/entropy"] == plain[2]["policy/entropy"]
+    assert [line["train/loss"] for line in other] != [line["train/loss"] for line in plain[2:]]
+    assert [line["reward/mean"] for line in other] == [line["reward/mean"] for line in plain[2:]]
+
+
 def test_the_export_is_the_trained_model_and_mismatch_stays_under_1e_4(tmp_path):
     lines = train(tmp_path)
     assert all(line["policy/mismatch_abs"] <= 1e-4 for line in lines)
@@ -38,6 +80,62 @@ def test_the_export_is_the_trained_model_and_mismatch_stays_under_1e_4(tmp_path)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     assert (tmp_path / "checkpoint" / "step-3" / "hf" / "tokenizer.json").exists()
     assert model(torch.tensor([[1, 5, 6]])).logits.isfinite().all()
+
+
+MIXTURE = """
+[[data.mixture]]
+name = "small"
+weight = 3
+arithmetic_max = 9
+
+[[data.mixture]]
+name = "large"
+arithmetic_max = 39
+functions = ["numeric_match"]
+
+[[validation.sets]]
+name = "small"
+samples_per_prompt = 4
+
+[[validation.sets]]
+name = "products"
+arithmetic_operators = ["*"]
+arithmetic_max = 3
+samples_per_prompt = 1
+max_answer_tokens = 3
+"""
+
+
+def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
+    config = tmp_path / "mixture.toml"
+    text = (ROOT / "train_configs" / "quickstart.toml").read_text()
+    config.write_text(text + MIXTURE)
+    flags = {"--job.config_file": str(config), "--validation.prompts": "40", "--sft.steps": "80"}
+    flags |= {"--reward.functions": "exact_match,numeric_match", "--data.size": "10000"}
+    lines = train(tmp_path / "run", flags | {"--training.steps": "2"})
+    assert all({"reward/small/mean", "reward/large/mean"} <= line.keys() for line in lines)
+    assert [line["data/small/share"] for line in lines] == [0.75, 0.75]
+
+    script = [sys.executable, ROOT / "scripts" / "evaluate.py", tmp_path / "run" / "checkpoint" / "step-2"]
+    command = [*script, *arguments(tmp_path / "run", flags), "--out", tmp_path / "evaluation"]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads((tmp_path / "evaluation" / "result.json").read_text())
+    of_run = {name: value for name, value in lines[-1].items() if name.startswith("validation/")}
+    for of_set in ("small", "products"):
+        metrics = result["sets"][of_set]["metrics"]
+        assert {name: each["mean"] for name, each in metrics.items()} == {
+            name: of_run[f"validation/{of_set}/{name}"] for name in metrics
+        }
+        for name in ("greedy_reward", "sampled_reward"):
+            assert metrics[name]["standard_error"] == of_run[f"validation/{of_set}/{name}_se"]
+    assert 0 < of_run["validation/small/sampled_reward"] < 2, "equal numbers must not be those of a model without skill"
+    assert of_run["validation/small/pass_at_1"] < of_run["validation/small/pass_at_4"]
+    answers = [json.loads(line) for line in (tmp_path / "evaluation" / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 40 * (1 + 4) + 16 * (1 + 1)
+    assert max(answer["answer_tokens"] for answer in answers if answer["set"] == "products") <= 3
+    assert "small" in done.stdout and "majority_at_4" in done.stdout
+    assert processes_of(tmp_path) == [], "the server is stopped"
 
 
 def test_weights_by_files_make_the_same_run_as_weights_by_a_group(tmp_path):

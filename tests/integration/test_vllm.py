@@ -28,12 +28,12 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import counted_versions
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
-from tests.helpers.servers import RunningServer, save_tiny_qwen3, serve_vllm
+from tests.helpers.servers import TINY, RunningServer, declare_plugin, save_tiny_qwen3, serve_vllm
 from tests.helpers.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -146,8 +146,10 @@ def vllm_server(folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     if "SERVER_URL" in os.environ:
         pytest.skip("SERVER_URL names the server")
     folder = tmp_path_factory.mktemp("server")
-    declare_plugin(folder / "plugin")
-    with serve_vllm(folder, folders["A"], "--max-num-seqs", "16") as server:
+    declare_plugin(
+        folder / "plugin", "vllm.general_plugins", "counted_versions", f"{counted_versions.__name__}:register"
+    )
+    with serve_vllm(folder, folders["A"], "--max-num-seqs", "16", forked=False) as server:
         yield server
 
 
@@ -161,16 +163,6 @@ def served(folders, request: pytest.FixtureRequest) -> Iterator[Served]:
         served = Served(Control(request.getfixturevalue("vllm_server").url, None, 60.0), folders, models)
     yield served
     served.sync.close()
-
-
-def declare_plugin(folder: Path) -> None:
-    """Declare `counted_versions` to vLLM, in the folder where `servers` declares the project's own plug-in."""
-    info = folder / "counted_versions-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counted-versions\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\ncounted_versions = {counted_versions.__name__}:register\n"
-    )
 
 
 def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: RunningServer):
@@ -219,6 +211,30 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vl
     sync.publish(8)
     assert not control.is_paused()
     assert control.weight_version() == version_name(8)
+    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
+    sync.close()
+
+
+def test_weights_of_another_shape_leave_nothing_behind(vllm_server: RunningServer, tmp_path: Path):
+    """The check of models refuses them before. Without it, the next trainer's first update must work."""
+    control = VllmControl(vllm_server.url, None, 60.0)
+    shape = TINY | {"hidden_size": 96, "head_dim": 32, "vocab_size": 512, "tie_word_embeddings": True}
+    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(tmp_path)
+    source, model = trainer_of(tmp_path)
+    with pytest.raises(UserError, match=rf"hidden_size 64.*, and the trainer has {tmp_path} \(hidden_size 96"):
+        control.check(1024, 5, trained=source.identity)
+    sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), CPU)
+    sync.connect()
+    with pytest.raises(FleetError, match="version 9"):
+        sync.publish(9)
+    sync.close()
+
+    source, model = trainer_of(vllm_server.model_dir)
+    control.check(1024, 5, trained=source.identity)
+    sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), CPU)
+    sync.connect()
+    sync.publish(10)
     reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
     assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()

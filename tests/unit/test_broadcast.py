@@ -15,10 +15,14 @@ def test_ranks_wait_for_a_rank_0_that_gets_on(tmp_path):
     Ranks(2, WORKER, "busy", log=tmp_path / "log").check(60)
 
 
+def test_any_rank_may_ask_to_stop_and_all_learn_of_it_in_place_of_a_value(tmp_path):
+    Ranks(2, WORKER, "stop", log=tmp_path / "log").check(60)
+
+
 ENDS = {  # what it was doing, and after how many seconds at most
     "stuck": (r"TimeoutError: rank 0 has not got on for \d s; .* in stage 'validate' for \d s", 2 * LIMIT_S + 5),
     "frozen": (rf"TimeoutError: rank 0 has not been heard of for {SILENCE_S:g} s; .*", SILENCE_S + 3),
-    "gone": (r"RuntimeError: lost the connection to rank 0 \(.* in stage 'validate' for \d s\)", 4),
+    "gone": (r"RuntimeError: lost the connection to rank 0 \(.* in stage 'validate' for \d s\)", 6),
 }
 
 

@@ -58,14 +58,68 @@ def test_a_process_that_waits_in_c_ends_and_says_where_it_was(number):
     assert "Timeout" in said and 'File "<string>", line 8 in <module>' in said
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_process_that_can_closes_in_order(number, status):
-    process = start(CLOSES_IN_TIME)
+    process = start(CLOSES_IN_TIME, grace_s=20)
     assert process.stdout.readline() == "waits\n"
     process.send_signal(number)
     printed, said = process.communicate(timeout=30)
-    assert (process.returncode, printed) == (status, "closed\n")
-    assert "Timeout" not in said
+    assert (process.returncode, printed, said) == (status, "closed\n", "")
+
+
+ASKED = """
+import time
+from torchtitan.grpo import stopping
+stopping.ECHO_S = 0.3
+def ask(number):
+    print("asked", number, flush=True)
+    return {saves}
+with stopping.asks_first(ask):
+    try:
+        print("waits", flush=True)
+        time.sleep(60)
+    finally:
+        stopping.end_within(60)
+        print("closed", flush=True)
+"""
+
+
+def asked_to_stop(saves: bool, grace_s: float = 20.0, waits_after_s: tuple[float, ...] = ()) -> tuple[int, float]:
+    """Exit status, and seconds from the first signal, of a process that is sent more signals after these waits."""
+    process = start(ASKED.format(saves=saves), grace_s=grace_s)
+    assert process.stdout.readline() == "waits\n"
+    told = time.monotonic()
+    for wait_s in (0.0, *waits_after_s):
+        time.sleep(wait_s)
+        process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=40)
+    assert (printed, said) == ("asked 2\nclosed\n", "")
+    return process.returncode, time.monotonic() - told
+
+
+def test_who_has_nothing_to_save_is_interrupted_at_once():
+    status, seconds = asked_to_stop(saves=False)
+    assert status == 130 and seconds < 10
+
+
+def test_who_saves_is_interrupted_when_that_takes_too_long():
+    status, seconds = asked_to_stop(saves=True, grace_s=2.5)
+    assert status == 130 and seconds >= 2.0
+
+
+def test_an_echo_of_the_first_signal_does_not_interrupt_but_a_second_one_does():
+    status, seconds = asked_to_stop(saves=True, waits_after_s=(0.05, 0.05, 0.6))
+    assert status == 130 and 0.7 <= seconds < 10
+
+
+@pytest.mark.parametrize("closes_in_s", [0, 60])
+def test_the_last_line_of_a_stopped_run_is_what_it_has_to_say(closes_in_s):
+    body = "import time\nfrom torchtitan.grpo.stopping import end_within, run_and_exit, stopped\ndef main():\n"
+    body += "    end_within(1.5)\n    try:\n        raise stopped(75, 'stopped at step 24')\n"
+    body += f"    finally:\n        time.sleep({closes_in_s})\n"
+    process = start(f"\n{body}run_and_exit(main)")
+    assert process.communicate(timeout=30) == ("", "stopped at step 24\n")
+    assert process.returncode == 75
 
 
 def test_a_process_that_loses_the_exit_is_told_again():

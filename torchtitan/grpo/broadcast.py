@@ -1,9 +1,11 @@
 """From rank 0 to every rank over gloo, without pickle: packed rows and small JSON values."""
 
+import contextlib
 import itertools
 import json
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
 
@@ -13,11 +15,15 @@ import torch.distributed as dist
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow
 from torchtitan.grpo.reporting.watchdog import Progress
+from torchtitan.grpo.stopping import StopRequested
 from torchtitan.grpo.weight_sync.sync_thread import PHASES
 
-_BEAT_S = 1.0
+BEAT_S = 1.0
 _LOOK = timedelta(seconds=0.5)
 _KEY = "torchtitan-grpo/rank-0"
+_STOP_KEY = "torchtitan-grpo/stop"
+_STOP = {"stop": True}
+"""A message that is no value: it ends the wait for one."""
 _GROUP_TIMEOUT = timedelta(days=30)  # the waits here have limits of their own, and better messages
 
 
@@ -40,11 +46,15 @@ class Broadcaster:
         progress: This process's.
         limit_s: Longest time that rank 0 may not get on. Also rank 0's longest wait for the others.
         silence_s: Longest time without a word from rank 0's thread, because its process or machine is stopped.
+
+    Attributes:
+        on_stop: Called on rank 0, in a thread, when some rank has called `request_stop`.
     """
 
     def __init__(self, progress: Progress, limit_s: float, silence_s: float = 60.0) -> None:
         self.is_source = dist.get_rank() == 0
         self._progress, self._limit_s, self._silence_s = progress, limit_s, silence_s
+        self.on_stop: Callable[[], None] = lambda: None
         self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
         self._messages = 0
         self._said: dict[str, Any] = {"count": -1, "doing": "starting", "still_s": 0.0, "changes": 0}
@@ -68,10 +78,30 @@ class Broadcaster:
         return f"rank 0 {self._said['doing']}, without progress for {self._said['still_s']:.0f} s"
 
     def json(self, value: Any = None) -> Any:
-        """Rank 0's JSON value on every rank; the others' argument is ignored."""
+        """Rank 0's JSON value on every rank; the others' argument is ignored.
+
+        Raises:
+            StopRequested: Rank 0 has called `stop_all` instead.
+        """
         self._messages += 1
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.is_source else None
-        return json.loads(self._tensor(data, torch.uint8).numpy().tobytes())
+        received = json.loads(self._tensor(data, torch.uint8).numpy().tobytes())
+        if received == _STOP:
+            raise StopRequested
+        return received
+
+    def request_stop(self) -> None:
+        """On any rank, in any thread: ask rank 0 to stop the run. It learns of it within a second or two."""
+        if self.is_source:
+            self.on_stop()
+        else:
+            self._store.set(_STOP_KEY, "")
+
+    def stop_all(self) -> None:
+        """On rank 0, where it would send the next value: the others raise StopRequested there. On them: nothing."""
+        if self.is_source:
+            with contextlib.suppress(StopRequested):
+                self.json(_STOP)
 
     def barrier(self) -> None:
         """Wait for rank 0, which may validate or push for longer than NCCL lets other ranks wait."""
@@ -137,10 +167,13 @@ class Broadcaster:
 
     def _beat(self) -> None:
         """In a thread: rank 0 writes, the others read. It may hang with the store; nobody waits for it."""
-        progress = self._progress
+        progress, stops = self._progress, False
         for count in itertools.count():
             try:
                 if self.is_source:
+                    if not stops and self._store.check([_STOP_KEY]):
+                        stops = True
+                        self.on_stop()
                     said = {"still_s": progress.still_s(), "doing": progress.describe(), "changes": progress.changes}
                     self._store.set(_KEY, json.dumps(said | {"count": count}))
                 else:
@@ -149,5 +182,5 @@ class Broadcaster:
                         self._said, self._heard_at = said, time.monotonic()
             except RuntimeError:  # the store is gone, and so is rank 0 or torchrun: others notice that too
                 return
-            if self._closed.wait(_BEAT_S):
+            if self._closed.wait(BEAT_S):
                 return

@@ -1,11 +1,46 @@
 """Errors that the user can correct."""
 
 import difflib
+import json
+import os
+import signal
+import sys
+import time
 from collections.abc import Iterable
+
+_REFUSED = 2
+_OTHERS_S = 10.0
+"""How long torchrun may take to stop the other ranks after rank 0 has ended."""
 
 
 class UserError(ValueError):
     """Bad input. The message names the key, file or server and says what to change."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.raised_at = time.time()
+
+
+def refuse(error: UserError) -> int:
+    """Print the error, once for all ranks of a machine, and return the exit status.
+
+    torchrun prints some 30 lines after a rank that failed. They end in what the first rank that failed has left in
+    TORCHELASTIC_ERROR_FILE: this error. Other ranks usually find the same one. They wait until torchrun stops them,
+    and end with status 0, because torchrun has a paragraph for every rank with another one. A rank that is not stopped
+    has an error of its own and prints it.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(_OTHERS_S)
+    said = f"error{f' on rank {rank}' if rank else ''}: {error}"
+    print(said, file=sys.stderr, flush=True)
+    if path:
+        left = {"message": said, "extraInfo": {"timestamp": str(int(error.raised_at))}}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": left}, file)
+    return _REFUSED
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -1,32 +1,76 @@
-"""A trainer that gets a signal, or loses its torchrun, ends in bounded time, and in order if it can.
+"""A trainer that gets a signal, or loses its torchrun, ends in bounded time: saved if it can, in order if it can.
 
 Python handles a signal between two bytecode instructions of the main thread. A rank that waits in NCCL or CUDA for a
-rank that has stopped executes none. Without a limit it would wait forever and keep its GPU busy.
+rank that has stopped executes none. Without a limit it would wait forever and keep its GPU busy. So a thread hears the
+signals:
+
+1. The first SIGTERM or SIGINT asks the run to stop (`asks_first`), if there is one that would lose something.
+2. After SAVING_SHARE of the time, or at a second signal, the main thread gets SystemExit, and closes.
+3. At the end of the time the process ends, and writes every thread's stack.
 """
 
+import contextlib
 import faulthandler
+import math
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 GRACE_S = 25.0
-"""Time to close servers, threads and files in order. torchrun kills its workers 30 s after its SIGTERM."""
+"""Time from a signal to the end of the process. torchrun kills its workers 30 s after its SIGTERM."""
+SAVING_SHARE = 0.8
+"""Share of that time in which a run may end its step and save. The rest is for closing servers, threads and files."""
+AT_ONCE_S = 5.0
+"""Time to close after a second signal."""
 FAILED_S = 60.0
-"""The same after an error, which the other ranks have not seen yet, and after the last step."""
+"""Time to close after an error, which the other ranks have not seen yet, and after the last step."""
+STOPPED = 75
+"""Exit status of a run that was asked to stop and has saved its last step. It is EX_TEMPFAIL: run it again."""
+ECHO_S = 3.0
+"""A signal so soon after the first is the same one: torchrun and Slurm pass on what their processes got already."""
+_INTERRUPT = signal.SIGALRM
+"""What the process sends to itself. It must not be taken for a second signal."""
 _LAUNCHER_POLL_S = 1.0
 _AGENT_S = 5.0
+_LEAVE_S = 0.5
 _AGAIN_S = 2.0
 """How long the main thread may take to begin closing before it is told again."""
 
 _lock = threading.Lock()
-_end_at = float("inf")
-_closing = False
-_status = 143
+_end_at = math.inf
+_closing = _interrupting = False
+_status = 128 + signal.SIGTERM
+_ask: Callable[[int], bool] | None = None
+
+
+class StopRequested(Exception):
+    """The run was asked to stop. Raised instead of waiting for the answers that the next step would train on."""
+
+
+class Stopped(SystemExit):
+    """The run ends because it was asked to. `words`, if any, are the last line that it prints. Raise `stopped`."""
+
+    def __init__(self, status: int, words: str = "") -> None:
+        super().__init__(status)
+        self.words = words
+
+
+def stopped(status: int, words: str) -> Stopped:
+    """What to raise when a run has stopped. If closing takes too long, the process ends like that all the same."""
+
+    def leave() -> None:
+        while time.monotonic() < _end_at - _LEAVE_S:
+            time.sleep(_LEAVE_S / 2)
+        _leave(status, words)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()
+    return Stopped(status, words)
 
 
 def end_within(seconds: float) -> None:
@@ -50,33 +94,26 @@ def _exit_within(seconds: float) -> None:
 
 
 def stop_in_time(grace_s: float = GRACE_S) -> None:
-    """Make SIGTERM raise SystemExit in the main thread, and bound the time after SIGTERM or SIGINT.
+    """Hear SIGTERM and SIGINT from now on, and bound the time after them.
 
-    Call it from the main thread. SystemExit is raised again until `end_within` is called: it may come inside a callback
-    of C++ (`torch.save` has one), which turns it into another error that the program survives.
+    Call it from the main thread. There they raise SystemExit with 128 plus the signal's number, unless `asks_first`
+    has the run asked before. It is raised again until `end_within` is called: it may come inside a callback of C++
+    (`torch.save` has one), which turns it into another error that the program survives.
 
-    Under torchrun the process also stops when torchrun is gone: a killed torchrun would leave its trainers on the GPUs.
+    Under torchrun, its end counts as SIGTERM: a killed torchrun would leave its trainers on the GPUs.
 
     Raises:
-        SystemExit: It is gone already.
+        SystemExit: It has ended already.
     """
     launcher = os.getppid()
-    signal.signal(signal.SIGTERM, lambda *_: None if _closing else sys.exit(_status))
     heard, told = os.pipe()
     os.set_blocking(told, False)
+    signal.signal(_INTERRUPT, _on_interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _heard_by_thread)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not this process's
-
-    def listen() -> None:
-        while os.read(heard, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
-            pass
-        _exit_within(grace_s)
-        while not _closing:
-            time.sleep(_AGAIN_S)
-            if not _closing:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=listen, name="stop-watch", daemon=True).start()
+    os.register_at_fork(after_in_child=_forget_signals)
+    threading.Thread(target=_listen, args=(heard, grace_s), name="stop-watch", daemon=True).start()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not _agent_answers():
             print("torchrun ended while this process started", file=sys.stderr)
@@ -84,14 +121,87 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
         threading.Thread(target=_stop_with, args=(launcher,), name="launcher-watch", daemon=True).start()
 
 
+@contextlib.contextmanager
+def asks_first(ask: Callable[[int], bool]) -> Iterator[None]:
+    """Inside, the first signal calls `ask` with its number, in a thread; it must not wait.
+
+    True means that the main thread will end by itself. It is then interrupted only when that takes too long, or at a
+    second signal.
+    """
+    global _ask
+    _ask = ask
+    try:
+        yield
+    finally:
+        _ask = None
+
+
+def _listen(heard: int, grace_s: float) -> None:
+    global _status
+    number = _next_signal(heard, math.inf)
+    first, ask = time.monotonic(), _ask
+    _status = 128 + number
+    _exit_within(grace_s)
+    saves = ask is not None and not _closing and ask(number)
+    if not (saves and _is_told_again(heard, first, first + SAVING_SHARE * grace_s)):
+        threading.Thread(target=_interrupt, name="interrupt", daemon=True).start()
+        _is_told_again(heard, first, math.inf)
+    _exit_within(AT_ONCE_S)
+    _interrupt()
+
+
+def _is_told_again(heard: int, first: float, until: float) -> bool:
+    """Whether another signal comes before `until` that is no echo of the `first`."""
+    while time.monotonic() < until:
+        if _next_signal(heard, until) and time.monotonic() > first + ECHO_S:
+            return True
+    return False
+
+
+def _next_signal(heard: int, until: float) -> int:
+    """Wait for SIGTERM or SIGINT, and return it; 0 if none comes before `until`."""
+    while (left_s := until - time.monotonic()) > 0:
+        if select.select([heard], [], [], None if left_s == math.inf else left_s)[0]:
+            number = os.read(heard, 1)[0]
+            if number in (signal.SIGTERM, signal.SIGINT):
+                return number
+    return 0
+
+
+def _interrupt() -> None:
+    """Raise SystemExit in the main thread until it closes."""
+    global _interrupting
+    _interrupting = True
+    while not _closing:
+        os.kill(os.getpid(), _INTERRUPT)
+        time.sleep(_AGAIN_S)
+
+
+def _on_interrupt(*_: object) -> None:
+    if _interrupting and not _closing:
+        sys.exit(_status)
+
+
+def _heard_by_thread(*_: object) -> None:
+    """The handler of signals: it must exist for `set_wakeup_fd` to tell the thread."""
+
+
+def _forget_signals() -> None:
+    """In a forked child, whose signals are not this process's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(_INTERRUPT, signal.SIG_DFL)
+
+
 def stop(status: int, grace_s: float = GRACE_S - 1) -> None:
-    """End this process with `status`: in order, as after SIGTERM, if the main thread can within `grace_s`.
+    """End this process with `status`: in order if the main thread can within `grace_s`, and without saving.
 
     For other threads than the main one. Does not return.
     """
     global _status
     _status = status
-    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=_interrupt, name="interrupt", daemon=True).start()
     time.sleep(grace_s)
     os._exit(status)
 
@@ -99,18 +209,28 @@ def stop(status: int, grace_s: float = GRACE_S - 1) -> None:
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run `main`, which closes everything, and end the process with the status that it returns or raises.
 
+    What a stopped run has to say is the last that it prints. An interrupt gives no traceback.
+
     The interpreter's teardown is left out. With torch it takes over a second in each process, and it may hang: on a
     thread of an environment, or on a connection to another rank.
     """
+    words = ""
     try:
         status = main()
     except SystemExit as stopped:
         status = stopped.code if isinstance(stopped.code, int) else 1
+        words = stopped.words if isinstance(stopped, Stopped) else ""
+    except KeyboardInterrupt:  # before `stop_in_time`
+        status = 128 + signal.SIGINT
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
+    _leave(status, words)
+
+
+def _leave(status: int, words: str) -> NoReturn:
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(words, end="\n" if words else "", file=sys.stderr, flush=True)
     os._exit(status)
 
 

@@ -15,10 +15,11 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.memory import memory_bytes
+from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.parallelize import parallel_dims
 from torchtitan.grpo.model.source import resolve_model
 
-from .work import Work, step_flops
+from .work import Work
 
 NOT_HELD = {"snapshots", "buckets, at most"}
 """What `memory_bytes` counts for weight sync, which these steps do not have."""
@@ -40,7 +41,7 @@ class Setup:
         with torch.device("meta"):
             model = self.source.build()
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.flops = step_flops(model, self.work)
+        self.flops = TrainingFlops.of(model)(self.work.lengths, self.work.trained_tokens)
         self.estimate = peak_parts(memory_bytes(self.config, job["gpus"]).moments)
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
         join_torchrun()

@@ -1,10 +1,10 @@
-"""What one optimizer step trains on, the same for every contender, and its FLOPs."""
+"""What one optimizer step trains on, the same for every contender."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 FIRST_TOKEN = 3  # tokens below it end a document
 
@@ -39,6 +39,11 @@ class Work:
     def trained_tokens(self) -> int:
         return self.microbatches * self.documents * (self.length + 1 - self.prompt)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of each document."""
+        return [self.length] * (self.microbatches * self.documents)
+
     def sequences(self, vocab_size: int, seed: int) -> Tensor:
         """Random tokens, int64 [microbatches, documents, length + 1], on the CPU."""
         generator = torch.Generator().manual_seed(seed)
@@ -49,20 +54,3 @@ class Work:
         """Of each document, float32 [microbatches, documents], on the CPU."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(self.microbatches, self.documents, generator=generator)
-
-
-def step_flops(model: nn.Module, work: Work) -> float:
-    """FLOPs of the matrix multiplications in one rank's forward and backward; nothing is counted twice.
-
-    6 for each parameter of the layers' matrices and token, 6 for each of the output layer and *trained* token, and
-    12 * layers * heads * head_dim * length^2 / 2 for each document's causal attention.
-
-    Args:
-        model: torchtitan's Qwen3; meta tensors will do.
-    """
-    args = model.model_args
-    matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
-    output = args.vocab_size * args.dim
-    documents = work.microbatches * work.documents
-    attention = 12 * args.n_layers * args.n_heads * args.head_dim * documents * work.length**2 / 2
-    return 6 * matrices * work.tokens + 6 * output * work.trained_tokens + attention

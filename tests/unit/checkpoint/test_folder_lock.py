@@ -15,7 +15,6 @@ import pytest
 
 import grpo_train
 from tests.helpers import ROOT
-from torchtitan.grpo.checkpoint import folder_lock
 from torchtitan.grpo.checkpoint.folder_lock import LOCK, only_run_in
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
@@ -91,7 +90,6 @@ def test_a_folder_that_cannot_be_made_is_refused():
 
 def test_a_trainer_holds_its_folder_before_it_writes_anything(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_train, "end_within", lambda seconds: None)
-    monkeypatch.setattr(folder_lock, "WAIT_S", 0.0)
     monkeypatch.chdir(ROOT)
     config = load_config(["--job.config_file", "train_configs/quickstart.toml", "--job.dump_folder", str(tmp_path)])
     with only_run_in(tmp_path), pytest.raises(UserError, match="another run uses"):

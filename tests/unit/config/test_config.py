@@ -1,5 +1,6 @@
 """load_config: what it reads, and that each error names the key and what to change."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers import ROOT
 from torchtitan.config import ConfigManager
 from torchtitan.grpo.config import contradictions, job_config
 from torchtitan.grpo.config.keys import check_ranges, keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
-from torchtitan.grpo.config.machine import check_machine, raise_file_limit
+from torchtitan.grpo.config.machine import check_machine, default_to_one_process, raise_file_limit
 from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.dry_run.describe import describe
@@ -44,6 +46,8 @@ def load_toml(tmp_path: Path, text: str, *flags: str):
 BAD_TOML = {
     # unknown names
     "key": ("[grpo]\ngroup_sise = 4", "[grpo] group_sise", "did you mean [grpo] group_size?"),
+    "top-p": ("[rollout]\ntop_p = 0.9", "[rollout] top_p", "ratios would be wrong", "lower [rollout] temperature"),
+    "penalty": ("[rollout]\nrepetition_penalty = 1.1", "[rollout] repetition_penalty", "change the reward"),
     "section": ("[rolout]\nengine = 'vllm'", "[rolout]", "did you mean [rollout]?"),
     "key of another section": (
         "[training]\nmax_answer_tokens = 9",
@@ -93,6 +97,7 @@ BAD_TOML = {
     ),
     "torchtitan's int": ("[training]\nsteps = '10'", "[training] steps", "write 10, without quotes"),
     "torchtitan's choice": ("[activation_checkpoint]\nmode = 'on'", "[activation_checkpoint] mode", '"selective"'),
+    "boolean or choice": ("[checkpoint]\nresume = 'yes'", "[checkpoint] resume", 'write true, false or "auto"'),
     "torchtitan's boolean": ("[checkpoint]\nenable = 1", "[checkpoint] enable", "write true or false"),
     # ranges
     "group of one": ("[grpo]\ngroup_size = 1", "[grpo] group_size = 1", "at least 2"),
@@ -179,6 +184,9 @@ BAD_TOML = {
     "servers": ("[rollout]\nurls = ['http://a:1']\nmin_servers = 2", "[rollout] min_servers = 2", "servers, 1"),
     "list of servers": ("[rollout]\nurls_file = '/no/such'", '[rollout] urls_file = "/no/such"', "does not exist"),
     "url twice": ("[rollout]\nurls = ['http://a:1', 'http://a:1/']", "[rollout] urls", "2 times"),
+    "stop string": ("[rollout]\nstop = ['a', '']", '[rollout] stop has ""', "in every answer"),
+    "stop string twice": ("[rollout]\nstop = ['a', 'a']", '[rollout] stop has "a" 2 times'),
+    "stop strings": (f"[rollout]\nstop = {list(map(str, range(33)))}", "[rollout] stop has 33 texts", "32 at most"),
     "stop token": ("[rollout]\nstop_token_ids = [-1]", "[rollout] stop_token_ids has -1", "0 or more"),
     "jsonl without path": ("[data]\nsource = 'jsonl'", "[data] path is missing", "needs a file"),
     "hf without path": ("[data]\nsource = 'hf'", "[data] path is missing", "needs a folder"),
@@ -245,8 +253,15 @@ BAD_TOML = {
     "function twice": ("[reward]\nfunctions = ['a:b', 'a:b']", "[reward] functions", "give it a weight"),
     "scorer of another source": ("[reward]\nfunctions = ['reasoning_gym']", "[reward] functions", 'not "arithmetic"'),
     "keep less than none": ("[checkpoint]\nkeep_latest_k = -1", "[checkpoint] keep_latest_k = -1", "at least 0"),
-    "load what": ("[checkpoint]\nenable = true\nload_step = 5", "[checkpoint] load_step = 5", "resume = true"),
-    "resume what": ("[checkpoint]\nresume = true", "[checkpoint] resume", "needs [checkpoint] enable = true"),
+    "load what": ("[checkpoint]\nload_step = 5", "[checkpoint] load_step = 5", "resume = true"),
+    "load again": ("[checkpoint]\nload_step = 5\nresume = 'auto'", "[checkpoint] load_step = 5", "every start"),
+    "resume what": ("[checkpoint]\nenable = false\nresume = true", "[checkpoint] resume = true", "enable = true"),
+    "best of what": ("[checkpoint]\nkeep_best = 'reward/mean'", "[checkpoint] keep_best", "[validation] enable = true"),
+    "best unvalidated": (
+        "[checkpoint]\nkeep_best = 'validation/greedy_reward'\ninterval = 15\n[validation]\nenable = true",
+        "[checkpoint] interval = 15",
+        "multiple of [validation] freq = 10",
+    ),
     "optimizer": ("[optimizer]\nname = 'Muon'", '[optimizer] name = "Muon"', "AdamW or Adam"),
     "flavor alone": ("[model]\nflavor = '0.6B'", "[model] flavor", "needs [model] name"),
     "shards": (
@@ -268,7 +283,6 @@ BAD_TOML = {
     "converters": ("[model]\nconverters = ['float8']", "[model] converters", "not supported"),
     "quantize": ("[quantize.linear.float8]\nemulate = true", "[quantize.linear.float8] emulate", "not supported"),
     "initial load": ("[checkpoint]\ninitial_load_path = 'x'", "[checkpoint] initial_load_path", "checkpoint.resume"),
-    "async": ("[checkpoint]\nasync_mode = 'async'", "[checkpoint] async_mode", "not supported"),
     "validation steps": ("[validation]\nsteps = 0", "[validation] steps = 0", "validation.prompts"),
     "fault tolerance": ("[fault_tolerance]\nenable = true", "[fault_tolerance] enable", "not supported"),
     "own module": (
@@ -321,6 +335,7 @@ def test_a_long_key_is_not_repeated_in_whole(tmp_path):
 
 
 BAD_FLAGS = {
+    "top-p": (["--rollout.top_p", "0.9"], "--rollout.top_p", "[validation] top_p"),
     "unknown": (["--grpo.gruop_size", "4"], "--grpo.gruop_size", "did you mean --grpo.group_size?"),
     "unknown section": (["--grop.group_size=4"], "--grop.group_size", "did you mean --grpo.group_size?"),
     "no section": (["--group_size", "4"], "--group_size", "did you mean --grpo.group_size?"),
@@ -395,6 +410,11 @@ def test_toml_under_flags_over_defaults(tmp_path):
         (["--metrics.no-enable-tensorboard"], "metrics.enable_tensorboard", False),
         (["--metrics.enable_tensorboard", "false"], "metrics.enable_tensorboard", False),
         (["--checkpoint.enable=true"], "checkpoint.enable", True),
+        (["--checkpoint.resume"], "checkpoint.resume", True),
+        (["--checkpoint.resume", "true"], "checkpoint.resume", True),
+        (["--checkpoint.resume", "auto"], "checkpoint.resume", "auto"),
+        (["--checkpoint.resume=auto", "--checkpoint.enable"], "checkpoint.resume", "auto"),
+        (["--checkpoint.no-resume"], "checkpoint.resume", False),
         (["--checkpoint.enable", "--grpo.group_size", "4"], "grpo.group_size", 4),
         (["--rollout.urls", "http://a:1,http://b:2"], "rollout.urls", ["http://a:1", "http://b:2"]),
         (["--rollout.urls", "http://a:1", "http://b:2"], "rollout.urls", ["http://a:1", "http://b:2"]),
@@ -483,7 +503,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
 )
 def test_machine(flags, world_size, gpus, expected, monkeypatch):
     # load_config must accept it on a machine with these processes and GPUs
-    monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda config: [])
+    monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda config, **_: [])
     messages = check_machine(load_config([*MODEL, *flags]), world_size, gpus)
     assert len(messages) == bool(expected), messages
     for part in expected:
@@ -524,6 +544,18 @@ def test_the_limit_of_open_files_is_raised():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_a_launcher_the_run_is_one_process(monkeypatch):
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name not in launched})
+        default_to_one_process()
+        _, rank, ranks = next(dist.rendezvous("env://"))
+        assert (rank, ranks) == (0, 1)
+        patch.setattr(os, "environ", {"WORLD_SIZE": "4"})  # a launcher's: nothing is added
+        default_to_one_process()
+        assert os.environ == {"WORLD_SIZE": "4"}
 
 
 def test_world_size_is_torchruns(monkeypatch):

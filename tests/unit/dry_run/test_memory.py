@@ -22,8 +22,9 @@ from tests.helpers import TINY_QWEN3
 from tests.helpers.microbatches import microbatches
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.dry_run.describe import memory_lines
+from torchtitan.grpo.config.load import load_config, take_dry_run
+from torchtitan.grpo.config.target import Target, find_target
+from torchtitan.grpo.dry_run.describe import describe, memory_lines
 from torchtitan.grpo.dry_run.memory import BlockActivations, block_activations, kept_activations, memory_bytes
 from torchtitan.grpo.model import logprobs, packed, parallelize
 from torchtitan.grpo.model.source import resolve_model
@@ -45,6 +46,9 @@ CHECKPOINTING = {
     "layers": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "2"],
     "matmul": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "matmul"],
 }
+
+
+SHORT = ["--training.seq_len", "64", "--data.max_prompt_tokens", "16", "--rollout.max_answer_tokens", "16"]
 
 
 @torch.library.custom_op("memory_test::flash", mutates_args={})
@@ -412,6 +416,61 @@ def test_a_memory_budget_lies_between_full_and_no_checkpointing():
     assert kept == [(40, 100), (240, 50), (440, 0)]
 
 
+def test_the_target_decides_what_is_published_and_how_large_buckets_are(monkeypatch):
+    config = read(TINY, 2, 64, 2, "--weight_sync.bucket_mib_max", "1048576", monkeypatch=monkeypatch)
+    cpu, h200 = Target("cpu", False, 2**20), find_target("h200", config)
+    on_cpu, on_gpu = (memory_bytes(config, 2, target).moments["optimizer step"] for target in (cpu, h200))
+    assert on_cpu["snapshots"] == 2 * on_gpu["snapshots"]
+    assert on_gpu["buckets, at most"] == 2 * memory_bytes(config, 2, h200).parameters, "all of them, in bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "target", "why"),
+    [
+        ([], "", "H100 (80 GB)", 'mixed_precision_param = "bfloat16", and this machine has no GPU'),
+        (["--training.mixed_precision_param", "float32"], "", "this machine's CPU", ""),
+        (["--training.mixed_precision_param", "float32", "--compile.enable"], "", "H100 (80 GB)", "[compile] enable"),
+        (["--compile.enable", "--weight_sync.transport", "nccl"], "b200", "B200 (192 GB)", ""),
+        (["--rollout.embedded_device", "cuda", "--rollout.api_key_env", "NOT_HERE"], "a100", "A100 (80 GB)", ""),
+    ],
+)
+def test_a_laptop_can_plan_a_run_on_gpus(flags, name, target, why, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = load_config(["--model.hf_assets_path", TINY, *SHORT, *flags], dry_run=name)
+    found = find_target(name, config)
+    assert found.name == target and why in found.why
+    assert memory_lines(config, 1, found)[0].startswith(f"memory of one rank on {target}, for ")
+
+
+def test_a_dry_run_needs_config_json_alone_and_counts_the_disk(tmp_path):
+    (tmp_path / "config.json").write_text((TINY_QWEN3 / "config.json").read_text())
+    flags = ["--checkpoint.enable", "--checkpoint.keep_latest_k", "2", "--grpo.kl_coef", "0.1"]
+    config = load_config(["--model.hf_assets_path", str(tmp_path), *SHORT, *flags], dry_run="h200")
+    lines = describe(config, 2, "h200").splitlines()
+    each = memory_bytes(config, 2).parameters * (12 + 4 + 4) / 2**20  # AdamW's two moments, reference, float32 export
+    disk = lines.index("# disk for checkpoints, in ./outputs")
+    assert lines[disk + 1].split()[1:] == [
+        "each",
+        f"{each:.1f}",
+        "MiB",
+        "weights,",
+        "AdamW",
+        "state,",
+        "reference,",
+        "export",
+    ]
+    assert lines[disk + 2].split()[1:] == ["at", "most", "3", "at", "once", f"{3 * each:.1f}", "MiB"]
+    assert any(line.endswith("%: it fits") for line in lines) and "Only config.json" in lines[-1]
+
+
+def test_the_target_is_taken_out_of_the_command_line():
+    assert take_dry_run(["--a.b", "1"]) == (None, ["--a.b", "1"])
+    assert take_dry_run(["--dry_run", "--a.b", "1"]) == ("", ["--a.b", "1"])
+    assert take_dry_run(["--a.b", "1", "--dry-run", "h100", "--c.d"]) == ("h100", ["--a.b", "1", "--c.d"])
+    assert take_dry_run(["--dry_run=cpu"]) == ("cpu", [])
+
+
 def test_table_names_the_peak(monkeypatch):
     config = read(TINY, 1, 64, 2, monkeypatch=monkeypatch)
     memory = memory_bytes(config, 1)
@@ -420,3 +479,19 @@ def test_table_names_the_peak(monkeypatch):
     assert peak.endswith(memory.peak)
     assert f"{memory.total(memory.peak) / 2**20:,.1f} MiB" in peak
     assert all(any(moment in line for line in lines) for moment in memory.moments)
+
+
+def test_the_host_memory_of_checkpoints_written_in_the_background(monkeypatch):
+    config = read(TINY, 1, 64, 2, monkeypatch=monkeypatch)
+    assert not any("a copy for checkpoints" in line for line in memory_lines(config, 1))
+    config.checkpoint.async_mode = "async_with_pinned_mem"
+    weights = memory_bytes(config, 2).moments["optimizer step"]["weights"]
+    assert memory_bytes(config, 2).checkpoint_copy == 3 * weights, "weights and both moments of AdamW"
+    assert (
+        f"  in each rank's host memory: {3 * weights / 2**20:,.1f} MiB pinned, a copy for checkpoints"
+        in memory_lines(config, 2)
+    )
+    config.grpo.kl_coef = 0.1
+    assert memory_bytes(config, 2).checkpoint_copy == 4 * weights
+    config.checkpoint.enable = False
+    assert memory_bytes(config, 2).checkpoint_copy == 0

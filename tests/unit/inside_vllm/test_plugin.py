@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "weight_wire": {"torch", "safetensors", f"{GRPO}.weight_wire", f"{GRPO}.version_names"},
     # numpy: vLLM's log-probabilities are its arrays.
     "inside_vllm": {"torch", "safetensors", "vllm", "numpy"}
-    | {f"{GRPO}.{name}" for name in ("weight_wire", "version_names", "inside_vllm")},
+    | {f"{GRPO}.{name}" for name in ("weight_wire", "version_names", "model_identity", "inside_vllm")},
 }
 
 

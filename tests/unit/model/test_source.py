@@ -24,7 +24,7 @@ from transformers import (
 from tests.helpers.tiny_models import LLAMA3_ROPE
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import FAMILIES, get_family
-from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import ModelSource, check_hf_weights, load_hf_weights, resolve_model
 
 SHAPE = dict(
     vocab_size=67,
@@ -367,8 +367,9 @@ def test_index_without_its_file_and_without_a_map(tmp_path):
     assert len(shards) > 2
     load_hf_weights(built(source), source, tmp_path)
     shards[1].unlink()
-    with pytest.raises(UserError, match=rf"index.json names files that .* lacks: {shards[1].name}"):
-        load_hf_weights(built(source), source, tmp_path)
+    shards[2].write_bytes(shards[2].read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"missing: {shards[1].name} .*index.json.*{shards[2].name} is truncated"):
+        check_hf_weights(source)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match=r"has no weight_map"):
         load_hf_weights(built(source), source, tmp_path)

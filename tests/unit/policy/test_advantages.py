@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, zero_variance
+from torchtitan.grpo.policy.advantages import group_advantages, less_penalties, overlong_penalty, zero_variance
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0, 1.0], [0.3, -2.0], [5.0, 5.5, 7.25]]
 
@@ -34,6 +34,15 @@ def test_groups_without_signal_get_exact_zeros(baseline, divide_by_std):
     assert group_advantages([], baseline, divide_by_std) == []
 
 
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("divide_by_std", [False, True])
+def test_an_answer_without_a_reward_is_no_part_of_its_group(baseline, divide_by_std):
+    with_gaps = [[None, *group, None] for group in GROUPS]
+    plain = group_advantages(GROUPS, baseline, divide_by_std)
+    assert group_advantages(with_gaps, baseline, divide_by_std) == [[0.0, *group, 0.0] for group in plain]
+    assert group_advantages([[None, 1.0, None], [None]], baseline, divide_by_std) == [[0.0] * 3, [0.0]]
+
+
 def test_unknown_baseline_is_an_error():
     with pytest.raises(ValueError, match="leave_one_out"):
         group_advantages([[0.0, 1.0]], "median", True)
@@ -42,6 +51,11 @@ def test_unknown_baseline_is_an_error():
 def test_zero_variance():
     assert zero_variance([]) and zero_variance([1.0]) and zero_variance([0.5, 0.5])
     assert not zero_variance([0.5, 0.5, 0.5 + 1e-9])
+    assert zero_variance([None, None]) and zero_variance([None, 1.0, 1.0]) and not zero_variance([None, 0.0, 1.0])
+
+
+def test_penalties_stay_with_their_answers():
+    assert less_penalties([[1.0, None], [], [0.5]], [0.25, 9.0, 0.5]) == [[0.75, None], [], [0.0]]
 
 
 def test_overlong_penalty_falls_linearly_over_the_buffer():

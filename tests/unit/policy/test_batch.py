@@ -21,7 +21,7 @@ from torchtitan.grpo.policy.packing import pack
 LIMIT = 8
 
 
-def answer(reward: float, tokens: int = 2, finish_reason: str = "stop", version: int = 3, **changed) -> Sample:
+def answer(reward: float | None, tokens: int = 2, finish_reason: str = "stop", version: int = 3, **changed) -> Sample:
     sample = Sample(
         Prompt(0, [5, 6], "2 + 2 ="), [7] * tokens, [-1.0] * tokens, [version] * tokens, finish_reason, reward=reward
     )
@@ -52,6 +52,20 @@ def test_which_samples_count():
     equal = [answer(1.0), answer(1.0)]
     assert counted_samples(equal, Grpo(zero_variance_groups="keep"), LIMIT) == [True, True]
     assert counted_samples(equal, Grpo(zero_variance_groups="drop"), LIMIT) == [False, False]
+    unscored = [answer(1.0), answer(None), answer(0.0)]
+    assert counted_samples(unscored, Grpo(), LIMIT) == [True, False, True]
+    assert has_signal(unscored, Grpo(), LIMIT) and not has_signal(unscored[:2], Grpo(), LIMIT)
+
+
+@pytest.mark.parametrize(("aggregation", "weights"), [("token", [1 / 6, 1 / 6]), ("sequence", [1 / 4, 1 / 8])])
+def test_an_answer_without_a_reward_is_in_no_normaliser_and_not_trained(aggregation, weights):
+    group = [answer(1.0, 2), answer(None, 7), answer(0.0, 4)]
+    grpo = Grpo(loss_aggregation=aggregation)
+    packed = training_samples([group], [[0.5, 0.0, -0.5]], 3, grpo, LIMIT)
+    assert [(sample.advantage, sample.weight) for sample in packed] == list(zip([0.5, -0.5], weights, strict=True))
+    grpo = Grpo(loss_aggregation=aggregation, kl_coef=0.1, kl_placement="reward")
+    placed = training_samples([group], [[0.5, 0.0, -0.5]], 3, grpo, LIMIT)
+    assert [sample.weight for sample in placed] == [weights[0], 0.0, weights[1]], "KL by sample needs its place"
 
 
 def test_samples_hold_advantage_weight_and_the_age_of_each_token():

@@ -1,5 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
+from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.reporting.step_metrics import (
@@ -14,41 +18,92 @@ from torchtitan.grpo.weight_sync.report import SyncReport
 PROMPT = Prompt(index=0, token_ids=[1, 2], text="1+1=", answer="2")
 
 
-def sample(reward: float, tokens: int, finish: str = "stop", failures: tuple[str, ...] = ()) -> Sample:
+def sample(reward: float, tokens: int, finish: str = "stop") -> Sample:
+    rewards = {"exact_match": reward}
+    return Sample(PROMPT, [5] * tokens, [-0.5] * tokens, [0] * tokens, finish, rewards=rewards, reward=reward)
+
+
+def unscored(tokens: int) -> Sample:
+    failures = {"judge": "raised OSError", "style": "returned nan"}
     return Sample(
-        PROMPT, [5] * tokens, [-0.5] * tokens, [0] * tokens, finish, rewards={"exact_match": reward}, reward=reward,
-        reward_failures=list(failures),
+        PROMPT, [5] * tokens, [-0.5] * tokens, [0] * tokens, "stop",
+        rewards={"exact_match": 0.0}, reward_failures=failures,
     )  # fmt: skip
 
 
 def test_rollout_metrics_of_two_groups():
-    groups = [
-        [sample(1.0, 2), sample(0.0, 4, "length")],
-        [sample(1.0, 3), sample(1.0, 7, "abort", ("exact_match",))],
-    ]
+    groups = [[sample(1.0, 2), sample(0.0, 4, "length")], [sample(1.0, 3), sample(1.0, 7, "abort")]]
     groups[0][0].versions = [2, 3]
-    metrics = rollout_metrics(groups, 3, 0)
+    metrics = rollout_metrics(groups, [[1.0, 0.0], [1.0, 1.0]], 3, 0)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/std"] == pytest.approx(0.1875**0.5)
     assert metrics["reward/exact_match"] == 0.75
     assert metrics["reward/zero_variance_fraction"] == 0.5
-    assert metrics["reward/failures"] == 1
+    assert metrics["reward/failures"] == metrics["reward/failed_fraction"] == 0
     assert (metrics["rollout/answer_tokens"], metrics["rollout/answer_tokens_max"]) == (16, 7)
     assert (metrics["rollout/age_mean"], metrics["rollout/age_max"]) == ((1 + 0 + 14 * 3) / 16, 3)
     assert metrics["rollout/truncated_fraction"] == metrics["rollout/aborted_fraction"] == 0.25
 
 
 def test_no_groups_give_no_metrics():
-    assert rollout_metrics([], 0, 0) == {}
+    assert rollout_metrics([], [], 0, 0) == {}
 
 
-def test_pass_at_k_counts_prompts_with_any_full_reward():
-    greedy = [[sample(1.0, 2)], [sample(0.0, 2)], [sample(0.5, 2)]]
-    sampled = [[sample(0.0, 1), sample(2.0, 1)], [sample(1.9, 1), sample(0.0, 1)], [sample(0.0, 1), sample(0.0, 1)]]
-    metrics = validation_metrics(greedy, sampled, full_reward=2.0)
+def test_answers_without_a_reward_are_counted_and_in_no_mean():
+    groups = [[sample(1.0, 2), unscored(2)], [unscored(2), unscored(2)]]
+    metrics = rollout_metrics(groups, [[1.0, None], [None, None]], 3, 0)
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (1.0, 0.0)
+    assert metrics["reward/exact_match"] == 0.25, "this function did not fail"
+    assert (metrics["reward/failures"], metrics["reward/failed_fraction"]) == (6, 0.75)
+    assert metrics["reward/zero_variance_fraction"] == 1.0
+    assert "reward/mean" not in rollout_metrics(groups[1:], [[None, None]], 3, 0)
+    answers = HeldOutAnswers(HeldOut("", [], 2, 1.0, 8), [[sample(1.0, 2)], [unscored(2)]], groups)
+    held_out = validation_metrics([answers], Reward())
+    names = ("greedy_reward", "sampled_reward", "pass_at_1")
+    assert [held_out[f"validation/{name}"] for name in names] == [1.0, 1.0, 1.0]
+    assert "validation/pass_at_2" not in held_out, "no prompt has two answers with a reward"
+
+
+def test_a_length_penalty_is_a_signal():
+    groups = [[sample(1.0, 2), sample(1.0, 7)]]
+    assert rollout_metrics(groups, [[1.0, 0.25]], 0, 0)["reward/zero_variance_fraction"] == 0.0
+
+
+def answers(name: str, greedy: list[float], sampled: list[list[float]]) -> HeldOutAnswers:
+    held_out = HeldOut(name, [], len(sampled[0]), 1.0, 8)
+    groups = [[sample(reward, 2)] for reward in greedy], [[sample(reward, 1) for reward in each] for each in sampled]
+    return HeldOutAnswers(held_out, *groups)
+
+
+def test_validation_metrics_of_the_plain_set_have_no_name_in_theirs():
+    of_two = Reward(functions=["a", "b"])
+    metrics = validation_metrics([answers("", [1.0, 0.0, 0.5], [[0.0, 2.0], [1.9, 0.0], [0.0, 0.0]])], of_two)
     assert metrics["validation/greedy_reward"] == 0.5
+    assert metrics["validation/greedy_reward_se"] == pytest.approx(0.5 / 3**0.5)
     assert metrics["validation/pass_at_2"] == pytest.approx(1 / 3)
     assert metrics["validation/sampled_reward"] == pytest.approx(3.9 / 6)
+    assert metrics["validation/answer_tokens_mean"] == 2
+
+
+def test_validation_metrics_of_several_sets_and_their_mean():
+    sets = [answers("a", [1.0, 0.0], [[1.0], [1.0]]), answers("b", [1.0], [[0.0]])]
+    metrics = validation_metrics(sets, Reward())
+    assert (metrics["validation/a/greedy_reward"], metrics["validation/b/greedy_reward"]) == (0.5, 1.0)
+    assert (metrics["validation/greedy_reward"], metrics["validation/sampled_reward"]) == (0.75, 0.5)
+    assert "validation/a/greedy_reward_se" in metrics and "validation/b/greedy_reward_se" not in metrics
+    assert "validation/pass_at_1" not in metrics and metrics["validation/a/pass_at_1"] == 1.0
+
+
+def test_sources_have_their_own_rewards_and_shares():
+    groups = [[sample(1.0, 2)], [sample(0.0, 2)], [sample(0.5, 2), sample(0.0, 2)]]
+    for group, source in zip(groups, ("sums", "sums", "gsm8k"), strict=True):
+        for each in group:
+            each.prompt = replace(PROMPT, source=source)
+    groups[2][0].rewards = {"math_verify": 0.5}
+    metrics = rollout_metrics(groups, [[1.0], [0.0], [0.5, 0.0]], 0, 0)
+    assert (metrics["reward/sums/mean"], metrics["reward/gsm8k/mean"]) == (0.5, 0.25)
+    assert metrics["data/sums/share"] == pytest.approx(2 / 3)
+    assert (metrics["reward/math_verify"], metrics["reward/exact_match"]) == (0.5, pytest.approx(1 / 3))
 
 
 def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
@@ -140,7 +195,7 @@ def test_busy_share_leaves_out_standing_still_and_idle_servers_count():
 def test_an_environments_tokens_have_no_age_and_are_no_answer_tokens():
     given = sample(1.0, 3)
     given.versions, given.loss_mask = [3, 0, 5], [True, False, True]
-    metrics = rollout_metrics([[given]], 5, 2)
+    metrics = rollout_metrics([[given]], [[1.0]], 5, 2)
     assert metrics["rollout/answer_tokens"] == 2
     assert metrics["rollout/age_max"] == 2
     assert sum(metrics[f"rollout/age_{age}_fraction"] for age in range(3)) == pytest.approx(1.0)

@@ -1,22 +1,34 @@
+import functools
 import json
 import logging
 import math
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import PreTrainedTokenizerBase
 
 from tests.helpers import ROOT
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.resolved import resolved
+from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
+from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import mismatch_sums, policy_loss
+from torchtitan.grpo.reporting.console import FIELDS
+from torchtitan.grpo.reporting.meanings import meaning
+from torchtitan.grpo.reporting.sample_log import SampleLog, given_text
 from torchtitan.grpo.reporting.step_metrics import policy_metrics, rollout_metrics, validation_metrics
-from torchtitan.grpo.reporting.writers import PROGRESS, MetricsLogger, SampleLog
+from torchtitan.grpo.reporting.writers import MetricsLogger
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(ROOT / "train_configs" / "tiny_qwen3"))
 
 
 def config_of(*arguments: str) -> JobConfig:
@@ -34,6 +46,11 @@ def group_of(rewards: list[float], index: int = 0) -> Group:
         Sample(prompt, [5, 6], [-0.1, -0.2], [3, 4], "stop", text=f"answer {i}", rewards={"match": r}, reward=r)
         for i, r in enumerate(rewards)
     ]
+
+
+def held_out(greedy: list[float], sampled: list[float]) -> list[HeldOutAnswers]:
+    """Answers to one prompt, by their rewards."""
+    return [HeldOutAnswers(HeldOut("", [], len(sampled), 1.0, 8), [group_of(greedy)], [group_of(sampled)])]
 
 
 @pytest.fixture
@@ -123,49 +140,61 @@ def test_tensorboard_gets_every_log_freq_th_step_and_validation(run, tmp_path):
     assert [event.step for event in events.Scalars("validation/greedy_reward")] == [3]
 
 
-def test_progress_line(run, caplog):
-    metrics = run(total_steps=5)
-    step = {name: 0.5 for name, _, _ in PROGRESS if not name.startswith("validation/")}
-    times = {"time/rollout_s": 80.0, "time/train_s": 19.0, "time/other_s": 1.0}
-    metrics.log(0, {"greedy_reward": 0.25}, prefix="validation")
-    with caplog.at_level(logging.INFO):
-        metrics.log(1, step | times | {"time/step_s": 100.0})
-    line = caplog.records[-1].getMessage()
-    assert line.startswith("step 1/5  eta 0:06:40  reward 0.500  held-out 0.250  ")
-    assert all(f"  {label} " in line for _, label, _ in PROGRESS)
-    assert "100.00 s (rollout 80.00, train 19.00, other 1.00)" in line
-    assert line.endswith("rollout-bound (rollout 81%, trainer 19%)")
+def test_the_server_that_a_run_starts_has_the_same_name_in_each_run(run, tmp_path):
+    metrics = {"server/127.0.0.1_41235/busy_share": 0.5, "server/busy_share": 0.5}
+    own = run()
+    own.log(1, metrics)
+    own.close()
+    assert records(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "server/embedded/busy_share": 0.5, "server/busy_share": 0.5}
+    ]
+    given = run("--rollout.urls", "http://127.0.0.1:41235")
+    given.log(1, metrics)
+    assert records(tmp_path / "metrics.jsonl") == [{"step": 1, **metrics}]
 
 
 def test_other_ranks_write_nothing(run, tmp_path):
     metrics = run("--metrics.enable_tensorboard", rank0=False)
     metrics.log(1, {"reward/mean": 0.5})
-    samples = SampleLog(config_of(), tmp_path, rank0=False)
+    samples = SampleLog(config_of(), tmp_path, metrics, tokenizer())
     samples.log(1, [group_of([1.0])], [[0.0]])
+    samples.log_validation(1, held_out([1.0], [0.0]))
     samples.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_that_is_missing_is_named_with_its_extra(run, monkeypatch):
+def test_wandb_that_is_missing_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"\[metrics\] enable_wandb.*torchtitan-grpo\[wandb\]"):
-        run("--metrics.enable_wandb")
+        config_of("--metrics.enable_wandb")
 
 
 def test_wandb_run_is_written(run, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    metrics = run("--metrics.enable_wandb", "--metrics.log_freq", "1")
-    metrics.log(1, {"loss": 3.0}, prefix="sft")
-    metrics.log(1, {"reward/mean": 0.5})
-    metrics.close()
-    (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    content = written.read_bytes()
-    assert all(name in content for name in (b"reward/mean", b"sft/loss", b"sft/step"))
+    monkeypatch.setenv("WANDB_NAME", "named-by-variable")
+    for _ in range(2):  # the second is a resumed run
+        metrics = run("--metrics.enable_wandb", "--metrics.wandb_group", "seeds", "--grpo.group_size", "4")
+        samples = SampleLog(config_of(), tmp_path, metrics, tokenizer())
+        metrics.log(1, {"loss": 3.0}, prefix="sft")
+        metrics.log(1, {"reward/mean": 0.5})
+        samples.log(1, [group_of([1.0, 0.0])], [[0.7, -0.7]])
+        samples.log_validation(1, held_out([1.0], [0.0]))
+        samples.close()
+        metrics.close()
+    written = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert {path.stem.removeprefix("run-") for path in written} == {(tmp_path / "wandb_run_id").read_text().strip()}
+    content = written[0].read_bytes()
+    for text in (b"reward/mean", b"sft/loss", b"sft/step", b"named-by-variable", b"seeds", b"grpo.group_size"):
+        assert text in content, text
+    (table,) = written[0].parent.glob("files/media/table/samples*.json")
+    shown = json.loads(table.read_text())
+    assert [row[shown["columns"].index("advantage")] for row in shown["data"]] == [-0.7, 0.7]
+    assert list(written[0].parent.glob("files/media/table/validation_samples*.json"))
 
 
-def test_samples_are_spread_over_groups_and_resume(tmp_path):
-    samples = SampleLog(config_of("--metrics.samples_per_step", "2"), tmp_path, rank0=True)
+def test_samples_are_spread_over_groups_and_resume(run, tmp_path):
+    samples = SampleLog(config_of("--metrics.samples_per_step", "2"), tmp_path, run(), tokenizer())
     groups = [group_of([0.0, 1.0, 0.5], index) for index in (10, 11)]
     advantages = [[-1.0, 1.0, 0.0], [-1.5, 1.5, 0.0]]
     for step in (1, 2):
@@ -180,26 +209,75 @@ def test_samples_are_spread_over_groups_and_resume(tmp_path):
     ]
     assert written[1] == {
         "step": 1,
+        "source": "",
         "prompt_index": 11,
         "prompt": "1+1=",
         "answer": "answer 1",
         "reference": "2",
         "reward": 1.0,
         "rewards": {"match": 1.0},
-        "reward_failures": [],
+        "reward_failures": {},
         "advantage": 1.5,
         "finish_reason": "stop",
         "answer_tokens": 2,
         "versions": [3, 4],
+        "given": [],
     }
-    resumed = SampleLog(config_of("--metrics.samples_per_step", "9"), tmp_path, rank0=True)
+    resumed = SampleLog(config_of("--metrics.samples_per_step", "9"), tmp_path, run(), tokenizer())
     resumed.log(2, groups[:1], advantages[:1])
     resumed.close()
     assert [r["step"] for r in records(tmp_path / "samples.jsonl")] == [1, 1, 2, 2, 2]
 
 
-def test_text_that_is_no_valid_unicode_is_written(tmp_path):
-    samples = SampleLog(config_of(), tmp_path, rank0=True)
+def test_held_out_answers_are_stored_and_those_that_a_resume_repeats_dropped(run, tmp_path):
+    def log() -> SampleLog:
+        return SampleLog(config_of("--metrics.samples_per_step", "0"), tmp_path, run(), tokenizer())
+
+    def stored() -> list[tuple]:
+        return [(r["step"], r["kind"], r["reward"]) for r in records(tmp_path / "validation_samples.jsonl")]
+
+    first = log()
+    for step in (0, 3):
+        first.log_validation(step, held_out([1.0], [0.0, 0.5]))
+    first.close()
+    before = [(0, "greedy", 1.0), (0, "sampled", 0.0), (0, "sampled", 0.5)]
+    assert stored() == before + [(3, *rest) for _, *rest in before]
+    resumed = log()  # from a checkpoint of step 1, with another [validation] freq
+    resumed.log(2, [group_of([1.0])], [[0.0]])
+    resumed.close()
+    assert stored() == before
+
+
+def test_the_newest_value_of_a_metric_is_found_in_the_file(run):
+    metrics = run()
+    assert metrics.last("cost/gpu_hours") == 0.0
+    metrics.log(1, {"cost/gpu_hours": 0.5})
+    metrics.log(2, {"cost/gpu_hours": 0.75, "reward/mean": 1.0})
+    metrics.log(3, {"reward/mean": 1.0})
+    assert run().last("cost/gpu_hours") == 0.75
+
+
+def test_the_folder_holds_the_configuration_that_makes_the_same_run(run, tmp_path):
+    arguments = ("--grpo.group_size", "4", "--data.prompt_template", 'Say "{prompt}"  # not a comment\n')
+    run(*arguments)
+    again = load_config(["--job.config_file", str(tmp_path / "config.toml")])
+    assert resolved(again) == resolved(config_of(*arguments))
+
+
+def test_what_an_environment_wrote_is_found_in_the_text():
+    decode, (group,) = tokenizer().decode, [group_of([1.0])]
+    asked, given = (tokenizer()(text, add_special_tokens=False)["input_ids"] for text in ("37*84=<37*84>", "3108\n"))
+    sample = group[0]
+    sample.token_ids = asked + given + asked[:2] + given
+    sample.loss_mask = [True] * len(asked) + [False] * len(given) + [True] * 2 + [False] * len(given)
+    sample.text = decode(sample.token_ids, skip_special_tokens=True)
+    assert [sample.text[first:end] for first, end in given_text(sample, tokenizer())] == ["3108\n", "3108\n"]
+    sample.loss_mask = None
+    assert given_text(sample, tokenizer()) == []
+
+
+def test_text_that_is_no_valid_unicode_is_written(run, tmp_path):
+    samples = SampleLog(config_of(), tmp_path, run(), tokenizer())
     group = group_of([1.0])
     group[0].text = "half \ud83d of a pair, line\u2028separator"
     samples.log(1, [group], [[0.0]])
@@ -209,15 +287,14 @@ def test_text_that_is_no_valid_unicode_is_written(tmp_path):
 
 
 def test_metrics_are_documented():
-    documented = set(re.findall(r"`([a-z]+/[a-z_/<>0-9]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     groups = [group_of([0.0, 1.0])]
-    names = {name for name, _, _ in PROGRESS}
-    names |= set(rollout_metrics(groups, 0, 0)) | set(validation_metrics(groups, groups, 1.0))
+    names = {name for _, name, *_ in FIELDS}
+    answers = HeldOutAnswers(HeldOut("", [], 2, 1.0, 8), groups * 2, groups * 2)
+    names |= set(rollout_metrics(groups, [[0.0, 1.0]], 0, 0)) | set(validation_metrics([answers], config_of().reward))
     per_token = torch.zeros(2)
     optional = {"importance": per_token, "reference_logprobs": per_token, "entropy": per_token}
     sample_ids = torch.zeros(2, dtype=torch.int64)
     loss, sums = policy_loss(per_token, per_token, per_token, per_token, sample_ids, config_of().grpo, **optional)
     sums |= mismatch_sums(per_token, per_token, per_token) | {"server_tokens": [1], "server_mismatch_abs_sum": [0]}
-    names |= set(policy_metrics({"loss": loss} | sums, ["http://<host>:<port>"]))
-    names = {name.replace("reward/match", "reward/<function>").replace("pass_at_2", "pass_at_<k>") for name in names}
-    assert names <= documented
+    names |= set(policy_metrics({"loss": loss} | sums, ["http://host:1"]))
+    assert [name for name in names if not meaning(name).text] == []

@@ -15,6 +15,7 @@ from torchtitan.grpo.rewards.functions import exact_match, numeric_match
 from torchtitan.grpo.rewards.runner import RewardRunner
 
 FUNCTIONS = """
+import asyncio
 import os
 import signal
 import subprocess
@@ -68,6 +69,36 @@ def sees(text, prompt):
     in_shell = subprocess.run("env", capture_output=True, text=True).stdout
     return float(text in os.environ) + float(text in in_shell) + float(text in at_import)
 
+started, all_started, loops = 0, asyncio.Event(), set()
+
+async def together(text, prompt):
+    global started
+    started += 1
+    if started == 8:
+        all_started.set()
+    await all_started.wait()
+    return 1.0
+
+async def slow(text, prompt):
+    await asyncio.sleep(600 if text == "slow" else 0)
+    return 1.0 / len(text)
+
+async def stops_others(text, prompt):
+    await asyncio.sleep(0)
+    if text == "block":
+        time.sleep(600)
+    if text == "crash":
+        os._exit(7)
+    loops.add(asyncio.get_running_loop())
+    return len(loops)
+
+def sizes(answers, prompt):
+    return [None if text == "skip" else len(answers) for text in answers]
+
+async def sizes_awaited(answers, prompt):
+    await asyncio.sleep(0.7 if "slow" in answers else 0)
+    return [len(answers) for _ in answers]
+
 def one_argument(text):
     return 1.0
 
@@ -88,6 +119,17 @@ def functions(tmp_path, monkeypatch):
 def make_samples(*texts, answer="42", columns=None):
     prompt = Prompt(0, [1], "?", answer, columns or {})
     return [Sample(prompt, [1], [0.0], [0], "stop", text=text) for text in texts]
+
+
+def test_a_prompt_is_scored_by_the_functions_that_it_names(functions):
+    reward = Reward(functions=["exact_match", f"{functions}:length", f"{functions}:spaces"], weights=[1.0, 10.0, 100.0])
+    own = {"all": (), "one": (f"{functions}:length",), "two": (f"{functions}:spaces", "exact_match")}
+    samples = [Sample(Prompt(i, [1], "?", "a b", {}, "", own[name]), [1], [0.0], [0], "stop", text="a b")
+               for i, name in enumerate(own)]  # fmt: skip
+    with RewardRunner(reward) as runner:
+        runner.score(samples)
+    assert [set(sample.rewards) for sample in samples] == [set(reward.functions), *map(set, list(own.values())[1:])]
+    assert [sample.reward for sample in samples] == [131.0, 30.0, 101.0]
 
 
 def test_exact_match_ignores_space_around_only():
@@ -215,8 +257,8 @@ def test_math_that_takes_too_long_is_a_failure(timeout_s, reason, caplog):
     samples = make_samples("42", "$" + "+".join(["9^{9^{9^{9}}}"] * 3) + "$", "42")
     with RewardRunner(Reward(functions=["math_verify"], workers=1, timeout_seconds=timeout_s)) as runner:
         runner.score(samples)
-    assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0]
-    assert samples[1].reward_failures == ["math_verify"]
+    assert [sample.reward for sample in samples] == [1.0, None, 1.0]
+    assert reason in samples[1].reward_failures["math_verify"]
     assert reason in caplog.text
 
 
@@ -258,8 +300,10 @@ def test_hang_costs_its_own_limit_and_no_other_score(functions):
         assert runner.failures == {hang: 2}
         again = make_samples("42")
         runner.score(again)
-    assert [sample.rewards[hang] for sample in samples] == [1.0, 0.0, 1.0, 0.0, 1.0]
-    assert [sample.reward_failures for sample in samples] == [[], [hang], [], [hang], []]
+    assert [sample.reward for sample in samples] == [1.0, None, 1.0, None, 1.0]
+    assert [sample.rewards for sample in samples[:2]] == [{hang: 1.0, "exact_match": 0.0}, {"exact_match": 0.0}]
+    why = {hang: "took longer than [reward] timeout_seconds = 1.0"}
+    assert [sample.reward_failures for sample in samples] == [{}, why, {}, why, {}]
     assert again[0].reward == 2.0
 
 
@@ -269,9 +313,9 @@ def test_failure_is_recorded_and_the_rest_is_scored(functions, name, text, caplo
     with RewardRunner(Reward(functions=[f"{functions}:{name}"], workers=1)) as runner:
         runner.score(samples)
         assert runner.failures == {f"{functions}:{name}": 2}
-    assert [sample.reward for sample in samples] == [1.0, 0.0, 1.0] * 2
-    assert samples[1].reward_failures == [f"{functions}:{name}"]
+    assert [sample.reward for sample in samples] == [1.0, None, 1.0] * 2
     reason = {"raises": "KeyError: 'no such thing'", "crash": "exit code 7", "exits": "SystemExit: 3"}[name]
+    assert reason in samples[1].reward_failures[f"{functions}:{name}"]
     assert f"{functions}:{name}" in caplog.text and reason in caplog.text
     assert caplog.text.count("failed") == 1, "the second failure must not flood the log"
 
@@ -281,7 +325,7 @@ def test_results_that_are_no_finite_number_are_failures(functions):
     samples = make_samples(*texts)
     with RewardRunner(Reward(functions=[f"{functions}:odd"], workers=1)) as runner:
         runner.score(samples)
-    assert [sample.reward for sample in samples] == [0.0] * 5 + [1.0]
+    assert [sample.reward for sample in samples] == [None] * 5 + [1.0]
     assert [bool(sample.reward_failures) for sample in samples] == [True] * 5 + [False]
 
 
@@ -291,9 +335,51 @@ def test_a_weighted_sum_that_overflows_float32_is_a_failure_of_its_largest_part(
     with RewardRunner(Reward(functions=names, weights=[1e37, -1e308, 2.0], workers=1)) as runner:
         runner.score(samples)
         assert runner.failures == {names[0]: 1, names[1]: 1}
-    assert [sample.reward for sample in samples] == [3 * 1e37, 1e37, 0.0]
-    assert [sample.reward_failures for sample in samples] == [[], [names[1]], [names[0]]]
-    assert samples[2].rewards[names[0]] == 0.0 and "returned 30, which with its weight 1e+37" in caplog.text
+    assert [sample.reward for sample in samples] == [3 * 1e37, None, None]
+    assert [list(sample.reward_failures) for sample in samples] == [[], [names[1]], [names[0]]]
+    assert names[0] not in samples[2].rewards and "returned 30, which with its weight 1e+37" in caplog.text
+
+
+def test_coroutines_are_awaited_together(functions):
+    """Each waits until all eight have begun."""
+    with RewardRunner(Reward(functions=[f"{functions}:together"], workers=2)) as runner:
+        samples = make_samples(*"abcdefgh")
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == [1.0] * 8
+
+
+def test_a_coroutine_that_takes_too_long_costs_its_own_limit(functions):
+    slow = f"{functions}:slow"
+    samples = make_samples("a", "slow", "bb", "", "slow")
+    with RewardRunner(Reward(functions=[slow], workers=1, timeout_seconds=0.5)) as runner:
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == [1.0, None, 0.5, None, None]
+    why = {sample.text: sample.reward_failures.get(slow, "") for sample in samples}
+    assert why["slow"] == "took longer than [reward] timeout_seconds = 0.5"
+    assert why[""].startswith("raised ZeroDivisionError: ") and f"{functions}.py:" in why[""]
+
+
+def test_a_coroutine_that_blocks_or_ends_the_process_costs_no_other_score(functions, monkeypatch):
+    monkeypatch.setattr("torchtitan.grpo.rewards.runner.GRACE_S", 0.5)
+    name = f"{functions}:stops_others"
+    samples = make_samples("a", "block", "b", "crash", "c")
+    with RewardRunner(Reward(functions=[name, "exact_match"], workers=1, timeout_seconds=0.5)) as runner:
+        runner.score(samples)
+        assert runner.failures == {name: 2}
+        runner.score(again := make_samples("a", "b"))
+    assert [sample.reward for sample in samples] == [1.0, None, 1.0, None, 1.0]
+    assert samples[1].reward_failures[name].endswith("timeout_seconds = 0.5, and did not await")
+    assert samples[3].reward_failures[name] == "ended its process with exit code 7"
+    assert [sample.reward for sample in again] == [1.0, 1.0], "one event loop: a client may keep its connections"
+
+
+def test_a_function_may_score_a_groups_answers_at_once(functions):
+    names = [f"{functions}:sizes", "exact_match", f"{functions}:sizes_awaited"]
+    samples = make_samples("a", "b", "42") + make_samples("c", "skip", "slow", "d", "e")
+    with RewardRunner(Reward(functions=names, weights=[1.0, 100.0, 10.0], workers=2, timeout_seconds=0.2)) as runner:
+        runner.score(samples)  # the slow group has 5 times 0.2 s
+    assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, 55.0]
+    assert samples[4].reward_failures == {names[0]: "returned None: return a number on every path"}
 
 
 def test_nothing_is_scored_twice_after_a_crash(functions, tmp_path):

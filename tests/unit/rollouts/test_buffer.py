@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -366,13 +366,15 @@ def test_a_resumed_run_may_have_another_age_and_other_steps(after, late) -> None
 def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     buffer = StalenessBuffer(2, 1, 4)
     entries = began(buffer, 0, 3)
-    sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0, ["g"])
-    buffer.finish(entries[0], [sample])
+    sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0)
+    unscored = replace(sample, reward=None, reward_failures={"g": "raised OSError: down"})
+    buffer.finish(entries[0], [sample, unscored])
+    buffer.finish(entries[1], [unscored, unscored])
     state = json.loads(json.dumps(buffer.state_dict()))
     restored = StalenessBuffer(2, 1, 4)
     restored.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
     first, second, third = restored.entries.values()
-    assert (first.number, first.begun, first.group) == (0, 0, [sample])
+    assert (first.number, first.begun, first.group) == (0, 0, [sample, unscored])
     assert [(entry.begun, entry.group) for entry in (second, third)] == [(None, None)] * 2
     assert restored.room(0) == buffer.room(0)
     assert restored.min_version(third) == 0

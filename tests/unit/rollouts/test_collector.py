@@ -24,6 +24,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
 from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
+from torchtitan.grpo.stopping import StopRequested
 
 VERSION = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
@@ -735,6 +736,19 @@ def test_close_ends_a_wait_for_a_server(make_collector, in_thread) -> None:
     collector.close()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(10)
+
+
+def test_a_run_that_stops_gives_a_collection_up_after_a_while(make_collector, in_thread) -> None:
+    collector = make_collector(admitted=False)
+    future = in_thread(collector.collect, prompts_of(3), PARAMS, "a")
+    collector.give_up_after(0.3)
+    begin = time.monotonic()
+    with pytest.raises(StopRequested):
+        future.result(10)
+    assert time.monotonic() - begin >= 0.2
+    with collector.unless_stopped():
+        collector.collect(prompts_of(3), PARAMS, "b")
+        pytest.fail("nothing is collected after that")
 
 
 def test_seeds() -> None:

@@ -1,6 +1,7 @@
 """What an environment gets and gives: its client, samples of several turns, and how they are checked."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,22 @@ def test_calls_have_names_seeds_and_stop_tokens_of_their_own() -> None:
     assert [p.seed for p in params] == [100, 104, 5], "servers add the sample's number, 0 to 3"
     assert [p.stop_token_ids for p in params] == [(2,), (2, 8, 9), (2,)]
     assert {p.temperature for p in params} == {0.7}
+
+
+def test_a_turn_ends_with_the_token_that_completes_a_stop_string() -> None:
+    asked = Asked(replace(PARAMS, stop=("</answer>",)))
+    tokenizer = asked.client.tokenizer
+    written = tokenizer("12=3!and more", add_special_tokens=False)["input_ids"]
+
+    async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+        assert params.stop == ("</answer>", "!")
+        return [Completion(list(written), [-1.0] * len(written), "length", [1] * len(written), "http://a")]
+
+    client = RolloutClient(tokenizer, asked.client.params, PROMPT, ask)
+    [completion] = asyncio.run(client.generate([3, 4, 5], stop=("!",)))
+    assert tokenizer.decode(completion.token_ids) == "12=3!"
+    assert (len(completion.logprobs), len(completion.versions), completion.finish_reason) == (5, 5, "stop")
+    assert completion.server == "http://a"
 
 
 def test_calls_at_once_have_names_of_their_own() -> None:

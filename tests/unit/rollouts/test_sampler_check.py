@@ -65,25 +65,44 @@ def test_an_answer_that_kept_old_keys_and_values_is_not_compared():
     assert check.numbers([A, B], mixed) == [] and check.numbers([A, B], whole) == [2]
 
 
-def test_older_tokens_are_compared_with_those_of_the_best_server():
+def test_older_tokens_are_compared_with_those_of_the_other_servers():
     """The policy has moved by 0.9 nat within a version; a resumed run starts with such tokens."""
     fleet = fleet_of(A, B, C)
     a, b, c = fleet.servers
     check = SamplerCheck(config_of(max_age=1), fleet)
     check.before_first_step(*sums(a=[(0.0, 0), 0.9], b=[(0.0, 0), 0.9]))
     assert check.is_due, "no token of the trained version: the next step may have some"
-    check.after_step(*sums(a=[0.01, 0.9], b=[(0.0, 0), 1.0], c=[(0.0, 0), (3.0, 1)]))
+    check.after_step(*sums(a=[0.01, 0.9], b=[(0.0, 0), 1.9], c=[(0.0, 0), (3.0, 1)]))
     assert a.in_traffic and b.in_traffic and c.in_traffic
-    check.after_step(*sums(a=[(0.0, 0), 1.0], b=[(0.0, 0), 1.3]))
+    check.after_step(*sums(a=[(0.0, 0), 1.0], b=[(0.0, 0), 2.3]))
     assert a.in_traffic and not b.in_traffic and b.distrusted
     fleet.withdraw(b, "connecting again")
     fleet.admit(b, 4)
     for _ in range(2):  # answers from before it left
-        check.after_step(*sums(a=[0.0, 1.0], b=[(0.0, 0), 2.0]))
+        check.after_step(*sums(a=[0.0, 1.0], b=[(0.0, 0), 4.0]))
         assert b.in_traffic
     for _ in range(3):
         check.after_step(*sums(a=[(0.0, 0), 2.0]))  # nobody to compare with
     assert a.in_traffic
+
+
+def test_older_tokens_are_compared_step_by_step():
+    """The policy stands still in one step and moves far in the next; each server has few tokens in one of them."""
+    half = TOKENS_MIN // 2
+    fleet = fleet_of(A, B)
+    check = SamplerCheck(config_of(max_age=1), fleet)
+    for _ in range(20):
+        check.after_step(*sums(a=[(0.0, 0), (0.0, half)], b=[(0.0, 0), (0.0, 1)]))
+        check.after_step(*sums(a=[(0.0, 0), (1.0, 1)], b=[(0.0, 0), (1.0, half)]))
+    assert all(server.in_traffic for server in fleet.servers)
+
+
+def test_older_tokens_end_no_run(caplog):
+    fleet = fleet_of(A, B, min_servers=2)
+    SamplerCheck(config_of(max_age=1), fleet).after_step(*sums(a=[(0.0, 0), 0.1], b=[(0.0, 0), 0.5]))
+    assert all(server.in_traffic for server in fleet.servers)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"0.500 nat on average at {B}" in said and said.endswith("Too few other servers are left to do without")
 
 
 @pytest.mark.parametrize("bad", [0.3, math.nan, math.inf])
@@ -109,7 +128,7 @@ def test_a_server_that_drifts_leaves_traffic_until_it_was_fed_again(caplog):
     fleet.admit(a, 4)  # a push that was under way has ended
     assert not a.in_traffic
     fleet.withdraw(a, a.reason)  # to be connected again
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith(f"{A} is lost: ") and f"0.210 nat on average at {A}, over" in said and B not in said
     fleet.admit(a, 4)
     assert a.in_traffic and a.distrusts == 1

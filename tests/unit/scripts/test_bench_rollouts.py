@@ -5,7 +5,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 
 BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
@@ -213,9 +213,8 @@ def test_a_mode_end_to_end_on_a_cpu(tmp_path):
     (tmp_path / "model" / "complete").touch()
     words = f"modes --preset cpu --out {tmp_path} --modes in_flight --lengths lognormal --mean 12 --max-answer 40"
     words += f" --steps 2 --warmup 2 --age 1 --json {tmp_path}/rows.jsonl --time-limit-s 200 --bound-s 0.6"
-    command = [sys.executable, BENCH / "rollouts.py", *words.split(), "--", "--training.steps", "1000"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stdout + result.stderr
+    bench_run = Ranks(1, BENCH / "rollouts.py", *words.split(), "--", "--training.steps", 1000, log=tmp_path / "log")
+    bench_run.check(280)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if row.get("mode")]
     assert row["mode"] == "in_flight_age1" and row["steps"] == 2
@@ -230,4 +229,4 @@ def test_a_mode_end_to_end_on_a_cpu(tmp_path):
     tokens_of_data = sum(sum(row[long_tail.LENGTHS]) for row in data)
     assert sum(line["rollout/answer_tokens"] for line in steps) <= passes * tokens_of_data
     assert 0 <= row["age_max"] <= 1 and row["of_bound"] > 0
-    assert "Generation alone" in result.stdout
+    assert "Generation alone" in bench_run.log

@@ -1,6 +1,7 @@
 """scripts/bench/step.py: what it refuses, what it counts, a small run of the real thing."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
@@ -17,8 +19,9 @@ from bench_common.shapes import SHAPES, hf_config, tied
 from step_bench import runs
 from step_bench.kernels import kernel_class
 from step_bench.setup import peak_parts
-from step_bench.work import FIRST_TOKEN, Work, step_flops
+from step_bench.work import FIRST_TOKEN, Work
 
+from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.hf_config import from_folder
 from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 
@@ -90,7 +93,7 @@ def test_flops_of_the_tiny_shape_by_hand(tmp_path):
     products = 6 * 4 * layer * (2 * 3 * 32)
     output = 6 * 512 * 128 * (2 * 3 * 23)
     attention = 12 * 4 * 4 * 32 * (2 * 3) * 32 * 32 / 2
-    assert step_flops(model, work) == products + output + attention
+    assert TrainingFlops.of(model)(work.lengths, work.trained_tokens) == products + output + attention
 
 
 def test_the_estimate_leaves_weight_sync_out_before_it_takes_the_peak():
@@ -125,8 +128,32 @@ def test_kernels_are_told_apart_by_name(name, expected):
     assert kernel_class(name) == expected
 
 
-def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys):
+class Forked:
+    """A contender in a process that need not import anything."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+        module = command.index("-m") + 1
+        self.run = Ranks(1, *command[module:], log=log, environment=os.environ | environment)
+
+    def status(self) -> int | None:
+        return self.run.poll()
+
+    def said(self) -> str:
+        return self.run.log
+
+    def close(self) -> None:
+        self.run.kill()
+
+
+def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys, monkeypatch):
+    """Our trainer's process starts as a user's does. The others are forked, as imports take longer than they run."""
     out = tmp_path / "found.jsonl"
+    real = runs.Process
+
+    def start(command, log, environment):
+        return (real if log.parent.name == "tiny_ours" else Forked)(command, log, environment)
+
+    monkeypatch.setattr(runs, "Process", start)
     words = [*SMALL, "--prompt-share", "0.3", "--json", str(out), "--profile", str(tmp_path / "profile")]
     words += ["--what", "ours", "transformers", "logprobs", "offload"]
     assert bench.main([*words, "--", "--training.max_norm", "0.5"]) == 0

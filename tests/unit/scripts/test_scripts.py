@@ -258,36 +258,46 @@ def samples(tmp_path):
             "answer": f"answer of step {step}",
             "reference": "2",
             "reward": reward,
-            "rewards": {"exact_match": reward},
-            "reward_failures": [],
-            "advantage": reward - 0.5,
+            "rewards": {"exact_match": 0.0},
+            "reward_failures": {} if reward is not None else {"judge": "raised OSError: down"},
+            "advantage": 0.5,
             "finish_reason": "stop",
             "answer_tokens": 3,
             "versions": [step - 1, step],
         }
-        for step, reward in ((1, 0.0), (2, 1.0), (3, 0.25))
+        for step, reward in ((1, 0.0), (2, 1.0), (3, 0.25), (4, None))
     ]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "pro')
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "pro')
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
-        ([], [1, 2, 3]),
+        ([], [1, 2, 3, 4]),
         (["--step", "2"], [2]),
-        (["--step", "-1"], [3]),
+        (["--step", "-1"], [4]),
         (["--min-reward", "0.2"], [2, 3]),
         (["--min-reward", "0.2", "--max-reward", "0.9"], [3]),
-        (["--limit", "1"], [3]),
+        (["--max-reward", "0.9"], [1, 3]),
+        (["--limit", "1"], [4]),
     ],
 )
 def test_show_samples(samples, arguments, steps):
     result = run(sys.executable, SCRIPTS / "show_samples.py", samples, *arguments)
     assert result.returncode == 0, result.stderr
-    assert [step for step in (1, 2, 3) if f"answer of step {step}" in result.stdout] == steps
+    assert [step for step in (1, 2, 3, 4) if f"answer of step {step}" in result.stdout] == steps
+    assert ("reward none" in result.stdout) == ("judge raised OSError: down" in result.stdout) == (4 in steps)
     assert "\033[" not in result.stdout
     assert "prompt | <user>1+1=\n            | in digits\n" in result.stdout
+
+
+def test_show_samples_marks_what_an_environment_wrote(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from show_samples import marked
+
+    assert marked("<2*3>6\n<6+1>7\n7", [[5, 7], [12, 14]]) == "<2*3>«6»\n<6+1>«7»\n7"
+    assert marked("7", []) == "7"
 
 
 def test_show_samples_names_what_is_missing(samples, tmp_path):
@@ -296,6 +306,18 @@ def test_show_samples_names_what_is_missing(samples, tmp_path):
     no_file = run(sys.executable, SCRIPTS / "show_samples.py", tmp_path / "elsewhere")
     assert no_file.returncode == 1
     assert "[metrics] samples_per_step" in no_file.stderr
+
+
+def test_show_samples_of_a_validation(samples):
+    held_out = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()[:3]]
+    for sample in held_out:
+        del sample["advantage"]
+        sample |= {"kind": "greedy", "answer": f"held-out, {sample['answer']}"}
+    (samples / "validation_samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
+    result = run(sys.executable, SCRIPTS / "show_samples.py", samples, "--validation", "--step", "-1")
+    assert result.returncode == 0, result.stderr
+    assert "held-out, answer of step 3" in result.stdout and "  greedy  " in result.stdout
+    assert "answer of step 2" not in result.stdout and "advantage" not in result.stdout
 
 
 def test_plot_metrics(tmp_path):
@@ -327,6 +349,8 @@ def test_plot_takes_mean_and_range_over_seeds_at_each_step(monkeypatch):
         [1.0, 1.0, 5.0],
     )
     assert smoothed({3: 4.0, 1: 0.0, 2: 2.0}, 2) == {1: 0.0, 2: 1.0, 3: 3.0}
+    every_third = {0: 0.0, 3: 6.0, 6: 3.0}
+    assert smoothed(every_third, 2) == every_third
 
 
 def run_lines(**changes: float) -> list[dict]:

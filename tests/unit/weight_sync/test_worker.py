@@ -176,3 +176,31 @@ def test_a_server_that_refuses_is_left_alone_and_one_that_was_dead_is_back_soon(
     since = time.monotonic()
     until(lambda: len(link.connected) == 10)
     assert link.connected[-1] - since < 0.3
+
+
+def test_a_server_that_is_lost_while_a_push_begins_has_left_that_push(make, monkeypatch):
+    """Else it would be dropped again as soon as it is back."""
+    monkeypatch.setattr(worker_module, "HEALTH_S", 0.01)
+    looking, answer = threading.Event(), threading.Event()
+
+    def healthy() -> bool:
+        if not answer.is_set():
+            looking.set()
+            assert answer.wait(10)
+            raise EngineError("cut off")
+        return True
+
+    link = Link(0.0)
+    servers = make([link], Mode.COMMON, healthy)
+    (worker,) = servers.workers
+    assert looking.wait(10)
+    push = servers.board.begin_push(lambda urls, on_drop: Push(1, 1, 1, urls, LATE_S, on_drop))
+    worker.drop(push, "late")
+    settled = threading.Event()
+    push.on_settled(settled.set)
+    answer.set()
+    assert settled.wait(10), "it will not acknowledge"
+    until(lambda: servers.board.in_common() == [worker])
+    servers.push(2)
+    until(lambda: servers.fleet.eligible(2))
+    assert len(link.connected) == 1

@@ -6,6 +6,8 @@ There is one folder per checkpoint under `[job] dump_folder`/`[checkpoint] folde
       dcp/              weights, optimizer and learning-rate schedule, sharded (torch.distributed.checkpoint)
       rng-rank-0.pt     random states of each rank
       trainer.json      the trainer's other state: data position, weight version, counters
+      run_config.json   every key of the configuration
+      validation.json   the metrics of the validation after this step, if there was one
       hf/               Hugging Face folder for inference (`[checkpoint] export_hf`)
       complete.json     the marker: what the checkpoint is, and size and checksum of every file; written last
 
@@ -13,8 +15,15 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
 `complete.json`, is not a checkpoint.
 
     checkpointer.py    save and load: which steps, in which order, and what follows from a failure
+    host_copy.py       `[checkpoint] async_mode`: weights and optimizer state in host memory, while a thread writes them
+    export.py          the Hugging Face folder from DCP's files
     marker.py          complete.json: written, read, checked against the files
     together.py        one stage on every rank: all go on or none, and nobody waits for a rank that has failed
     random_states.py   Python's, NumPy's and torch's generators
-    folder_lock.py     one run at a time in a dump folder
+    hyperparameters.py   the configuration's learning rate, not the checkpoint's
+    run_config.py      the configuration in a checkpoint, and which keys have changed since
+    best.py            `[checkpoint] keep_best`
+    save_when_stopped.py   SIGTERM and Ctrl-C save the last step
+    run_folder.py      the dump folder: whether a run may begin in it
+    folder_lock.py     one run at a time in it
 """

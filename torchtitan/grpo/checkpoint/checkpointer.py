@@ -1,12 +1,14 @@
 """Saving a run and continuing it."""
 
+import concurrent.futures
+import copy
 import functools
 import io
 import itertools
 import json
 import shutil
-import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,12 +22,20 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.grpo.checkpoint.marker import MARKER, Marker, damages, flush, markers, measured
+from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
+from torchtitan.grpo.checkpoint.export import read_hf
+from torchtitan.grpo.checkpoint.host_copy import HostCopy
+from torchtitan.grpo.checkpoint.hyperparameters import kept
+from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, flush, markers, measured, step_of
 from torchtitan.grpo.checkpoint.random_states import random_states, seed_all, set_random_states
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
 from torchtitan.tools.logging import logger
+
+_LEFT_S = 30.0
+"""After an error, longest wait for the checkpoint that is being written. `stopping.FAILED_S` is for all that closes."""
 
 
 class TrainerState(Protocol):
@@ -52,8 +62,44 @@ class _ModelState(Stateful):
         set_model_state_dict(self.model, state_dict)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a rank saves of one step, as it was at the end of that step.
+
+    Attributes:
+        states: What DCP writes.
+        on_host: Its tensors are copies on the host, so training may go on.
+        random_states: The content of this rank's file.
+        texts: Further files: name and content. Empty on ranks other than 0.
+    """
+
+    step: int
+    states: dict[str, Any]
+    on_host: bool
+    random_states: bytes
+    texts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that a thread writes.
+
+    Attributes:
+        taken_s: Host seconds of `save`, of which it waited `waited_s` for the save before.
+        written: The seconds of writing, or what the thread raised.
+    """
+
+    step: int
+    taken_s: float
+    waited_s: float
+    written: concurrent.futures.Future[float]
+
+
 class Checkpointer:
     """Saves and restores a run. `save` and `load_latest` are collective over the default process group.
+
+    With `[checkpoint] async_mode`, `save` copies what a checkpoint holds, and a thread of each rank writes it. That
+    thread uses one process group, `Together.group`, which nothing else uses meanwhile: one save at a time.
 
     Args:
         checkpoint_cfg: The `[checkpoint]` section: torchtitan's keys and ours.
@@ -61,6 +107,7 @@ class Checkpointer:
         trainer_state: Rank 0 saves its `state_dict`; every rank restores it by `load_state_dict`.
         source, tokenizer: Used for the Hugging Face export. Only rank 0 uses the tokenizer.
         reference: The frozen model of `[grpo] kl_coef`. After a warm start, only the checkpoint has its weights.
+        run_config: `config.resolved.resolved`: saved with each checkpoint, and compared with it at a resume.
         seed: `[debug] seed`. Random states are derived from it if the number of ranks has changed.
         timeout_s: `[comm] init_timeout_seconds`: longest wait of ranks for one that writes or reads.
     """
@@ -77,13 +124,16 @@ class Checkpointer:
         source: ModelSource,
         tokenizer: PreTrainedTokenizerBase | None,
         reference: nn.Module | None = None,
+        run_config: dict[str, Any] | None = None,
         seed: int = 0,
         timeout_s: float = 1800.0,
     ) -> None:
         self.cfg = checkpoint_cfg
         self.folder = Path(dump_folder) / checkpoint_cfg.folder
         self.model, self.source, self.tokenizer, self.seed = model, source, tokenizer, seed
-        self.trainer_state = trainer_state
+        self.timeout_s = timeout_s
+        self.trainer_state, self.run_config = trainer_state, run_config or {}
+        self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
         self.states = {"model": _ModelState(model), "optimizer": optimizers, "lr_scheduler": lr_schedulers}
         if reference is not None:
             self.states["reference"] = _ModelState(reference)
@@ -93,78 +143,134 @@ class Checkpointer:
         self._saved_step = 0
         self._torn_steps: set[int] = set()
         self._failed_saves = 0
-
-    @staticmethod
-    def check_folder(checkpoint_cfg: Any, dump_folder: str) -> None:
-        """Check at the start that saving and resuming will work. For rank 0, before there is a process group.
-
-        Args:
-            checkpoint_cfg: The `[checkpoint]` section, which `load_config` has checked.
-            dump_folder: `[job] dump_folder`.
-
-        Raises:
-            UserError: The folder cannot be written. It holds checkpoints that a new run would overwrite. The checkpoint
-                of `load_step` does not exist.
-        """
-        if not checkpoint_cfg.enable:
-            return
-        folder = Path(dump_folder) / checkpoint_cfg.folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise UserError(
-                f"checkpoints cannot be written to {folder} ({error}): change [job] dump_folder or [checkpoint] folder"
-            ) from error
-        found, torn = _candidates(folder, checkpoint_cfg.load_step)
-        steps = [_step_of(path) for path in (*found, *torn)]
-        if steps and not checkpoint_cfg.resume:
-            raise UserError(
-                f"{folder} already holds checkpoints of steps {steps}: set [checkpoint] resume = true to continue "
-                "them, or another [job] dump_folder for a new run"
-            )
+        self._validated: tuple[int, dict[str, float]] = (0, {})
+        self._measured: dict[str, float] = {}
+        self._pending: _Pending | None = None
+        self._copy: HostCopy | None = None
+        if checkpoint_cfg.async_mode != "disabled":
+            self._copy = HostCopy(self.device, pinned=checkpoint_cfg.async_mode == "async_with_pinned_mem")
+            self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer", self._enter_thread)
+            self.tokenizer = copy.deepcopy(tokenizer)  # fast tokenizers refuse two threads at once
+            for optimizer in optimizers:
+                optimizer.register_step_pre_hook(lambda *_: self._copy.order_writes_after())
 
     def save(self, step: int, last: bool = False) -> None:
         """Write the checkpoint of `step`, then drop those beyond `[checkpoint] keep_latest_k`.
+
+        With `async_mode` a thread writes it, and the tensors may change as soon as this returns: the optimizers' next
+        steps are ordered after the copy. A save waits for the one before it.
 
         If any rank fails, the checkpoints before it stay whole, and every rank goes on: the next save may succeed.
         Saving the step that was saved or loaded last does nothing. A step of an older branch of the run (see
         `load_step`) is replaced.
 
         Args:
-            last: Nothing comes after this step, so a failure is raised.
+            last: Nothing comes after this step: a failure is raised, and no thread is needed.
 
         Raises:
             StageFailed: On every rank, with `last`.
             RuntimeError: A rank failed inside a collective, or ended. The run cannot go on.
         """
+        started = time.monotonic()
+        self.finish()
+        waited_s = time.monotonic() - started
         if step == self._saved_step:
             return
-        started = time.monotonic()
-        path = self.folder / f"step-{step}"
-        unfinished = path.with_name(path.name + ".tmp")
+        in_thread = self._copy is not None and not last
         try:
-            self._write(step, unfinished, path)
+            taken = self._take(step, in_thread)
+            if in_thread:
+                written = self._writer.submit(self._write, taken)
+                self._pending = _Pending(step, time.monotonic() - started, waited_s, written)
+                return
+            write_s = self._write(taken)
         except StageFailed as error:
-            if self.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
             if last:
                 raise
-            self._failed_saves += 1
-            if self.rank == 0:
-                logger.error(f"{error}. Training goes on, and the next save is due in {self.cfg.interval} steps")
+            self._report_failure(error)
+        else:
+            self._report_saved(step, time.monotonic() - started, waited_s, write_s)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that a thread writes is complete, or has failed.
+
+        Raises:
+            RuntimeError: As `save`; or it takes longer than `[comm] init_timeout_seconds`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        self._saved_step = step
-        self._torn_steps.discard(step)
-        if self.rank == 0:
-            self._drop_old()
-            logger.info(f"Saved checkpoint {path} in {time.monotonic() - started:.1f} s")
+        try:
+            write_s = pending.written.result(self.timeout_s)
+        except TimeoutError:
+            raise RuntimeError(
+                f"checkpoint: rank {self.rank} waited {self.timeout_s:g} s ([comm] init_timeout_seconds) for its "
+                f"thread that writes {self._folder_of(pending.step)}"
+            ) from None
+        except StageFailed as error:
+            self._report_failure(error)
+        else:
+            self._report_saved(pending.step, pending.taken_s, pending.waited_s, write_s)
+
+    def close(self, error: type[BaseException] | None = None, *_: object) -> None:
+        """With the arguments of `__exit__`. After an error, let a checkpoint that is being written become complete, for
+        some seconds; a signal does not wait.
+        """
+        if self._pending is None or error is None or issubclass(error, SystemExit):
+            return
+        pending, self._pending = self._pending, None
+        concurrent.futures.wait([pending.written], _LEFT_S)
+        in_time = pending.written.done()
+        failure = pending.written.exception() if in_time else f"not complete {_LEFT_S:g} s after the error"
+        if self.rank == 0 and failure:
+            logger.error(f"{self._folder_of(pending.step)} is not saved: {failure}")
+
+    def validated(self, step: int, metrics: dict[str, float]) -> None:
+        """On rank 0, before a save: the validation of this step, by which `[checkpoint] keep_best` chooses.
+
+        Raises:
+            UserError: The run's first validation has no metric of that name. A later one may lack it, when rewards
+                fail: its checkpoint is not the best then.
+        """
+        first, self._validated = not self._validated[1], (step, metrics)
+        if first and self.cfg.keep_best and self.cfg.keep_best not in metrics:
+            names = ", ".join(sorted(metrics))
+            raise UserError(f'[checkpoint] keep_best = "{self.cfg.keep_best}" is no metric of validation: {names}')
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of the folder."""
+        steps = [step for step in complete_steps(self.folder) if step not in self._torn_steps]
+        return self.folder / f"step-{steps[-1]}" if steps else None
+
+    def report(self) -> None:
+        """On rank 0, at the end: log where the newest and the best checkpoint are."""
+        if self.rank != 0 or not self.cfg.enable:
+            return
+        if newest := self.newest():
+            export = f"; for inference: {newest / 'hf'}" if (newest / "hf").is_dir() else ""
+            logger.info(f"Newest checkpoint: {newest}{export}")
+        if best := self._best():
+            logger.info(f"Best checkpoint by {self.cfg.keep_best}: {best[0]}, {best[1]:.4g}")
 
     def metrics(self) -> dict[str, float]:
-        return {"checkpoint/failed": self._failed_saves} if self.cfg.enable else {}
+        """Call it each step, on every rank. Seconds of a save come once, after it is complete.
+
+        Raises:
+            RuntimeError: As `save`, if that happened in the thread.
+        """
+        if not self.cfg.enable:
+            return {}
+        if self._pending is not None and self._pending.written.done():
+            self.finish()
+        measured, self._measured = self._measured, {}
+        return {"checkpoint/failed": self._failed_saves} | measured
 
     def load_latest(self) -> int:
-        """Restore `[checkpoint] load_step`, by default the newest whole checkpoint. Does nothing without `resume`.
+        """Restore `[checkpoint] load_step`, by default the newest whole checkpoint. Without `resume` it only logs where
+        checkpoints go.
+
+        Learning rate and other settings of the optimizer and its schedule stay those of the configuration. The log
+        names each key whose value has changed, and which value holds.
 
         A torn checkpoint is never loaded. Without `load_step` it is named in the log, and the one before is taken: what
         is lost is trained again.
@@ -178,77 +284,126 @@ class Checkpointer:
         Raises:
             UserError: All checkpoints are torn, or that of `load_step` is. It is of another model or optimizer.
         """
-        if not (self.cfg.enable and self.cfg.resume):
-            return 0
-        marker = self._choose()
-        if marker is None:
-            logger.info(f"No complete checkpoint in {self.folder}: starting at step 0")
-            return 0
-        path = self._path(marker)
-        if "reference" in self.states and "reference" not in marker.states:
-            raise UserError(f"checkpoint {path} has no reference model: set [grpo] kl_coef = 0, as when it was written")
-        states = self._collect_states()
-        try:
-            self.together.collectively(
-                f"reading {path / 'dcp'}",
-                lambda: dcp.load(states, checkpoint_id=path / "dcp", process_group=self.together.group),
-            )
-            self.together.locally(f"restoring {path}", lambda: self._restore(path, marker, states))
-        except StageFailed as error:
-            raise UserError(
-                f"checkpoint {path} cannot be loaded: it is of another model or optimizer (then restore [model] and "
-                f"[optimizer], or set a new [job] dump_folder), or it is torn (then delete {path}). {error}"
-            ) from error
-        self._saved_step = marker.step
-        logger.info(f"Loaded checkpoint {path}")
-        return marker.step
+        self.finish()
+        step = self._load_latest() if self.cfg.enable and self.cfg.resume else 0
+        if self.rank == 0:
+            self._announce()
+        return step
 
     # ------------------------------------------------------------------------------------------------- saving
 
-    def _write(self, step: int, unfinished: Path, path: Path) -> None:
+    def _report_saved(self, step: int, taken_s: float, waited_s: float, write_s: float) -> None:
+        self._saved_step = step
+        on_device_s = self._copy.take_waited_s() if self._copy is not None else 0.0
+        self._measured = {
+            "checkpoint/exposed_s": taken_s + on_device_s,
+            "checkpoint/waited_s": waited_s,
+            "checkpoint/write_s": write_s,
+        }
+
+    def _report_failure(self, error: StageFailed) -> None:
+        self._failed_saves += 1
+        if self.rank == 0:
+            logger.error(f"{error}. Training goes on, and the next save is due in {self.cfg.interval} steps")
+
+    def _take(self, step: int, to_host: bool) -> Taken:
+        """Everything that is written of this step."""
+        content = io.BytesIO()
+        texts: dict[str, str] = {}
+
+        def rest() -> None:
+            torch.save(random_states(self.device), content)
+            if self.rank == 0:
+                texts["trainer.json"] = json.dumps(self.trainer_state.state_dict())
+                texts[RUN_CONFIG] = json.dumps(self.run_config, indent=1)
+                if self._validated[0] == step:
+                    texts[VALIDATION] = json.dumps(self._validated[1])
+
+        states = self._collect_states(to_host)
+        self.together.locally("collecting random states and the trainer's state", rest)
+        return Taken(step, states, to_host, content.getvalue(), texts)
+
+    def _collect_states(self, to_host: bool = False) -> dict[str, Any]:
+        """What DCP writes and reads. DCP would collect it itself, but its ranks do not learn of a failure there."""
+        states: dict[str, Any] = {}
+
+        def collect() -> None:
+            own = {name: state.state_dict() for name, state in self.states.items()}
+            states.update(self._copy.take(own) if to_host else own)
+
+        self.together.locally("collecting weights and optimizer state", collect)
+        return states
+
+    def _enter_thread(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with device 0
+
+    def _write(self, taken: Taken) -> float:
+        """Write a checkpoint, drop older ones, and say so; of one that fails, nothing is left.
+
+        Returns:
+            Seconds.
+        """
+        started = time.monotonic()
+        path = self._folder_of(taken.step)
+        unfinished = path.with_name(path.name + ".tmp")
+        try:
+            self._write_stages(taken, unfinished, path)
+        except StageFailed:
+            if self.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
+            raise
+        write_s = time.monotonic() - started
+        self._torn_steps.discard(taken.step)
+        if self.rank == 0:
+            self._drop_old(taken.step)
+            logger.info(f"Saved checkpoint {path} in {write_s:.1f} s")
+        return write_s
+
+    def _write_stages(self, taken: Taken, unfinished: Path, path: Path) -> None:
         """Each stage is of one rank's files, or of collectives, so that a rank that fails keeps nobody waiting."""
         together = self.together
         together.locally(f"clearing {unfinished}", lambda: self._clear(unfinished))
-        states = self._collect_states()
+        if taken.on_host:
+            together.locally("copying weights and optimizer state to the host", self._copy.wait)
         together.collectively(
             f"writing {unfinished / 'dcp'}",
-            lambda: dcp.save(states, checkpoint_id=unfinished / "dcp", process_group=together.group),
+            lambda: dcp.save(taken.states, checkpoint_id=unfinished / "dcp", process_group=together.group),
         )
         if self.cfg.export_hf:
-            dtype = TORCH_DTYPE_MAP[self.cfg.export_dtype]
-            full = together.collectively("gathering the model", lambda: gather_hf(self.model, self.source, dtype))
-            together.locally(
-                f"writing {unfinished / 'hf'}", lambda: write_hf(full, self.source, unfinished / "hf", self.tokenizer)
-            )
+            self._export(taken, unfinished)
         rng_path = unfinished / f"rng-rank-{self.rank}.pt"
-        together.locally(f"writing {rng_path}", lambda: self._write_random_states(rng_path))
-        together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_trainer_state(unfinished))
+        together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
+        together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_texts(unfinished, taken.texts))
         files = together.locally(f"reading back {unfinished}", lambda: measured(unfinished, self.rank))
         written = {name: size_and_sum for of_rank in files for name, size_and_sum in sorted(of_rank.items())}
-        together.locally(f"completing {path}", lambda: self._complete(unfinished, path, step, written))
-
-    def _collect_states(self) -> dict[str, Any]:
-        """What DCP writes and reads. DCP would collect it itself, but its ranks do not learn of a failure there."""
-        states: dict[str, Any] = {}
-        self.together.locally(
-            "collecting weights and optimizer state",
-            lambda: states.update({name: state.state_dict() for name, state in self.states.items()}),
-        )
-        return states
+        together.locally(f"completing {path}", lambda: self._complete(unfinished, path, taken.step, written))
 
     def _clear(self, unfinished: Path) -> None:
         if self.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
 
-    def _write_random_states(self, path: Path) -> None:
-        content = io.BytesIO()  # torch.save's own errors do not say what the operating system said
-        torch.save(random_states(self.device), content)
-        path.write_bytes(content.getvalue())
+    def _export(self, taken: Taken, unfinished: Path) -> None:
+        """The Hugging Face folder. A thread reads the weights back: the model's process groups are not its own."""
+        together, dtype = self.together, TORCH_DTYPE_MAP[self.cfg.export_dtype]
 
-    def _write_trainer_state(self, unfinished: Path) -> None:
-        if self.rank == 0:
-            (unfinished / "trainer.json").write_text(json.dumps(self.trainer_state.state_dict()), encoding="utf-8")
+        def write(full: dict[str, torch.Tensor]) -> None:
+            write_hf(full, self.source, unfinished / "hf", self.tokenizer)
+
+        def read_and_write() -> None:
+            if self.rank == 0:
+                write(read_hf(unfinished / "dcp", taken.states["model"], self.source, dtype))
+
+        if taken.on_host:
+            together.locally(f"writing {unfinished / 'hf'}", read_and_write)
+        else:
+            full = together.collectively("gathering the model", lambda: gather_hf(self.model, self.source, dtype))
+            together.locally(f"writing {unfinished / 'hf'}", lambda: write(full))
+
+    def _write_texts(self, unfinished: Path, texts: dict[str, str]) -> None:
+        for name, text in texts.items():
+            (unfinished / name).write_text(text, encoding="utf-8")
 
     def _complete(self, unfinished: Path, path: Path, step: int, written: dict[str, tuple[int, str]]) -> None:
         if self.rank != 0:
@@ -267,12 +422,16 @@ class Checkpointer:
         unfinished.rename(path)
         flush(self.folder)
 
-    def _drop_old(self) -> None:
+    def _drop_old(self, saved: int) -> None:
         """Torn checkpoints do not count: a whole one must not make room for them."""
         keep = self.cfg.keep_latest_k
-        older = [s for s in complete_steps(self.folder) if s not in {self._saved_step, *self._torn_steps}]
+        older = [s for s in complete_steps(self.folder) if s not in {saved, *self._torn_steps}]
+        best = self._best()
+        spared = step_of(best[0]) if best else None
         try:
             for step in older[: max(0, len(older) - keep + 1)] if keep else []:
+                if step == spared:
+                    continue
                 # Delete the marker first: a folder that is partly deleted is then not a checkpoint.
                 (self.folder / f"step-{step}" / MARKER).unlink()
                 shutil.rmtree(self.folder / f"step-{step}", ignore_errors=True)
@@ -281,10 +440,58 @@ class Checkpointer:
         for path in self.folder.glob("step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def _best(self) -> tuple[Path, float] | None:
+        steps = [step for step in complete_steps(self.folder) if step not in self._torn_steps]
+        return best_of([self.folder / f"step-{step}" for step in steps], self.cfg.keep_best)
+
     # ------------------------------------------------------------------------------------------------ loading
 
-    def _path(self, marker: Marker) -> Path:
-        return self.folder / f"step-{marker.step}"
+    def _announce(self) -> None:
+        cfg = self.cfg
+        if not cfg.enable:
+            logger.warning("No checkpoints ([checkpoint] enable = false): the trained weights are lost at the end")
+            return
+        kept = f"the newest {cfg.keep_latest_k}" if cfg.keep_latest_k else "all"
+        best = f" and the best by {cfg.keep_best}" if cfg.keep_best and cfg.keep_latest_k else ""
+        every = f"every {cfg.interval} steps and at the end"
+        logger.info(f"Checkpoints go to {self.folder}, {every}; {kept}{best} are kept")
+
+    def _load_latest(self) -> int:
+        marker = self._choose()
+        if marker is None:
+            logger.info(f"No complete checkpoint in {self.folder}: starting at step 0")
+            return 0
+        path = self._folder_of(marker.step)
+        if "reference" in self.states and "reference" not in marker.states:
+            raise UserError(f"checkpoint {path} has no reference model: set [grpo] kl_coef = 0, as when it was written")
+        states = self._collect_states()
+        try:
+            self.together.collectively(
+                f"reading {path / 'dcp'}",
+                lambda: dcp.load(states, checkpoint_id=path / "dcp", process_group=self.together.group),
+            )
+            with kept(self.optimizers, self.lr_schedulers):
+                self.together.locally(f"restoring {path}", lambda: self._restore(path, marker, states))
+        except StageFailed as error:
+            raise UserError(
+                f"checkpoint {path} cannot be loaded: it is of another model or optimizer (then restore [model] and "
+                f"[optimizer], or set a new [job] dump_folder), or it is torn (then delete {path}). {error}"
+            ) from error
+        self._saved_step = marker.step
+        logger.info(f"Loaded checkpoint {path}")
+        self._name_changes(path)
+        return marker.step
+
+    def _name_changes(self, path: Path) -> None:
+        if self.rank != 0:
+            return
+        if not (path / RUN_CONFIG).is_file():
+            return logger.info(f"{path} was written without {RUN_CONFIG}: changed keys cannot be named")
+        for line in changes(json.loads((path / RUN_CONFIG).read_text(encoding="utf-8")), self.run_config):
+            logger.warning(f"Changed since the checkpoint: {line}")
+
+    def _folder_of(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
 
     def _choose(self) -> Marker | None:
         """The newest whole checkpoint, or `load_step`'s. Every rank checks its share of the bytes."""
@@ -294,7 +501,7 @@ class Checkpointer:
             problems = list(itertools.chain(*self.together.locally(f"checking {path}", check)))
             if not problems:
                 for other, what in torn.items() if self.rank == 0 else ():
-                    older = _step_of(other) < marker.step
+                    older = step_of(other) < marker.step
                     say = logger.warning if older else logger.error
                     say(f"checkpoint {other} is torn: {what}. The run continues from {path}. Delete {other}")
                 if not marker.checksums:
@@ -310,13 +517,13 @@ class Checkpointer:
         return None
 
     def _look(self) -> tuple[dict[Path, Marker], dict[Path, str]]:
-        """On rank 0, `_candidates`."""
+        """On rank 0, `candidates`."""
         if self.rank != 0:
             return {}, {}
         for path in self.folder.glob("step-*"):
             if not (path / MARKER).is_file():
                 logger.warning(f"{path} is incomplete and is not loaded")
-        return _candidates(self.folder, self.cfg.load_step)
+        return candidates(self.folder, self.cfg.load_step)
 
     def _restore(self, path: Path, marker: Marker, states: dict[str, Any]) -> None:
         for name, state in self.states.items():
@@ -330,23 +537,3 @@ class Checkpointer:
                 f"{path} was written by {marker.world_size} ranks and is loaded by {self.world_size}: weights and "
                 "optimizer state are exact, random states are derived from the seed"
             )
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _candidates(folder: Path, load_step: int) -> tuple[dict[Path, Marker], dict[Path, str]]:
-    """Checkpoints that may be loaded: the markers in the order they were written, and what is wrong with unreadable
-    ones. All of the folder with `load_step` -1, else that one.
-    """
-    found, torn = markers(folder)
-    by_path = {folder / f"step-{marker.step}": marker for marker in found}
-    if load_step < 0:
-        return by_path, torn
-    path = folder / f"step-{load_step}"
-    if path not in by_path and path not in torn:
-        raise UserError(
-            f"[checkpoint] load_step = {load_step}: {folder} holds complete checkpoints of {complete_steps(folder)}"
-        )
-    return {path: by_path[path]} if path in by_path else {}, {path: torn[path]} if path in torn else {}

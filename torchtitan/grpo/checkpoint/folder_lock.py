@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.stopping import GRACE_S
 from torchtitan.tools.logging import logger
 
 LOCK = "run.lock"
-WAIT_S = GRACE_S + 15.0
-"""A requeued job may start while the run before it still ends. torchrun kills that 30 s after its SIGTERM."""
 _POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def only_run_in(dump_folder: str | Path, wait_s: float | None = None) -> Iterator[None]:
+def only_run_in(dump_folder: str | Path, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the folder's lock. The kernel releases it when the process ends, however that happens.
 
     Args:
-        wait_s: How long to wait for a run that holds it; by default `WAIT_S`.
+        wait_s: How long to wait for a run that holds it.
 
     Raises:
         UserError: Another run holds it, or the folder cannot be written.
@@ -38,7 +35,7 @@ def only_run_in(dump_folder: str | Path, wait_s: float | None = None) -> Iterato
         raise UserError(f"{folder} cannot be written ({error}): change [job] dump_folder") from error
     with file:  # no program that this one starts inherits it
         os.register_at_fork(after_in_child=file.close)  # nor does a fork, which may outlive this process
-        _lock(file, folder, WAIT_S if wait_s is None else wait_s)
+        _lock(file, folder, wait_s)
         with contextlib.suppress(OSError):  # a full disk: only the holder's name is lost
             file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -57,9 +54,9 @@ def _lock(file: TextIO, folder: Path, wait_s: float) -> None:
             file.seek(0)
             holder = _holder(file.read())
             if time.monotonic() > deadline:
+                waited = f" and has not ended within {wait_s:g} s" if wait_s else ""
                 raise UserError(
-                    f"another run uses {folder} ({holder}) and has not ended within {wait_s:g} s: stop it, or set "
-                    "another [job] dump_folder"
+                    f"another run uses {folder} ({holder}){waited}: stop it, or set another [job] dump_folder"
                 ) from error
             if not warned:
                 logger.warning(f"Another run uses {folder} ({holder}): waiting up to {wait_s:g} s for its end")

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from torchtitan.grpo.errors import UserError
+
 MARKER = "complete.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
 _WRITER = re.compile(r"(?:dcp/__(\d+)_\d+\.distcp|rng-rank-(\d+)\.pt)")
@@ -109,6 +111,29 @@ def markers(folder: Path) -> tuple[list[Marker], dict[Path, str]]:
             except Damaged as error:
                 damaged[path] = str(error)
     return sorted(found, key=lambda marker: (marker.number, marker.saved_at)), damaged
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
+def candidates(folder: Path, load_step: int) -> tuple[dict[Path, Marker], dict[Path, str]]:
+    """Checkpoints that may be loaded: the markers in the order they were written, and what is wrong with unreadable
+    ones. All of the folder with `load_step` -1, else that one.
+
+    Raises:
+        UserError: There is no checkpoint of `load_step`.
+    """
+    found, torn = markers(folder)
+    by_path = {folder / f"step-{marker.step}": marker for marker in found}
+    if load_step < 0:
+        return by_path, torn
+    path = folder / f"step-{load_step}"
+    if path not in by_path and path not in torn:
+        steps = [marker.step for marker in found]
+        raise UserError(f"[checkpoint] load_step = {load_step}: {folder} holds complete checkpoints of {steps}")
+    return {path: by_path[path]} if path in by_path else {}, {path: torn[path]} if path in torn else {}
 
 
 def checksum(path: Path) -> str:

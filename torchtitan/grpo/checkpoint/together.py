@@ -1,5 +1,7 @@
 """Stages that every rank runs, with one outcome for all."""
 
+import errno
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -7,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan.grpo.disk_full import is_disk_full
 from torchtitan.grpo.errors import UserError
 
 Result = TypeVar("Result")
@@ -43,10 +46,10 @@ class Together:
             RuntimeError: A rank has ended, or did not come in time.
         """
         result: Result | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             result = action()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             failure = error
         return self._agree(what, result, failure)
 
@@ -104,4 +107,6 @@ def _in_words(error: BaseException) -> str:
     """Kind and text in short. A CheckpointException's text holds a traceback for each rank: its first cause does."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    if is_disk_full(error):
+        return os.strerror(errno.ENOSPC)
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

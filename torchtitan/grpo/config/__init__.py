@@ -5,9 +5,12 @@
         torchtitan_texts.py, unsupported.py
                         torchtitan's keys as they are, and those without effect here
       ranges.py         Range, which a key's annotation holds
+      tables.py         [[data.mixture]] and [[validation.sets]]: what a table inherits
     load.py             reads file and flags, merges, and runs every check
       contradictions.py what keys must satisfy together (urls.py: one address)
-      machine.py        what they need from this machine: ranks, GPUs, variables
+      machine.py        what they need from this machine: ranks, GPUs, variables, packages
+      target.py         the machine that a dry run is about
+    resolved.py         the whole configuration as TOML, and as values by key
     batch.py            batch sizes that follow from the keys
 
 A value that passed these checks is not checked again elsewhere.

@@ -12,12 +12,16 @@ from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import row_tokens
+from torchtitan.grpo.config.job_config import Data, HeldOutSet
 from torchtitan.grpo.config.keys import LARGEST, keys, label, show
+from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.errors import did_you_mean
 
 BUILT_IN = ("exact_match", "numeric_match", "math_verify", "reasoning_gym")
 """Reward functions without a module: those of `rewards/functions.py`."""
+_STOP_STRINGS_MAX = 32
+"""SGLang takes no more for one request."""
 
 
 def check_contradictions(config: JobConfig) -> list[str]:
@@ -28,14 +32,15 @@ def check_contradictions(config: JobConfig) -> list[str]:
         _check_losses,
         _check_offload,
         _check_torchtitan,
+        _check_checkpoint,
         _check_servers,
         _check_weight_sync,
         _check_async,
         _check_data,
-        _check_held_out,
+        _check_tables,
         _check_reward,
     )
-    return [message for check in checks for message in check(config)]
+    return list(dict.fromkeys(message for check in checks for message in check(config)))
 
 
 def _check_batch(config: JobConfig) -> Iterator[str]:
@@ -98,6 +103,11 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
             '[grpo] kl_estimator = "k1" with kl_placement = "loss" has an expected gradient of zero, so it has no '
             'effect: use kl_placement = "reward", or k2 or k3'
         )
+    if not grpo.kl_coef:
+        for name in ("kl_estimator", "kl_placement"):
+            value = getattr(grpo, name)
+            if value != keys()[f"grpo.{name}"].default:
+                yield f"[grpo] {name} = {show(value)} is read with kl_coef over 0 only: set that, or leave it out"
     if grpo.importance_correction != "none" and not grpo.importance_min <= 1 <= grpo.importance_max:
         yield (
             f"[grpo] importance_min = {grpo.importance_min} and [grpo] importance_max = {grpo.importance_max} must "
@@ -146,10 +156,6 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
             '[training] flash_attention = "FA4" computes in bfloat16, and mixed_precision_param is "float32": set '
             'mixed_precision_param = "bfloat16", or flash_attention = "auto"'
         )
-    if config.checkpoint.resume and not config.checkpoint.enable:
-        yield "[checkpoint] resume = true needs [checkpoint] enable = true"
-    if config.checkpoint.load_step >= 0 and not config.checkpoint.resume:
-        yield f"[checkpoint] load_step = {config.checkpoint.load_step} is read with [checkpoint] resume = true only"
     shard = config.parallelism.data_parallel_shard_degree
     if shard != -1 and shard < 1:
         yield f"[parallelism] data_parallel_shard_degree = {shard} must be at least 1, or -1 for all remaining ranks"
@@ -161,6 +167,29 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
         )
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         yield '[activation_checkpoint] mode = "memory_budget" needs [compile] enable = true'
+
+
+def _check_checkpoint(config: JobConfig) -> Iterator[str]:
+    checkpoint, validation = config.checkpoint, config.validation
+    for name in ("resume", "keep_best"):
+        value = getattr(checkpoint, name)
+        if value and not checkpoint.enable:
+            yield f"[checkpoint] {name} = {show(value)} needs [checkpoint] enable = true"
+    if checkpoint.load_step >= 0 and checkpoint.resume is not True:
+        again = ", since every start would go back to it" if checkpoint.resume == "auto" else ""
+        yield f"[checkpoint] load_step = {checkpoint.load_step} is read with [checkpoint] resume = true only{again}"
+    if not checkpoint.keep_best:
+        return
+    best = f"[checkpoint] keep_best = {show(checkpoint.keep_best)}"
+    if not checkpoint.keep_best.startswith("validation/"):
+        yield f'{best} must be a metric of validation, as in "validation/greedy_reward"'
+    if not validation.enable:
+        yield f"{best} needs [validation] enable = true"
+    elif checkpoint.interval % validation.freq:
+        yield (
+            f"{best} compares checkpoints by their validation: set [checkpoint] interval = {checkpoint.interval} to a "
+            f"multiple of [validation] freq = {validation.freq}"
+        )
 
 
 def _check_servers(config: JobConfig) -> Iterator[str]:
@@ -195,6 +224,11 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
         if not 0 <= token < 2**31 or times > 1:
             wrong = f" {times} times" if times > 1 else ": ids are 0 or more, and under 2**31"
             yield f"[rollout] stop_token_ids has {show(token)}{wrong}"
+    for text, times in Counter(rollout.stop).items():
+        if not text or times > 1:
+            yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
+    if len(rollout.stop) > _STOP_STRINGS_MAX:
+        yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
     yield from _check_function("rollout.environment", rollout.environment)
 
 
@@ -205,6 +239,8 @@ def _check_weight_sync(config: JobConfig) -> Iterator[str]:
             f'[weight_sync] disk_folder = {show(sync.disk_folder)} is read with transport = "disk" only: set that, or '
             "leave it out"
         )
+    if sync.disk_folder and os.path.exists(sync.disk_folder) and not os.path.isdir(sync.disk_folder):
+        yield f"[weight_sync] disk_folder = {show(sync.disk_folder)} is a file: name a folder"
     if sync.cadence == "auto" and not sync.async_weight_update:
         yield '[weight_sync] cadence = "auto" needs async_weight_update = true: sync mode sends every version'
 
@@ -235,7 +271,44 @@ def _check_async(config: JobConfig) -> Iterator[str]:
 
 
 def _check_data(config: JobConfig) -> Iterator[str]:
-    data = config.data
+    if not config.data.mixture:
+        yield from _check_rows(config.data)
+    yield from _check_function("data.curriculum", config.data.curriculum)
+
+
+def _check_tables(config: JobConfig) -> Iterator[str]:
+    """`[[data.mixture]]` and `[[validation.sets]]`."""
+    times = Counter((type(table), table.name) for _, table in titled_tables(config))
+    named = sorted(source.name for source in config.data.mixture)
+    for title, table in titled_tables(config):
+        held_out = isinstance(table, HeldOutSet)
+        if not table.name:
+            yield f"{title} has no name: give one, for metrics"
+        elif not re.fullmatch(r"[\w.-]+", table.name, re.ASCII):
+            yield f"{title} name: it becomes part of metrics' names, so write letters, digits, _, - and . only"
+        elif (count := times[type(table), table.name]) > 1:
+            yield f"{title} is there {count} times: give each table a name of its own"
+        if unknown := [name for name in table.functions if name not in config.reward.functions]:
+            yield (
+                f"{title} functions has {show(unknown[0])}, which is not in [reward] functions"
+                f"{did_you_mean(unknown[0], config.reward.functions)}: list it there, with its weight if there are any"
+            )
+        if held_out and named and table.name not in named and not table.own_rows:
+            yield (
+                f"{title} has neither rows of its own nor the name of a [[data.mixture]] source: give source and path, "
+                f"or one of the names {named}"
+            )
+        if not held_out and table.data.max_prompt_tokens > config.data.max_prompt_tokens:
+            yield (
+                f"{title} max_prompt_tokens = {table.data.max_prompt_tokens} is over [data] max_prompt_tokens = "
+                f"{config.data.max_prompt_tokens}, which is that of the longest source: raise that one"
+            )
+        if not held_out or any(f"data.{name}" in keys() for name in table.given):
+            yield from (message.replace("[data]", title) for message in _check_rows(table.data))
+
+
+def _check_rows(data: Data) -> Iterator[str]:
+    """The keys of one source, as [data] has them."""
     readers = {
         "path": ("jsonl", "hf"),
         "subset": ("hf",),
@@ -267,16 +340,15 @@ def _check_data(config: JobConfig) -> Iterator[str]:
         yield f"[data] prompt_template = {show(data.prompt_template)} lacks {{prompt}}, which stands for the question"
     if data.system_prompt and not data.chat_template:
         yield "[data] system_prompt needs chat_template = true: without it, put the text into prompt_template"
+    if data.chat_template_file and not data.chat_template:
+        yield f"[data] chat_template_file = {show(data.chat_template_file)} is read with chat_template = true only"
+    if data.chat_template_file and not os.path.isfile(data.chat_template_file):
+        yield f"[data] chat_template_file = {show(data.chat_template_file)} is no file: give a Jinja template"
     if data.source == "arithmetic":
         unknown = [operator for operator in data.arithmetic_operators if operator not in ("+", "-", "*")]
         if unknown or not data.arithmetic_operators:
             yield f'[data] arithmetic_operators = {show(data.arithmetic_operators)} must hold some of "+", "-", "*"'
     yield from _check_pattern("data.answer_pattern", data.answer_pattern)
-    yield from _check_function("data.curriculum", data.curriculum)
-
-
-def _check_held_out(config: JobConfig) -> Iterator[str]:
-    data = config.data
     training = (data.path, data.split)
     held_out = (data.validation_path or data.path, data.validation_split or data.split)
     named = data.source in ("jsonl", "hf") and (data.validation_path or data.validation_split)
@@ -289,7 +361,7 @@ def _check_held_out(config: JobConfig) -> Iterator[str]:
 
 
 def _check_reward(config: JobConfig) -> Iterator[str]:
-    reward, data = config.reward, config.data
+    reward = config.reward
     if not reward.functions:
         yield '[reward] functions is empty: name at least one, as in ["exact_match"]'
     for function, times in Counter(reward.functions).items():
@@ -311,23 +383,40 @@ def _check_reward(config: JobConfig) -> Iterator[str]:
         yield "[reward] weights are all 0: every reward would be 0"
     if any(abs(weight) > LARGEST for weight in reward.weights):
         yield f"[reward] weights = {show(reward.weights)} must be at most {LARGEST} in size, as every number"
-    if "reasoning_gym" in reward.functions and data.source != "reasoning_gym":
-        yield (
-            '[reward] functions has "reasoning_gym", which scores tasks of [data] source = "reasoning_gym", not '
-            f"{show(data.source)}"
-        )
-    compared = {"exact_match", "numeric_match", "math_verify"} & set(reward.functions)
-    if compared and data.source in ("jsonl", "hf") and not data.answer_column:
-        names = ", ".join(sorted(compared))
-        yield f"[data] answer_column is empty, but [reward] functions {names} compare with it: name it"
-    if config.sft.steps and data.source in ("jsonl", "hf") and not (config.sft.target_column or data.answer_column):
-        yield "[sft] target_column is missing: name the column to learn, or set [data] answer_column"
+    for title, functions, data in _scored(config):
+        own = "" if title == "[data]" else f", or name others in {title} functions"
+        if "reasoning_gym" in functions and data.source != "reasoning_gym":
+            yield (
+                f'[reward] functions has "reasoning_gym", which scores tasks of {title} source = "reasoning_gym", not '
+                f"{show(data.source)}: leave it out{own}"
+            )
+        compared = {"exact_match", "numeric_match", "math_verify"} & set(functions)
+        if compared and data.source in ("jsonl", "hf") and not data.answer_column:
+            names = ", ".join(sorted(compared))
+            yield f"{title} answer_column is empty, but [reward] functions {names} compare with it: name it{own}"
+    for source in training_sources(config):
+        data = source.data
+        if config.sft.steps and data.source in ("jsonl", "hf") and not (config.sft.target_column or data.answer_column):
+            yield "[sft] target_column is missing: name the column to learn, or set [data] answer_column"
+            break
     if reward.answer_pattern and reward.functions and all(":" in function for function in reward.functions):
         yield (
             f"[reward] answer_pattern = {show(reward.answer_pattern)} is read by built-in functions only, and "
             "[reward] functions has none: leave it out (a function of your own gets the whole answer)"
         )
     yield from _check_pattern("reward.answer_pattern", reward.answer_pattern)
+
+
+def _scored(config: JobConfig) -> Iterator[tuple[str, list[str], Data]]:
+    """For [data] or each table: its name in messages, the functions that score its rows, and its rows' keys.
+
+    Not where each row names its functions.
+    """
+    if not config.data.mixture and not config.data.reward_column:
+        yield "[data]", config.reward.functions, config.data
+    for title, table in titled_tables(config):
+        if not table.data.reward_column:
+            yield title, table.functions or config.reward.functions, table.data
 
 
 def _check_pattern(path: str, pattern: str) -> Iterator[str]:

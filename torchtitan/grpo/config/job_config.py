@@ -8,9 +8,12 @@ has a range. The string below a field becomes its text in docs/configuration.md 
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from torchtitan.grpo.config.ranges import Range
+
+ROW_KEYS = {"source", "path", "subset", "split", "tasks", "size", "arithmetic_max", "arithmetic_operators"}
+"""Keys of [data] that say which rows there are."""
 
 
 @dataclass
@@ -92,19 +95,43 @@ class Metrics:
     """Write TensorBoard files. On, because the reward curve is the first thing to look at."""
     samples_per_step: Annotated[int, Range(at_least=0)] = 4
     """Answers written to `samples.jsonl` at each step. 0 writes none."""
+    validation_samples: bool = True
+    """Write every held-out answer to `validation_samples.jsonl`, with its reward. Off saves disk space if answers are
+    long."""
+    wandb_name: str = ""
+    """Name of the run at Weights & Biases. Empty: the last part of `job.dump_folder`."""
+    wandb_group: str = ""
+    """Its group there, such as the runs of one recipe with different seeds. Empty: the name of the configuration
+    file."""
+    prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
+    """Port on this machine's loopback address where Prometheus reads the newest metrics. 0 serves none."""
 
 
 @dataclass
 class Checkpoint:
+    enable: bool = True
+    """Save checkpoints. On, because without them the trained weights are lost at the end."""
+    folder: str = "checkpoint"
+    """Folder of checkpoints in `job.dump_folder`."""
     interval: Annotated[int, Range(at_least=1)] = 20
     """Steps between checkpoints; the last step is always saved. torchtitan's 500 are more than many RL runs have."""
     keep_latest_k: Annotated[int, Range(at_least=0)] = 2
     """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes per parameter) and an export."""
+    keep_best: str = ""
+    """A metric of validation, as in `validation/greedy_reward`: the checkpoint with its highest value is kept besides
+    the newest ones. Empty: none is."""
+    resume: bool | Literal["auto"] = False
+    """Continue the run in `job.dump_folder` from its newest checkpoint. True needs one; `auto` begins a new run if
+    there is none, for jobs that are started again. False refuses a folder that holds a run."""
     load_step: Annotated[int, Range(at_least=-1, why="-1 is the newest")] = -1
     """Step to resume from. -1 is the newest whole checkpoint. A torn one is named and passed over; with a step it ends
     the run."""
-    resume: bool = False
-    """Resume from a complete checkpoint in `job.dump_folder`/`checkpoint.folder`. Off: a used folder is refused."""
+    stop_seconds: Annotated[float, Range(at_least=1, at_most=1e6)] = 25.0
+    """Longest time from SIGTERM or Ctrl-C to the end of the process; four fifths are for the step and its checkpoint.
+    torchrun kills after 30 s: raise its `--shutdown-timeout` too."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write checkpoints in the background, from a copy in host memory. `async_with_pinned_mem` copies beside training;
+    `async` copies to pageable memory, and training waits for the copy. Off: it needs that memory."""
     export_hf: bool = True
     """Write a Hugging Face folder (weights, config, tokenizer) inside every checkpoint, as `step-N/hf`."""
 
@@ -142,6 +169,60 @@ class Debug:
 
 
 @dataclass
+class MixtureSource:
+    """A `[[data.mixture]]` table: its own keys, and any of [data] for its rows (`keys.table_keys`).
+
+    Attributes:
+        data: [data] with the table's keys in place of its own.
+        given: The table as the user wrote it.
+    """
+
+    name: str = ""
+    """The source's name in metrics and samples. Required."""
+    weight: Annotated[float, Range(above=0, why="leave the table out for none")] = 1.0
+    """Its share of the prompts, relative to the other weights."""
+    functions: list[str] = field(default_factory=list)
+    """Those of `[reward] functions` that score its rows. Empty: all."""
+    data: "Data" = field(default_factory=lambda: Data())
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class HeldOutSet:
+    """A `[[validation.sets]]` table: its own keys, and any of [data] for its rows (`keys.table_keys`).
+
+    Attributes:
+        data: The keys of the source with the set's name, else [data], with the table's keys in place of its own.
+        given: The table as the user wrote it.
+    """
+
+    name: str = ""
+    """The set's name in metrics. That of a `[[data.mixture]]` source takes the rows that this source holds out.
+    Required."""
+    prompts: Annotated[int, Range(at_least=1, at_most=2**20)] = 0
+    """Its prompts: the first of its rows, or all if there are fewer."""
+    samples_per_prompt: Annotated[int, Range(at_least=1, at_most=2**16)] = 0
+    """Sampled answers per prompt, for pass@k, majority@k and mean reward."""
+    temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 0.0
+    """Temperature of the sampled answers."""
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 0.0
+    """Sampled answers keep the most likely tokens that have this probability together."""
+    min_p: Annotated[float, Range(at_least=0, below=1)] = 0.0
+    """Sampled answers drop tokens under this share of the most likely one's probability."""
+    max_answer_tokens: Annotated[int, Range(at_least=1)] = 0
+    """Longest answer. It may exceed what training samples."""
+    functions: list[str] = field(default_factory=list)
+    """Those of `[reward] functions` that score its answers. Empty: those of the source with its name, else all."""
+    data: "Data" = field(default_factory=lambda: Data())
+    given: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def own_rows(self) -> bool:
+        """Whether the table says where its rows are. Otherwise they are what its source holds out."""
+        return bool(self.given.keys() & ROW_KEYS)
+
+
+@dataclass
 class Validation:
     freq: Annotated[int, Range(at_least=1)] = 10
     """Steps between validations."""
@@ -151,6 +232,13 @@ class Validation:
     """Sampled answers per prompt, for pass@k and mean reward. Each prompt also gets a greedy answer."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100, why="greedy answers are measured too")] = 1.0
     """Temperature of the sampled validation answers."""
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    """Sampled validation answers keep the most likely tokens that have this probability together. 1 keeps all.
+    Training has no such key: see docs/engines.md."""
+    min_p: Annotated[float, Range(at_least=0, below=1)] = 0.0
+    """Sampled validation answers drop tokens under this share of the most likely one's probability. 0 drops none."""
+    sets: list[HeldOutSet] = field(default_factory=list)
+    """Several held-out sets, as `[[validation.sets]]` tables. Empty: one for each source of the training data."""
 
 
 @dataclass
@@ -259,6 +347,11 @@ class Rollout:
     """Longest answer."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end an answer, besides the model's own end tokens."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, such as `</answer>`. The answer keeps the token that completes one."""
+    record_gib: Annotated[float, Range(at_least=0, at_most=1e6)] = 0.0
+    """Keep what each step is trained on, for `scripts/replay.py`, in up to this many GiB: compressed files in
+    `job.dump_folder`/rollouts, oldest removed first. 0 keeps nothing."""
     environment: str = ""
     """Multi-turn rollouts: `module:function` of an `async def rollout(client, prompt)` that returns samples.
     Empty: one answer per prompt."""
@@ -276,9 +369,9 @@ class Rollout:
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait at the start for a server to be healthy."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
-    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained; over
-    older ones it is the excess over the best server. Above it, model, weights or logprobs mode differ: the server is
-    fed again, or the run stops if there is no other."""
+    """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
+    ones may differ by twice the other servers' mean on top. Above it, model, weights or logprobs mode differ: the
+    server is fed again, or the run stops if there is no other."""
     embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the spawned server; `auto` is the trainer's type. On CUDA it takes a free GPU, else rank 0's."""
     embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -356,6 +449,8 @@ class Data:
     """Text around the question, which replaces `{prompt}`."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template. False sends plain text."""
+    chat_template_file: str = ""
+    """Jinja file that replaces the tokenizer's chat template, in exports too. Empty: the tokenizer's own."""
     shuffle: bool = True
     """Shuffle each epoch differently, by `debug.seed`."""
     max_prompt_tokens: Annotated[int, Range(at_least=1)] = 512
@@ -372,12 +467,17 @@ class Data:
     """Largest operand of `arithmetic`."""
     arithmetic_operators: list[str] = field(default_factory=lambda: ["+"])
     """Operators of `arithmetic`: +, -, *."""
+    reward_column: str = ""
+    """Column that names a row's own reward functions: one name or a list, all of them in `[reward] functions`."""
+    mixture: list[MixtureSource] = field(default_factory=list)
+    """Several sources with weights, as `[[data.mixture]]` tables. Empty: [data] is the only source."""
 
 
 @dataclass
 class Reward:
     functions: list[str] = field(default_factory=lambda: ["exact_match"])
-    """Built-in names (exact_match, numeric_match, math_verify, reasoning_gym) or `module:function`."""
+    """Built-in names (exact_match, numeric_match, math_verify, reasoning_gym) or `module:function`, which may be
+    `async def` and may take a group's answers at once (docs/rewards.md)."""
     weights: list[float] = field(default_factory=list)
     """One weight per function. Empty: 1 each."""
     answer_pattern: str = ""
@@ -386,7 +486,11 @@ class Reward:
     workers: Annotated[int, Range(at_least=1, at_most=1024)] = 2
     """Worker processes that score answers."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 10.0
-    """Longest time for one function on one answer. After it the score is 0, counted and logged."""
+    """Longest time for one function on one answer. After it the score has failed. A function that gets a group at once
+    has as much for each of its answers."""
+    max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
+    """Largest share of a step's answers, or of a validation's, on which a reward function failed. They are left out of
+    their groups. Above it, and if all failed, the run ends: at half, the function is broken and not the answers."""
     secrets: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY,
     TOKEN, SECRET, PASSWORD or the like are removed from the environment of worker processes."""

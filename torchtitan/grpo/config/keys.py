@@ -27,6 +27,13 @@ LARGEST = 10**9
 """The end of ranges that state none. What is larger is a mistake, and overflows where it is used."""
 SHOWN_CHARS = 200
 """Characters of a value that messages repeat."""
+TABLES = {
+    "data.mixture": ("mixture", "curriculum"),
+    "validation.sets": ("mixture", "curriculum", "shuffle", "validation_path", "validation_split"),
+}
+"""Keys whose value is a list of tables, `[[data.mixture]]`. A table may also hold keys of [data], except for these."""
+_RESOLVED = ("data", "given")
+"""Fields of a table that are no keys."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,19 @@ def sections() -> tuple[str, ...]:
     return tuple(dict.fromkeys(".".join(name[: depth + 1]) for name in names for depth in range(len(name))))
 
 
+@functools.cache
+def table_keys(path: str, own_only: bool = False) -> dict[str, Key]:
+    """Keys of one table of TABLES by name: its own, then those of [data] that it may replace."""
+    table, docs = get_args(keys()[path].type)[0], _docs()
+    own = {
+        f.name: Key(path, f.name, *_split(f.type), getattr(table(), f.name), docs[f"{path}.{f.name}"], False)
+        for f in fields(table)
+        if f.name not in _RESOLVED
+    }
+    of_data = {key.name: key for key in keys().values() if key.section == "data" and key.name not in TABLES[path]}
+    return own if own_only else of_data | own
+
+
 def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
     """Yield (path, annotation, value) of each field that is not a section."""
     for f in fields(config):
@@ -108,14 +128,16 @@ def _docs() -> dict[str, str]:
     classes = {
         node.name: node for node in ast.parse(inspect.getsource(job_config)).body if isinstance(node, ast.ClassDef)
     }
+    of_path = {section.name: section.type.__name__ for section in fields(job_config.JobConfig)}
+    of_path |= {"data.mixture": "MixtureSource", "validation.sets": "HeldOutSet"}
     docs = {}
-    for section in fields(job_config.JobConfig):
+    for path, name_of_class in of_path.items():
         name = None
-        for node in classes[section.type.__name__].body:
+        for node in classes[name_of_class].body:
             if isinstance(node, ast.AnnAssign):
                 name = node.target.id
             elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                docs[f"{section.name}.{name}"] = " ".join(str(node.value.value).split())
+                docs[f"{path}.{name}"] = " ".join(str(node.value.value).split())
     return docs
 
 
@@ -132,6 +154,8 @@ def type_name(annotation: Any) -> str:
         return " or ".join(f'"{value}"' for value in get_args(annotation))
     if origin is list:
         return f"list[{type_name(get_args(annotation)[0])}]"
+    if is_dataclass(annotation):
+        return "table"
     return "none" if annotation is type(None) else annotation.__name__
 
 
@@ -173,6 +197,9 @@ def _check_union(value: Any, annotation: Any) -> Any:
             mismatches.append(error)
     if type(None) in options and type(value) is str and value.lower() in ("none", "null", ""):
         raise Mismatch(f"{show(value)} is text, not {type_name(annotation)}: leave the key out for none")
+    if any(get_origin(option) is Literal for option in options):
+        written = ["true, false" if option is bool else type_name(option) for option in options]
+        raise Mismatch(f"{show(value)} is not allowed: write {' or '.join(written)}")
     raise mismatches[0]
 
 
@@ -208,10 +235,16 @@ def check_ranges(config: JobConfig) -> list[str]:
         no_end = key.range is not None and key.range.at_most is None and key.range.below is None
         if no_end and value is not None and value > LARGEST:
             messages.append(f"{label(key.path)} = {show(value)} must be at most {LARGEST}, as every number")
-        if key.range is not None and value is not None and value not in key.range:
-            why = f" ({key.range.why})" if key.range.why else ""
-            messages.append(f"{label(key.path)} = {show(value)} must be {key.range}{why}")
+        if problem := range_problem(key, value):
+            messages.append(f"{label(key.path)} = {problem}")
     return messages
+
+
+def range_problem(key: Key, value: Any) -> str:
+    """What is wrong with a number that is outside the key's range, "" if nothing is."""
+    if key.range is None or value is None or value in key.range:
+        return ""
+    return f"{show(value)} must be {key.range}" + (f" ({key.range.why})" if key.range.why else "")
 
 
 def toml(value: Any) -> str:

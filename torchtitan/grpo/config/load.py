@@ -16,6 +16,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config.contradictions import check_contradictions
 from torchtitan.grpo.config.keys import (
     MODULE,
+    TABLES,
     Key,
     Mismatch,
     check_ranges,
@@ -28,25 +29,39 @@ from torchtitan.grpo.config.keys import (
     type_name,
 )
 from torchtitan.grpo.config.machine import check_machine
+from torchtitan.grpo.config.tables import fill_tables, read_tables
+from torchtitan.grpo.config.target import NAMES, find_target
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
-from torchtitan.grpo.errors import UserError, nearest
+from torchtitan.grpo.errors import UserError, did_you_mean, nearest
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
-PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path")
+PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path", "data.chat_template_file")
 """Keys whose values may start with `~`, the home folder."""
 
 ELSEWHERE = {
     "batch_size": "grpo.prompts_per_step",
     "beta": "grpo.kl_coef",
+    "clip_ratio": "grpo.ratio_clip_max",
+    "clip_ratio_high": "grpo.ratio_clip_max",
+    "clip_ratio_low": "grpo.ratio_clip_min",
+    "default_local_dir": "job.dump_folder",
     "epsilon": "grpo.ratio_clip_min",
     "epsilon_high": "grpo.ratio_clip_max",
+    "eval_steps": "validation.freq",
     "gradient_accumulation_steps": "training.tokens_per_microbatch",
+    "kl_loss_coef": "grpo.kl_coef",
+    "kl_loss_type": "grpo.kl_estimator",
     "learning_rate": "optimizer.lr",
+    "loss_agg_mode": "grpo.loss_aggregation",
+    "loss_type": "grpo.loss_aggregation",
+    "lr": "optimizer.lr",
+    "mask_truncated_completions": "grpo.overlong_filter",
     "max_completion_length": "rollout.max_answer_tokens",
     "max_grad_norm": "training.max_norm",
     "max_new_tokens": "rollout.max_answer_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.max_answer_tokens",
     "max_steps": "training.steps",
     "max_tokens": "rollout.max_answer_tokens",
     "model_name_or_path": "model.hf_assets_path",
@@ -54,23 +69,53 @@ ELSEWHERE = {
     "num_generations": "grpo.group_size",
     "num_iterations": "grpo.minibatches",
     "output_dir": "job.dump_folder",
+    "per_device_train_batch_size": "grpo.prompts_per_step",
+    "ppo_max_token_len_per_gpu": "training.tokens_per_microbatch",
+    "ppo_mini_batch_size": "grpo.minibatches",
+    "reward_funcs": "reward.functions",
+    "rollout_n": "grpo.group_size",
+    "save_freq": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
     "scale_rewards": "grpo.advantage_std",
+    "temperature": "rollout.temperature",
+    "tensor_model_parallel_size": "parallelism.tensor_parallel_degree",
+    "test_freq": "validation.freq",
+    "total_training_steps": "training.steps",
+    "train_batch_size": "grpo.prompts_per_step",
+    "train_files": "data.path",
+    "val_files": "data.validation_path",
+    "vllm_server_base_url": "rollout.urls",
 }
 """Keys by their names in other trainers."""
 
-HELP = """usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run] [--SECTION.KEY VALUE ...]
+REFUSED = {
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p"),
+        "would sample from the likeliest tokens alone, and the loss takes probabilities among all tokens: its ratios "
+        "would be wrong, so lower [rollout] temperature instead (held-out answers have [validation] top_p and min_p)",
+    ),
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+        "would sample from probabilities that the loss does not know: its ratios would be wrong, so change the reward "
+        "instead",
+    ),
+}
+"""Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
+
+HELP = f"""usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]
 
 Each key can stand in the TOML file as [SECTION] KEY, or here, which wins. Lists are comma-separated; booleans are
---SECTION.KEY and --SECTION.no-KEY, or true and false. --dry_run prints the configuration and the batch and memory
-arithmetic, and stops.
+--SECTION.KEY and --SECTION.no-KEY, or true and false. --dry_run prints the configuration and the batch, memory and disk
+arithmetic, and stops. TARGET is the machine that it is about: {", ".join(NAMES)}.
 """
 
 
-def load_config(argv: list[str]) -> JobConfig:
+def load_config(argv: list[str], dry_run: str | None = None) -> JobConfig:
     """Read, merge and check the configuration of a run.
 
     Args:
         argv: The command line without the program's name.
+        dry_run: The target of a dry run, see `take_dry_run`.
 
     Returns:
         torchtitan's JobConfig with this project's sections. Every value is of its type and in its range.
@@ -96,9 +141,33 @@ def load_config(argv: list[str]) -> JobConfig:
         section, _, key = name.rpartition(".")
         setattr(getattr(config, section), key, os.path.expanduser(given.get(name, keys()[name].default)))
     config.rollout.urls = [url.rstrip("/") for url in config.rollout.urls]
+    fill_tables(config)
     _raise(check_ranges(config), path)
-    _raise([*check_contradictions(config), *check_machine(config)], path)
+    target = None if dry_run is None else find_target(dry_run, config)
+    _raise([*check_contradictions(config), *check_machine(config, target=target)], path)
     return config
+
+
+def take_dry_run(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Take `--dry_run [TARGET]` out of a command line.
+
+    Returns:
+        The target's name, "" if none follows, None without the flag; and the other words.
+
+    Raises:
+        UserError: There is no such target.
+    """
+    for i, word in enumerate(argv):
+        flag, equals, name = word.partition("=")
+        if flag.replace("-", "_") != "__dry_run":
+            continue
+        following = argv[i + 1 :]
+        if not equals and following and not following[0].startswith("--"):
+            name, *following = following
+        if name and name not in NAMES:
+            raise UserError(f'--dry_run "{name}": no such target{did_you_mean(name, NAMES)}; one of {", ".join(NAMES)}')
+        return name, [*argv[:i], *following]
+    return None, argv
 
 
 def help_text() -> str:
@@ -157,6 +226,8 @@ def _read_table(table: dict[str, Any], section: str, problems: list[str]) -> Ite
                 problems.append(f"[{path}] is a section, not a value: write [{path}] and its keys below it")
         elif path == CONFIG_FILE:
             problems.append(f"{label(path)}: a TOML file cannot name another one: give --{path} on the command line")
+        elif path in TABLES:
+            yield path, read_tables(path, value, problems)
         elif path in keys():
             try:
                 yield path, check_value(value, keys()[path].type)
@@ -176,20 +247,22 @@ def _unknown(section: str, name: str, is_table: bool) -> str:
             hint = f" outside any section: did you mean {label(near)}?" if near else ": keys stand below a [section]"
         name = shortened(name)
         return f"unknown {'section' if is_table else 'key'} {f'[{name}]' if is_table else name}{hint}"
+    if name in REFUSED:
+        return f"[{section}] {name} {REFUSED[name]}"
     near = _nearest_key(section, name)
     hint = f"did you mean {label(near)}?" if near else f"see [{section}] in docs/configuration.md for its keys"
     return f"unknown key [{section}] {shortened(name)}: {hint}"
 
 
 def _nearest_key(section: str, name: str) -> str | None:
-    """The key that `name` may mean: in its own section, by its name in another trainer, or in any section."""
+    """The key that `name` may mean: by its name in another trainer, in its own section, or in any section."""
     own = {key.name: key.path for key in honoured_keys() if key.section == section}
     anywhere = {key.name: key.path for key in honoured_keys()}
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
     near = nearest(name, own)
     if near:
         return own[near]
-    if name in ELSEWHERE:
-        return ELSEWHERE[name]
     near = nearest(name, anywhere)
     return anywhere[near] if near else None
 
@@ -213,17 +286,19 @@ def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
         section, _, name = path.rpartition(".")
         negated = path not in keys() and name.startswith("no_")
         key = keys().get(f"{section}.{name.removeprefix('no_')}" if negated else path)
-        if key is None or (negated and key.type is not bool):
+        if key is None or (negated and not _is_switch(key)):
             problems.append(_unknown_flag(flag, path))
             while words and not words[0].startswith("--"):
                 words.pop(0)
             continue
         texts = [text] if equals else _values_of(key, words)
-        if key.path in given:
+        if key.path in TABLES:
+            problems.append(f"{flag}: write [[{key.path}]] tables into the TOML file; they are no flags")
+        elif key.path in given:
             problems.append(f"--{key.path} is given twice: keep one")
         elif negated and texts:
             problems.append(f"{flag} takes no value: write {flag} or --{key.path} false")
-        elif not texts and key.type is not bool:
+        elif not texts and not _is_switch(key):
             problems.append(f"--{key.path} needs a value: {type_name(key.type)}")
         else:
             try:
@@ -231,6 +306,11 @@ def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
             except Mismatch as error:
                 problems.append(f"--{key.path} ({label(key.path)}): {error}")
     return given
+
+
+def _is_switch(key: Key) -> bool:
+    """Whether its flag may stand without a value, for true, and with `no-`, for false."""
+    return bool in (key.type, *get_args(key.type))
 
 
 def _values_of(key: Key, words: list[str]) -> list[str]:
@@ -246,8 +326,8 @@ def _values_of(key: Key, words: list[str]) -> list[str]:
 
 def _from_text(key: Key, texts: list[str], negated: bool) -> Any:
     """A flag's values as a TOML value. What cannot be parsed stays text, for `check_value` to report."""
-    if key.type is bool:
-        return _scalar(texts[0], bool) if texts else not negated
+    if not texts:
+        return not negated
     if get_origin(key.type) is list:
         item = get_args(key.type)[0]
         return [_scalar(part, item) for text in texts for part in text.split(",") if part]
@@ -272,6 +352,8 @@ def _scalar(text: str, annotation: Any) -> Any:
 def _unknown_flag(flag: str, path: str) -> str:
     """Message for an unknown flag, with the one that may be meant."""
     section, _, name = path.rpartition(".")
+    if name in REFUSED:
+        return f"{shortened(flag)} {REFUSED[name]}"
     if section and section in sections():
         near = _nearest_key(section, name)
     else:

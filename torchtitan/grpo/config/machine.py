@@ -6,33 +6,45 @@ As in `contradictions`, all messages come at once, each with the key, its value 
 import os
 import re
 import resource
+import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks
 from torchtitan.grpo.config.keys import show
+from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError
 
+LOOPBACK = "127.0.0.1"
+"""Where `[metrics] prometheus_port` is."""
 _OTHER_FILES = 512
 """Files of the process besides its requests' connections: devices, libraries, other ranks, weight sync, rewards."""
 
 
-def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | None = None) -> list[str]:
+def check_machine(
+    config: JobConfig, world_size: int | None = None, gpus: int | None = None, target: Target | None = None
+) -> list[str]:
     """Check processes, devices and environment variables.
 
     Args:
         world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
         gpus: Number of CUDA devices that the run sees. None asks torch.
+        target: Of a dry run. If it is another machine than this one, only processes and devices are checked, and it has
+            a GPU to spare for a server.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    if target is not None and not target.here:
+        return [*_check_ranks(config, world_size), *_check_devices(config, world_size, target.cuda * (world_size + 1))]
     gpus = torch.cuda.device_count() if gpus is None else gpus
     messages = [
         *_check_ranks(config, world_size),
         *_check_devices(config, world_size, gpus),
         *_check_files(config),
+        *_check_dashboards(config),
     ]
     name = config.rollout.api_key_env
     if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
@@ -45,6 +57,30 @@ def check_machine(config: JobConfig, world_size: int | None = None, gpus: int | 
         if not os.environ.get(name):
             messages.append(f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out")
     return messages
+
+
+def _check_dashboards(config: JobConfig) -> Iterator[str]:
+    port = config.metrics.prometheus_port
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        yield (
+            "[metrics] enable_wandb = true: the wandb package is missing: pip install 'torchtitan-grpo[wandb]' (in a "
+            "checkout: '.[wandb]'), or set it to false"
+        )
+    if port and find_spec("prometheus_client") is None:
+        yield (
+            f"[metrics] prometheus_port = {port}: the prometheus_client package is missing: pip install "
+            "'torchtitan-grpo[prometheus]' (in a checkout: '.[prometheus]'), or set it to 0"
+        )
+    if port and os.environ.get("RANK", "0") == "0":
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint: an earlier run's is free
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError as error:
+                yield (
+                    f"[metrics] prometheus_port = {port}: {LOOPBACK}:{port} cannot be opened ({error.strerror}): set "
+                    "another port, or 0 for none"
+                )
 
 
 def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:
@@ -102,6 +138,14 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
             f"group_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "
             "while rank 0 waits for servers"
         )
+
+
+def default_to_one_process() -> None:
+    """Without torchrun, or another launcher that sets RANK and WORLD_SIZE, the run is this process alone."""
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        # A store at port 0 takes a free one. Nobody else has to find it.
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(alone)
 
 
 def raise_file_limit() -> None:

@@ -17,8 +17,6 @@ TORCHTITAN_TEXTS: dict[str, str] = {
     "more. -1 takes all ranks that the other degrees leave.",
     "parallelism.fsdp_reshard_after_forward": "Free gathered weights after each block's forward pass. `never` keeps "
     "them, which saves traffic and costs memory. `default` equals `always`.",
-    "checkpoint.enable": "Save checkpoints. Off, the trained weights are lost at the end.",
-    "checkpoint.folder": "Folder of checkpoints in `job.dump_folder`.",
     "checkpoint.export_dtype": "Type of the weights in the Hugging Face folder.",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": 'With `selective_ac_option = "op"`, linear '
     "layers by name. Matrix multiplications of their shapes are always recomputed.",

@@ -8,7 +8,7 @@ from torchtitan.grpo.config.keys import MODULE, Key, keys, label, show
 UNSUPPORTED: dict[str, str] = {
     "job.custom_config_module": f"the trainer sets it and torchtitan merges one module: add keys to {MODULE} instead",
     "job.print_config": "--dry_run prints the configuration",
-    "job.save_config_file": "--dry_run prints the configuration as TOML, which you can save",
+    "job.save_config_file": "config.toml in the run's folder holds the configuration",
     "profiling": "the ledger times each stage; for kernels, run under nsys",
     "metrics.save_for_all_ranks": "rank 0 logs the sums over all ranks",
     "model.converters": "float8 and MX would change the published weights",
@@ -31,7 +31,6 @@ UNSUPPORTED: dict[str, str] = {
     "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not supported",
     "checkpoint.initial_load_": "a run starts from model.hf_assets_path, or continues with checkpoint.resume",
     "checkpoint.last_save_": "every checkpoint is complete, and checkpoint.export_hf writes its Hugging Face folder",
-    "checkpoint.async_mode": "checkpoints are written before the next step",
     "checkpoint.exclude_from_loading": "a resume restores everything",
     "checkpoint.enable_first_step_checkpoint": "use checkpoint.interval = 1",
     "checkpoint.create_seed_checkpoint": 'use model.weights = "random" and debug.seed',

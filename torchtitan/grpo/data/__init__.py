@@ -1,5 +1,8 @@
 """From a dataset to prompts in a fixed order.
 
+    load.py        all prompts of a configuration: to train on, and the held-out sets
+      mixture.py   several sources as one, interleaved by weights
+      held_out.py  HeldOut, HeldOutAnswers: one set, and the answers to it
     sources.py     rows of `[data] source`: arithmetic, jsonl, hf, reasoning_gym;
                    which of them are held out
     prompts.py     PromptSource: renders rows, skips long ones, shuffles by the seed,

@@ -5,7 +5,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jinja2
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.data.sources import DatasetRow, load_rows
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import load_function
 from torchtitan.tools.logging import logger
 
@@ -22,8 +22,15 @@ RENDER_BATCH = 1024
 """Rows that are rendered and tokenized at once."""
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face folder. UserError if the folder or its tokenizer.json is missing."""
+def load_tokenizer(folder: str, chat_template_file: str = "") -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face folder.
+
+    Args:
+        chat_template_file: `[data] chat_template_file`, which replaces its chat template.
+
+    Raises:
+        UserError: The folder or its tokenizer.json is missing or broken, or the file cannot be read.
+    """
     if not os.path.isdir(folder):
         raise UserError(
             f"[model] hf_assets_path = {folder!r} is not a folder: give one with config.json and tokenizer.json"
@@ -32,7 +39,24 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         raise UserError(
             f"[model] hf_assets_path = {folder!r} has no tokenizer.json: copy the model's tokenizer files there"
         )
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raises Exception itself for a file that it cannot parse
+        raise UserError(
+            f"[model] hf_assets_path = {folder!r}: the tokenizer cannot be loaded ({_one_line(error)}): download the "
+            "tokenizer files again"
+        ) from error
+    if chat_template_file:
+        try:
+            with open(chat_template_file, encoding="utf-8") as file:
+                tokenizer.chat_template = file.read()
+        except (OSError, ValueError) as error:
+            raise UserError(f"[data] chat_template_file = {chat_template_file!r} cannot be read: {error}") from error
+    return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
@@ -40,8 +64,11 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = os.path.join(folder, "generation_config.json")
     if os.path.isfile(path):
-        with open(path) as file:
-            listed = json.load(file).get("eos_token_id")
+        try:
+            with open(path, encoding="utf-8") as file:
+                listed = json.load(file).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path} is not a JSON object ({error}): download it again") from error
         listed = [] if listed is None else [listed] if isinstance(listed, int) else listed
         ids += [token for token in listed if token not in ids]
     if not ids:
@@ -50,6 +77,10 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
             "or eos_token_id in its generation_config.json"
         )
     return ids
+
+
+class NothingToAsk(UserError):
+    """The curriculum refuses every prompt of a source."""
 
 
 class PromptSource:
@@ -67,6 +98,8 @@ class PromptSource:
         held_out: Serve the held-out rows instead of the training rows.
         validation_prompts: `[validation] prompts`. Give both sources the same number: if the held-out rows come from
             the training data, both then split it at the same row.
+        asked: Questions of other held-out sets (`sources.question`). They are not trained on.
+        functions: `[reward] functions`, which `[data] reward_column` chooses from.
 
     Raises:
         UserError: The data is missing, malformed or too long. The message names the file and row, or the key.
@@ -80,10 +113,13 @@ class PromptSource:
         *,
         held_out: bool = False,
         validation_prompts: int = 0,
+        asked: Set[str] = frozenset(),
+        functions: Sequence[str] = (),
     ):
         self._data = data
         self._tokenizer = tokenizer
         self._seed = seed
+        self._functions = functions
         self._answer_regex = re.compile(data.answer_pattern) if data.answer_pattern else None
         self._curriculum = None
         if data.curriculum and not held_out:
@@ -92,9 +128,9 @@ class PromptSource:
         if data.chat_template and not tokenizer.chat_template:
             raise UserError(
                 f"[data] chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template: set "
-                "[data] chat_template = false to send plain text, or add a chat_template to its tokenizer_config.json"
+                "[data] chat_template = false to send plain text, or give a template by [data] chat_template_file"
             )
-        self._rows = load_rows(data, held_out, validation_prompts)
+        self._rows = load_rows(data, held_out, validation_prompts, asked)
         self._positions, self._fingerprint = self._check_rows()
         self._epoch = 0
         self._taken = 0
@@ -103,11 +139,17 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self._positions)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of the whole dataset. Every `Prompt.index` is below it."""
+        return len(self._rows.rows)
+
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts that the curriculum accepts. A new epoch begins at the end of the data.
 
         Raises:
-            UserError: The curriculum refuses every prompt of the data, or fails.
+            NothingToAsk: The curriculum refuses every prompt of the data.
+            UserError: It fails.
         """
         prompts: list[Prompt] = []
         refused: set[int] = set()  # since the last accepted prompt
@@ -119,11 +161,15 @@ class PromptSource:
                 else:
                     refused.add(prompt.index)
             if len(refused) == len(self):
-                raise UserError(
+                raise NothingToAsk(
                     f'[data] curriculum = "{self._data.curriculum}" refuses every one of the {len(self)} prompts of '
                     f"{self._rows.name}: nothing is left to ask. Let it accept some, or use other data"
                 )
         return prompts
+
+    def epochs(self) -> dict[str, float]:
+        """Passes over the data so far, as a metric."""
+        return {"data/epoch": self._epoch + self._taken / len(self)}
 
     def at(self, indices: list[int]) -> list[Prompt]:
         """The prompts with these `Prompt.index`, in this order. The position in the data does not change."""
@@ -151,10 +197,11 @@ class PromptSource:
         Raises:
             UserError: The prompts differ from those of the checkpoint.
         """
-        if state["fingerprint"] != self._fingerprint:
+        if state.get("fingerprint") != self._fingerprint:
             raise UserError(
                 f"The prompts of {self._rows.name} are not those that the checkpoint was trained on: restore the data, "
-                "the [data] keys, [validation] prompts and the chat template, or start in another [job] dump_folder"
+                "the [data] keys, [validation] prompts and sets and the chat template, or start in another [job] "
+                "dump_folder"
             )
         self._seed, self._epoch, self._taken = state["seed"], state["epoch"], state["taken"]
         self._order = self._epoch_order()
@@ -228,8 +275,30 @@ class PromptSource:
         prompts = []
         for position, row, place, text, ids in zip(positions, rows, places, texts, token_ids, strict=True):
             columns = json.loads(json.dumps(row, default=str))
-            prompts.append(Prompt(position, ids, text, self._answer(row, place), columns))
+            answer, functions = self._answer(row, place), self._reward_functions(row, place)
+            prompts.append(Prompt(position, ids, text, answer, columns, self._task(row), functions))
         return prompts
+
+    def _task(self, row: DatasetRow) -> str:
+        """The row's reasoning-gym task if there are several, else ""."""
+        return row["task"] if self._data.source == "reasoning_gym" and len(self._data.tasks) > 1 else ""
+
+    def _reward_functions(self, row: DatasetRow, place: str) -> tuple[str, ...]:
+        """The functions that the row names in `[data] reward_column`."""
+        column = self._data.reward_column
+        if not column:
+            return ()
+        if column not in row:
+            raise UserError(f"{place} has no column {column!r}: set [data] reward_column to one of {list(row)}")
+        value = row[column] or []
+        named = value if isinstance(value, list) else [value]
+        for name in named:
+            if name not in self._functions:
+                raise UserError(
+                    f"{place}: column {column!r} names {name!r}, which is not in [reward] functions = "
+                    f"{list(self._functions)}{did_you_mean(str(name), self._functions)}: list it there"
+                )
+        return tuple(named)
 
     def _render(self, row: DatasetRow, place: str) -> str:
         column = self._data.prompt_column
@@ -241,7 +310,8 @@ class PromptSource:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateError as error:
-            raise UserError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from error
+            template = self._data.chat_template_file or "the tokenizer's chat template"
+            raise UserError(f"{place}: {template} refuses the messages: {error}") from error
 
     def _answer(self, row: DatasetRow, place: str) -> str:
         column = self._data.answer_column
@@ -271,10 +341,11 @@ def sft_pairs(
     if tokenizer.eos_token_id is None:
         raise UserError("Supervised targets need an end token: set eos_token in the model's tokenizer_config.json")
     key = "[sft] target_column" if target_column else "[data] answer_column"
-    column = target_column or data.answer_column
-    texts = [
-        _text(prompt.columns, column, f"Prompt {prompt.index}", key, "with the text to learn") for prompt in prompts
-    ]
+    own_columns = {source.name: source.data.answer_column for source in data.mixture}
+    texts = []
+    for prompt in prompts:
+        column = target_column or own_columns.get(prompt.source, data.answer_column)
+        texts.append(_text(prompt.columns, column, f"Prompt {prompt.index}", key, "with the text to learn"))
     targets = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return [(p.token_ids, [*target, tokenizer.eos_token_id]) for p, target in zip(prompts, targets, strict=True)]
 
@@ -282,6 +353,8 @@ def sft_pairs(
 def _messages(question: Any, data: Data, place: str) -> list[dict[str, str]]:
     """Chat messages of one question. `prompt_template` goes around the last one, which is the user's."""
     column = f"column {data.prompt_column!r}"
+    if question is None:
+        raise UserError(f"{place}: {column} is null: write a question, or leave the row out")
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     elif not data.chat_template:

@@ -12,11 +12,14 @@ class Prompt:
     """One question.
 
     Attributes:
-        index: Position in its dataset. It is stable over runs, so seeds and resumes can use it.
+        index: Position in its dataset, with a mixture in all of them. It is stable over runs, so seeds and resumes can
+            use it.
         token_ids: The rendered prompt as the model sees it.
         text: The rendered prompt as text.
         answer: The reference answer, "" if the dataset has none.
         columns: All columns of the dataset's row, as JSON values, for reward functions.
+        source: The name of its `[[data.mixture]]` source, or its reasoning-gym task if there are several; else "".
+        functions: The reward functions that score its answers; empty: all of `[reward] functions`.
     """
 
     index: int
@@ -24,6 +27,8 @@ class Prompt:
     text: str
     answer: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    functions: tuple[str, ...] = ()
 
 
 @dataclass
@@ -36,10 +41,12 @@ class Sample:
         versions: The weight version that sampled each token. Outside `loss_mask`, the version of the token before.
         finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (an environment gave it up).
         text: The decoded answer, without special tokens.
-        rewards: Each reward function's score. `reward` is their weighted sum.
+        rewards: The score of each reward function that did not fail.
+        reward: Their weighted sum. None before the answer is scored, and if a function failed on it: then the answer is
+            left out of its group. It is not trained on, and enters no baseline.
         loss_mask: True for tokens that the model sampled and that are trained on. The others came from an environment,
             for example a tool's result. None: all are True.
-        reward_failures: Reward functions that raised or ran out of time on this sample (scored 0).
+        reward_failures: The reward functions that failed on the answer, and why.
         servers: (first token, server) for each stretch of tokens that one server sampled. Filled in if left empty.
     """
 
@@ -51,8 +58,8 @@ class Sample:
     loss_mask: list[bool] | None = None
     text: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
-    reward: float = 0.0
-    reward_failures: list[str] = field(default_factory=list)
+    reward: float | None = None
+    reward_failures: dict[str, str] = field(default_factory=dict)
     servers: list[tuple[int, str]] = field(default_factory=list)
 
     @property

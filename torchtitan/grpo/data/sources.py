@@ -10,7 +10,7 @@ import json
 import operator
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class DatasetRows:
         return f"{self.name}:{self.lines[position]}" if self.lines else f"{self.name}, row {position}"
 
 
-def load_rows(data: Data, held_out: bool, validation_prompts: int) -> DatasetRows:
+def load_rows(data: Data, held_out: bool, validation_prompts: int, asked: Set[str] = frozenset()) -> DatasetRows:
     """Load the rows to train on, or the held-out ones.
 
     Held-out rows are those of `validation_path` or `validation_split`. If neither is set, they are the last
@@ -52,6 +52,7 @@ def load_rows(data: Data, held_out: bool, validation_prompts: int) -> DatasetRow
 
     Args:
         validation_prompts: `[validation] prompts`; 0 holds nothing out of the training data.
+        asked: Questions (`question`) of other held-out rows, which are left out of the training rows too.
 
     Raises:
         UserError: The data is missing, empty or unreadable. The message names file and key.
@@ -71,7 +72,8 @@ def load_rows(data: Data, held_out: bool, validation_prompts: int) -> DatasetRow
     if held_out:
         return replace(rows, positions=kept)
     rows = replace(rows, positions=range(count - kept_back))
-    return _without_questions(rows, kept, data.prompt_column) if kept_back else rows
+    asked = asked | {question(rows.rows[i], data.prompt_column) for i in kept}
+    return _without_questions(rows, asked, data.prompt_column) if asked else rows
 
 
 def _load(data: Data, path: str, split: str, key: str, extra: int) -> DatasetRows:
@@ -86,10 +88,9 @@ def _load(data: Data, path: str, split: str, key: str, extra: int) -> DatasetRow
     return rows
 
 
-def _without_questions(rows: DatasetRows, held_out: Sequence[int], column: str) -> DatasetRows:
+def _without_questions(rows: DatasetRows, asked: Set[str], column: str) -> DatasetRows:
     """Leave out rows that ask a held-out question, because generators and datasets repeat themselves."""
-    asked = {_question(rows.rows[i], column) for i in held_out}
-    positions = [i for i in rows.positions if _question(rows.rows[i], column) not in asked]
+    positions = [i for i in rows.positions if question(rows.rows[i], column) not in asked]
     repeats = len(rows.positions) - len(positions)
     if not positions:
         raise UserError(f"Every training row of {rows.name} repeats a held-out question: add more varied data")
@@ -98,7 +99,8 @@ def _without_questions(rows: DatasetRows, held_out: Sequence[int], column: str) 
     return replace(rows, positions=positions)
 
 
-def _question(row: DatasetRow, column: str) -> str:
+def question(row: DatasetRow, column: str) -> str:
+    """What a row asks, to compare it with others."""
     return json.dumps(row.get(column), default=str)
 
 
@@ -161,6 +163,8 @@ def _literal(entry: DatasetRow) -> str:
 def _jsonl(path: str, key: str) -> DatasetRows:
     if not os.path.isfile(path):
         raise UserError(f"[data] {key} = {path!r} is not a file: give a JSONL file, or set [data] source")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"[data] {key} = {path!r} cannot be read: permission denied")
     rows, lines = [], []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -184,7 +188,7 @@ def _hugging_face(path: str, subset: str, split: str, key: str) -> DatasetRows:
     if not os.path.isdir(path):
         raise UserError(
             f"[data] {key} = {path!r} is not a folder: download the dataset first "
-            "(huggingface-cli download --repo-type dataset NAME --local-dir FOLDER)"
+            "(hf download NAME --repo-type dataset --local-dir FOLDER)"
         )
     saved = [name for name in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(path, name))]
     try:

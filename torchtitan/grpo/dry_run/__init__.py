@@ -3,8 +3,9 @@
     describe.py   the printed text: a TOML file that makes the same run, with the
                   arithmetic below as comments
       batch       answers, tokens, optimizer steps and packed rows of a step
-      memory      the table of memory.py
+      memory      the table of memory.py, on the machine of config/target.py
+      disk        of the checkpoints
     memory.py     bytes of one rank at each moment of a step; the peak is the need
 
-Nothing here touches a GPU or a server. The model folder is read for its shape.
+Nothing here touches a GPU or a server. Of the model folder only config.json is read.
 """

@@ -1,47 +1,34 @@
 """The text of `grpo_train.py --dry_run`: what a run would do, without starting it."""
 
 import os
-from collections.abc import Iterator
-from operator import attrgetter
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
-from torchtitan.grpo.config.keys import toml
-from torchtitan.grpo.config.unsupported import honoured_keys
-from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
+from torchtitan.grpo.config.resolved import toml_lines
+from torchtitan.grpo.config.tables import held_out_sets
+from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
+from torchtitan.grpo.dry_run.memory import checkpoint_bytes, memory_bytes, sent_bytes
 
-NOT_IN_A_FILE = ("job.config_file",)
-"""Keys that a TOML file cannot hold."""
+_TIGHT = 0.9
+"""Share of the device's memory from which on what is not counted may no longer fit."""
 
 
-def describe(config: JobConfig, world_size: int | None = None) -> str:
-    """The configuration as TOML, then batch and memory arithmetic as TOML comments.
+def describe(config: JobConfig, world_size: int | None = None, dry_run: str = "") -> str:
+    """The configuration as TOML, then batch, memory and disk arithmetic as TOML comments.
 
     The whole text is a TOML file. Saved and given as `--job.config_file`, it makes the same run.
 
     Args:
         world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
+        dry_run: The machine, as `--dry_run` names it; see `target.find_target`.
 
     Raises:
         UserError: The model folder cannot be read.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    comments = ["", *batch_lines(config, world_size), "", *memory_lines(config, world_size)]
+    target = find_target(dry_run, config)
+    comments = ["", *batch_lines(config, world_size), "", *memory_lines(config, world_size, target)]
     return "\n".join([*toml_lines(config), *(f"# {line}".rstrip() for line in comments)]) + "\n"
-
-
-def toml_lines(config: JobConfig) -> Iterator[str]:
-    """Every key with an effect and its value; `# default` marks values that differ."""
-    section = None
-    for key in honoured_keys():
-        if key.path in NOT_IN_A_FILE:
-            continue
-        if key.section != section:
-            section = key.section
-            yield f"\n[{section}]"
-        value = attrgetter(key.path)(config)
-        mark = f"  # default {toml(key.default)}" if value != key.default else ""
-        yield f"# {key.name}: none{mark}" if value is None else f"{key.name} = {toml(value)}{mark}"
 
 
 def batch_lines(config: JobConfig, world_size: int) -> list[str]:
@@ -64,10 +51,13 @@ def batch_lines(config: JobConfig, world_size: int) -> list[str]:
     ]
     if config.sft.steps:
         lines.append(f"  warm start       {config.sft.steps:,} supervised steps of {config.sft.batch_size} pairs")
-    validation = config.validation
-    if validation.enable:
-        asked = validation.prompts * (1 + validation.samples_per_prompt)
-        lines.append(f"  validation       {asked:,} answers every {validation.freq} steps")
+    if config.data.mixture:
+        weights = sum(source.weight for source in config.data.mixture)
+        shares = ", ".join(f"{source.name} {source.weight / weights:.0%}" for source in config.data.mixture)
+        lines.append(f"  mixture          {shares}")
+    if config.validation.enable:
+        asked = sum(each.prompts * (1 + each.samples_per_prompt) for each in held_out_sets(config))
+        lines.append(f"  validation       {asked:,} answers every {config.validation.freq} steps")
     checkpoint = config.checkpoint
     if checkpoint.enable:
         kept = checkpoint.keep_latest_k or "all"
@@ -79,21 +69,48 @@ def batch_lines(config: JobConfig, world_size: int) -> list[str]:
     return lines
 
 
-def memory_lines(config: JobConfig, world_size: int) -> list[str]:
-    """`memory_bytes` at its peak as a table with a sum, and the sums at other moments."""
-    memory = memory_bytes(config, world_size)
+def memory_lines(config: JobConfig, world_size: int, target: Target | None = None) -> list[str]:
+    """`memory_bytes` at its peak as a table with a sum, the sums at other moments, and the disk for checkpoints."""
+    target = target or this_machine()
+    memory = memory_bytes(config, world_size, target)
     peak, parameters = memory.peak, memory.parameters
-    lines = [f"memory of one rank, for {parameters:,} parameters on {world_size} process{'es' * (world_size > 1)}"]
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    lines = [f"memory of one rank on {target.name}, for {parameters:,} parameters on {processes}"]
+    if target.why:
+        lines.append(f"  assumed for {target.why}: name another by --dry_run {' or '.join(NAMES)}")
     lines += [f"  {name:<28}{_mib(size):>14}" for name, size in memory.moments[peak].items() if size]
     lines.append(f"  {'peak':<28}{_mib(memory.total(peak)):>14}  {peak}")
     others = sorted((moment for moment in memory.moments if moment != peak), key=memory.total, reverse=True)
     lines += [f"  {'':<28}{_mib(memory.total(moment)):>14}  {moment}" for moment in others]
+    share = memory.total(peak) / target.memory_bytes
+    verdict = "does NOT fit" if share > 1 else "is tight" if share > _TIGHT else "fits"
+    lines.append(f"  {'of the device':<28}{_mib(target.memory_bytes):>14}  {share:.0%}: it {verdict}")
     lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
+    if memory.checkpoint_copy:
+        pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
+        lines.append(f"  in each rank's host memory: {_mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
     rollout = config.rollout
     if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file):
-        copy = _mib(parameters * sent_bytes(config))
+        copy = _mib(parameters * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
-    return lines
+    lines += _disk_lines(config, parameters)
+    return [*lines, "", "Only config.json of the model was read: no weights, tokenizer, data or server was looked at"]
+
+
+def _disk_lines(config: JobConfig, parameters: int) -> list[str]:
+    """Checkpoints that are on the disk at once: those that are kept, and the one that is being written."""
+    checkpoint, steps = config.checkpoint, config.training.steps
+    if not checkpoint.enable:
+        return []
+    written = -(-steps // checkpoint.interval)
+    at_once = min(checkpoint.keep_latest_k + 1, written) if checkpoint.keep_latest_k else written
+    each = checkpoint_bytes(config, parameters)
+    parts = "weights, AdamW state" + ", reference" * bool(config.grpo.kl_coef) + ", export" * checkpoint.export_hf
+    return [
+        f"disk for checkpoints, in {config.job.dump_folder}",
+        f"  {'each':<28}{_mib(each):>14}  {parts}",
+        f"  {f'at most {at_once} at once':<28}{_mib(at_once * each):>14}",
+    ]
 
 
 def _mib(size: int) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
+from torchtitan.grpo.config.target import Target, this_machine
 from torchtitan.grpo.policy.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
@@ -32,10 +33,12 @@ class Memory:
     Attributes:
         parameters: Parameter count of the whole model.
         moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
+        checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
     """
 
     parameters: int
     moments: dict[str, Parts]
+    checkpoint_copy: int = 0
 
     def total(self, moment: str) -> int:
         return sum(self.moments[moment].values())
@@ -137,10 +140,13 @@ def kept_activations(config: JobConfig, block: BlockActivations, layers: int) ->
     return whole * block.input + (layers - whole) * block.saved, block.saved - block.input if whole else 0
 
 
-def memory_bytes(config: JobConfig, world_size: int) -> Memory:
+def memory_bytes(config: JobConfig, world_size: int, target: Target | None = None) -> Memory:
     """What one of `world_size` ranks holds at each moment of a step.
 
     Assumes that sharded tensors divide evenly and that rows are full.
+
+    Args:
+        target: The machine of the run; by default this one.
 
     Raises:
         UserError: The model folder cannot be read.
@@ -150,7 +156,7 @@ def memory_bytes(config: JobConfig, world_size: int) -> Memory:
     source = resolve_model(config.model, config.training.seq_len)
     with torch.device("meta"):
         model = source.build()
-    rank = _Rank(config, world_size, source.model_args, model)
+    rank = _Rank(config, world_size, source.model_args, model, target or this_machine())
     moments = {
         "log-probabilities' backward": rank.logprobs_backward(),
         "last block's backward": rank.block_backward(rank.layers),
@@ -160,15 +166,15 @@ def memory_bytes(config: JobConfig, world_size: int) -> Memory:
     }
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
-    return Memory(rank.parameters, moments)
+    return Memory(rank.parameters, moments, rank.checkpoint_copy())
 
 
 class _Rank:
     """The sizes of one rank's parts, and which parts it holds at which moment."""
 
-    def __init__(self, config: JobConfig, world_size: int, args: "ModelArgs", model: nn.Module) -> None:
+    def __init__(self, config: JobConfig, world_size: int, args: "ModelArgs", model: nn.Module, target: Target) -> None:
         training, parallelism = config.training, config.parallelism
-        self.config, self.args = config, args
+        self.config, self.args, self.target = config, args, target
         self.held, self.computed, self.reduced = (
             TORCH_DTYPE_MAP[name].itemsize
             for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
@@ -210,14 +216,14 @@ class _Rank:
         offload, sync = self.config.offload, self.config.weight_sync
         state_away = offload.optimizer_states == "host" or (in_window and offload.offload_optimizer_states_for_logprob)
         reference_here = self.config.grpo.kl_coef and (in_window or offload.reference_weights == "device")
-        sent = sent_bytes(self.config)
+        sent = sent_bytes(self.config, self.target)
         return {
             "weights": self.local * self.held,
             "AdamW state": 0 if state_away else 2 * self.local * self.held,
             # The reference has no backward, after which FSDP2 would free what it gathered for the forward.
             "reference model": self.local * self.held + self._gathered(0) if reference_here else 0,
             "snapshots": self.local * sent * (2 if sync.async_weight_update else 1),
-            "buckets, at most": min(_bucket_share(self.config), self.parameters * sent),
+            "buckets, at most": min(_bucket_share(self.config, self.target), self.parameters * sent),
         }
 
     def logprobs_backward(self) -> Parts:
@@ -264,6 +270,12 @@ class _Rank:
                 "gradients to reduce": self.outside * (self.computed + self.reduced) if sharded else 0,
             }
         )
+
+    def checkpoint_copy(self) -> int:
+        """Weights, both moments of AdamW, and the reference, on the host."""
+        checkpoint = self.config.checkpoint
+        in_background = checkpoint.enable and checkpoint.async_mode != "disabled"
+        return self.local * self.held * (4 if self.config.grpo.kl_coef else 3) * in_background
 
     def optimizer_step(self) -> Parts:
         """Fused AdamW needs no temporaries; foreach needs the square root of the second moments."""
@@ -325,18 +337,23 @@ class _Rank:
         return min(_chunk_tokens(), self.tokens) * self.vocabulary * each
 
 
-def sent_bytes(config: JobConfig) -> int:
+def sent_bytes(config: JobConfig, target: Target) -> int:
     """Bytes per parameter of a weight update."""
-    return {"float32": 4, "bfloat16": 2, "auto": 2 if torch.cuda.is_available() else 4}[config.weight_sync.dtype]
+    return {"float32": 4, "bfloat16": 2, "auto": 2 if target.cuda else 4}[config.weight_sync.dtype]
 
 
-def _bucket_share(config: JobConfig) -> int:
+def checkpoint_bytes(config: JobConfig, parameters: int) -> int:
+    """Bytes of one checkpoint: weights, AdamW's two moments, the reference and the export."""
+    held = TORCH_DTYPE_MAP[config.training.dtype].itemsize
+    export = TORCH_DTYPE_MAP[config.checkpoint.export_dtype].itemsize if config.checkpoint.export_hf else 0
+    return parameters * ((3 + bool(config.grpo.kl_coef)) * held + export)
+
+
+def _bucket_share(config: JobConfig, target: Target) -> int:
     """Upper bound in bytes for all buckets in flight."""
-    from torchtitan.grpo.weight_sync.sync import device_memory_bytes
     from torchtitan.grpo.weight_wire.buckets import bucket_bytes
 
-    sync = config.weight_sync
-    memory = device_memory_bytes(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    sync, memory = config.weight_sync, target.memory_bytes
     return sync.num_buffers * bucket_bytes(memory, sync.buffer_memory_ratio, sync.num_buffers, sync.bucket_mib_max)
 
 

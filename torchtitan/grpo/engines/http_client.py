@@ -9,7 +9,14 @@ import aiohttp
 import msgspec
 
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
-from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams, error_text, raise_if_local
+from torchtitan.grpo.engines.protocol import (
+    Completion,
+    EngineError,
+    SamplingParams,
+    error_text,
+    key_hint,
+    raise_if_local,
+)
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import origin, version_of
 
@@ -108,10 +115,7 @@ class HttpClient:
     def _raise_for_status(self, route: str, status: int, payload: bytes, request_id: str) -> None:
         said = error_text(payload)
         if status == 401:
-            raise UserError(
-                f"{self.url}: HTTP 401: name the environment variable that holds the server's API key in "
-                "[rollout] api_key_env"
-            )
+            raise UserError(f"{self.url}: HTTP 401 on {route}: {key_hint('Authorization' in self._headers)}")
         if status in (403, 404):
             raise UserError(f"{self.url}: HTTP {status} on {route}: {self.route_hint}")
         if status in (400, 413, 422):

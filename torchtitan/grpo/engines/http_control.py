@@ -10,8 +10,9 @@ from urllib.parse import urlencode, urlsplit
 
 import urllib3
 
-from torchtitan.grpo.engines.protocol import EngineError, error_text, raise_if_local
+from torchtitan.grpo.engines.protocol import EngineError, error_text, key_hint, raise_if_local
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model_identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -22,6 +23,7 @@ is closing is lost, and a POST is not repeated."""
 _HEALTH_POLL_S = 0.25
 _HEALTH_REQUEST_S = 5.0
 _MAY_BE_MISSING = "Start the server, correct [rollout] urls, or raise"
+_MAY_BE_ANOTHER = "It is no such server: correct [rollout] engine or urls. If it is still starting, raise"
 _MAY_HANG = (
     "It takes connections and answers none: if it hangs, as in a weight update whose trainer died, start it again; "
     "if it is still starting, raise"
@@ -59,6 +61,8 @@ class HttpControl:
         self._path = urlsplit(self.url).path
         self._pool = self._new_pool()
         self._used_at = time.monotonic()
+        self.workers = 0
+        """What `world_size` returned last; 0 before."""
 
     def wait_healthy(self, timeout_s: float, process: subprocess.Popen | None = None) -> None:
         """Wait until the health route answers 200.
@@ -67,7 +71,7 @@ class HttpControl:
             process: The server's, if known. Its exit ends the wait.
 
         Raises:
-            UserError: The server is not healthy within `timeout_s`.
+            UserError: The server is not healthy within `timeout_s`, or asks for another API key.
             ServerError: The process has ended.
         """
         started = time.monotonic()
@@ -82,12 +86,14 @@ class HttpControl:
             else:
                 if _ok(reply):
                     return
+                self._check_key(reply.status, self.health_path)  # waiting will not help
                 seen = f"HTTP {reply.status}"
             if not announced and time.monotonic() > started + _HEALTH_REQUEST_S:
                 announced = True
                 logger.info("waiting up to %g s for %s (%s)", timeout_s, self.url, seen)
             time.sleep(_HEALTH_POLL_S)
         hint = _MAY_HANG if seen == urllib3.exceptions.ReadTimeoutError.__name__ else _MAY_BE_MISSING
+        hint = _MAY_BE_ANOTHER if seen == "HTTP 404" else hint
         raise UserError(
             f"{self.url}: not healthy after {timeout_s:g} s (last: {seen}). {hint} [rollout] start_timeout_seconds."
         )
@@ -101,11 +107,17 @@ class HttpControl:
         """
         return _ok(self._request("GET", self.health_path, "health", timeout_s=_HEALTH_REQUEST_S))
 
+    def software_version(self) -> str:
+        """The version of the engine's software, "" if it does not say."""
+        return ""
+
     def world_size(self) -> int:
         """Number of worker processes that take part in a weight update."""
         raise NotImplementedError
 
-    def check(self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False) -> None:
+    def check(
+        self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False, trained: ModelIdentity | None = None
+    ) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
         A server that is known to be paused, as an interrupted update leaves it, is not asked for log-probabilities. It
@@ -115,12 +127,22 @@ class HttpControl:
             longest_tokens: Longest prompt and answer together.
             prompt_id: Any token of the model's vocabulary.
             recomputes: Updates arrive while answers run, and their keys and values must then be computed again.
+            trained: The trainer's model. None: any will do.
 
         Raises:
-            UserError: Its routes, its maximum length or its log-probabilities do not fit. The message says what to
-                change.
+            UserError: Its routes, its model, its maximum length or its log-probabilities do not fit. The message says
+                what to change.
         """
         raise NotImplementedError
+
+    def _check_model(self, served: ModelIdentity, trained: ModelIdentity) -> None:
+        """Refuse a server of another model, as far as it tells: weights of another shape would break it."""
+        if differing := trained.differing(served):
+            raise UserError(
+                f"{self.url}: serves another model: {served.describe(differing)}, and the trainer has "
+                f"{trained.describe(differing)}. Start the server with [model] hf_assets_path, or correct "
+                "[rollout] urls"
+            )
 
     def is_paused(self) -> bool:
         raise NotImplementedError
@@ -249,14 +271,14 @@ class HttpControl:
         if _ok(reply):
             return
         self._pool = self._new_pool()  # a server that failed may close the connection after its reply
-        if reply.status == 401:
-            raise UserError(
-                f"{self.url}: HTTP 401 on {path}: name the environment variable that holds the server's API key in "
-                "[rollout] api_key_env"
-            )
+        self._check_key(reply.status, path)
         said = error_text(reply.data)
         self._explain(reply.status, phase, path, said)
         raise ServerError(f"{self.url}: phase {phase}: HTTP {reply.status} on {path}: {said}")
+
+    def _check_key(self, status: int, path: str) -> None:
+        if status == 401:
+            raise UserError(f"{self.url}: HTTP 401 on {path}: {key_hint('Authorization' in self._headers)}")
 
     def _explain(self, status: int, phase: str, path: str, said: str) -> None:
         """Raise a UserError if the user can fix what the server reported."""

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ COHORT_HEADER = "X-Rollout-Cohort"
 """Request header, "<name>/<size>", of the embedded server: see `cohort` in `EngineClient.generate`."""
 
 _MESSAGE_CHARS = 2000
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class EngineError(RuntimeError):
@@ -28,7 +30,8 @@ def raise_if_local(error: BaseException) -> None:
     from its `except` clause."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+        # The resolver of names needs files too, and fails with any number.
+        if isinstance(cause, OSError) and (cause.errno in _NO_FILES or _no_files_left()):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise LocalError(
                 f"the trainer ran out of file descriptors ({cause.strerror}; its limit is {limit}): raise the limit "
@@ -36,6 +39,27 @@ def raise_if_local(error: BaseException) -> None:
                 "environment leaves open (ls -l /proc/PID/fd)"
             ) from error
         cause = cause.__cause__ or cause.__context__
+
+
+def _no_files_left() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in _NO_FILES
+    return False
+
+
+def key_hint(sent: bool) -> str:
+    """What to change after HTTP 401.
+
+    Args:
+        sent: The request had an API key.
+    """
+    if sent:
+        return (
+            "the server refuses the API key in the variable that [rollout] api_key_env names: export the server's own"
+        )
+    return "the server asks for an API key: name the environment variable that holds it in [rollout] api_key_env"
 
 
 def error_text(payload: bytes) -> str:
@@ -55,16 +79,20 @@ def error_text(payload: bytes) -> str:
 class SamplingParams:
     """How a prompt is answered.
 
-    Only the temperature shapes the distribution. There is no top-p, top-k or penalty, so a trainer that divides its
-    logits by the same temperature computes the same log-probabilities.
+    In training only the temperature shapes the distribution, so a trainer that divides its logits by the same
+    temperature computes the same log-probabilities. With top-p or min-p, an answer's log-probabilities are those of the
+    engine: of the kept tokens alone, or of all.
 
     Attributes:
         n: Answers to the prompt.
         temperature: Logits are divided by it. 0 is greedy; log-probabilities are then those of temperature 1.
         max_tokens: Longest answer, stop token included.
         stop_token_ids: Tokens that end an answer besides the model's own end tokens. They are part of the answer.
+        stop: Texts that end an answer. The token that completes one is part of the answer.
         seed: The same seed, prompt and weights give the same answers. None leaves the seed to the engine.
-        ignore_eos: Do not stop at the model's own end tokens; `stop_token_ids` still stop.
+        ignore_eos: Do not stop at the model's own end tokens; `stop_token_ids` and `stop` still stop.
+        top_p: Keep the most likely tokens that have this probability together. 1 keeps all.
+        min_p: Keep tokens at least this likely, as a share of the most likely one's probability. 0 keeps all.
     """
 
     n: int
@@ -73,6 +101,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass
@@ -81,8 +112,8 @@ class Completion:
 
     Attributes:
         logprobs: log p(token) after the temperature, in float32 precision.
-        finish_reason: "stop" (a stop or end token) or "length" (`max_tokens`). What a server aborts by itself, as
-            when it is stopped, is an EngineError.
+        finish_reason: "stop" (a stop or end token, or a stop string) or "length" (`max_tokens`). What a server aborts
+            by itself, as when it is stopped, is an EngineError.
         versions: The weight version that sampled each token.
         server: The address of the server, which the router fills in.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model_identity import ModelIdentity, identity, identity_of_folder
 from torchtitan.grpo.version_names import lives, other_run, owned_by
 
 OLDEST = (0, 5, 15)
@@ -35,6 +36,9 @@ class SglangControl(HttpControl):
         """The server's resolved arguments and its version."""
         return self._json("GET", "/server_info", "server info", dict)
 
+    def software_version(self) -> str:
+        return str(self.info().get("version", ""))
+
     def world_size(self) -> int:
         """See `HttpControl.world_size`.
 
@@ -47,9 +51,12 @@ class SglangControl(HttpControl):
                 f"{self.url}: --dp-size {info['dp_size']}: SGLang cannot update data-parallel replicas; start one "
                 "server for each, and list them all in [rollout] urls"
             )
-        return (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
+        self.workers = (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
+        return self.workers
 
-    def check(self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False) -> None:
+    def check(
+        self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False, trained: ModelIdentity | None = None
+    ) -> None:
         """See `HttpControl.check`."""
         info = self.info()
         version = str(info.get("version", ""))
@@ -64,11 +71,13 @@ class SglangControl(HttpControl):
                 "[async_grpo] recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
             )
         self.world_size()
+        if trained is not None:
+            self._check_model(self._identity(), trained)
         served = info.get("context_length") or self._served_tokens()
         if served is not None and served < longest_tokens:
             raise UserError(
                 f"{self.url}: serves at most {served} tokens (--context-length), the trainer asks for up to "
-                f"{longest_tokens} ([training] seq_len)"
+                f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
             )
         self._check_owner()
         if self.is_paused():  # by us
@@ -82,6 +91,12 @@ class SglangControl(HttpControl):
         run = other_run(self.weight_version())
         if run and (lives(run) or (self._given and lives(run) is None)):
             raise UserError(f"{self.url}: {owned_by(run)}")
+
+    def _identity(self) -> ModelIdentity:
+        """SGLang tells its model's folder and architecture. The rest is known if the folder is on this machine."""
+        model = self._json("GET", "/model_info", "model info", dict)
+        here = identity_of_folder(str(model.get("model_path")))
+        return identity(here.name, {"architectures": model.get("architectures")} | here.config)
 
     def _served_tokens(self) -> int | None:
         models = self._models()

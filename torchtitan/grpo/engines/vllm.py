@@ -75,16 +75,17 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "max_tokens": params.max_tokens,
         "stop_token_ids": list(params.stop_token_ids),
         "seed": params.seed,
+        "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
-        "top_p": 1.0,
+        "top_p": params.top_p,
         "top_k": 0,
-        "min_p": 0.0,
+        "min_p": params.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "logprobs": 0,
         "flat_logprobs": True,  # see `inside_vllm/flat_logprobs.py`
-        "detokenize": False,
+        "detokenize": bool(params.stop),  # vLLM's API server looks for stop strings in the text
         # With vLLM 0.25's default, cumulative outputs, its route reports only one of n choices.
         "output_kind": _FINAL_ONLY,
     }

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.backend import BACKEND
+from torchtitan.grpo.model_identity import KEY, ModelIdentity, identity, identity_of_folder
 from torchtitan.grpo.version_names import OWNED
 
 logger = logging.getLogger(__name__)
@@ -22,10 +23,19 @@ class VllmControl(HttpControl):
 
     sampling_hint = "Start vLLM with --logprobs-mode processed_logprobs."
 
+    def software_version(self) -> str:
+        reply = self._request("GET", "/version", "software version")
+        if reply.status == 404:  # the embedded server's is the trainer's own
+            return ""
+        return self._read(reply, "/version", "software version", lambda said: str(said["version"]))
+
     def world_size(self) -> int:
         """Over all of the server's parallelism."""
         params = {"include_dp": "true"}
-        return self._json("GET", "/get_world_size", "world size", lambda said: int(said["world_size"]), params=params)
+        self.workers = self._json(
+            "GET", "/get_world_size", "world size", lambda said: int(said["world_size"]), params=params
+        )
+        return self.workers
 
     def model_info(self) -> dict[str, Any]:
         """The served model's entry of `/v1/models`: `id`, `max_model_len` and more.
@@ -38,13 +48,18 @@ class VllmControl(HttpControl):
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]
 
-    def check(self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False) -> None:
+    def check(
+        self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False, trained: ModelIdentity | None = None
+    ) -> None:
         self.world_size()
-        served = self.model_info().get("max_model_len")
+        model = self.model_info()
+        if trained is not None:
+            self._check_model(_identity(model), trained)
+        served = model.get("max_model_len")
         if served is not None and served < longest_tokens:
             raise UserError(
                 f"{self.url}: serves at most {served} tokens (--max-model-len), the trainer asks for up to "
-                f"{longest_tokens} ([training] seq_len)"
+                f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
             )
         if self.is_paused():  # it answers nothing until it gets weights
             logger.info("%s is paused, as an interrupted weight update leaves it", self.url)
@@ -122,6 +137,12 @@ class VllmControl(HttpControl):
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "
                 f"environment and start it with --weight-transfer-config '{json.dumps({'backend': BACKEND})}'."
             )
+
+
+def _identity(model: dict[str, Any]) -> ModelIdentity:
+    """Of an entry of `/v1/models`: what it tells, or else what the folder that it names says, if that is here."""
+    name, config = str(model.get("root") or model.get("id")), model.get(KEY)
+    return identity(name, config) if isinstance(config, dict) else identity_of_folder(name)
 
 
 _WRONG_BACKEND = ("Weight transfer not configured", "Invalid init_info for")

@@ -1,7 +1,9 @@
-"""Code that runs inside a vLLM server. Of this project it imports `weight_wire` and `version_names` only.
+"""Code that runs inside a vLLM server. Of this project it imports `weight_wire`, `version_names` and
+`model_identity` only.
 
     process         at start                        when `--weight-transfer-config` names our backend
     API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields
+                                                    served_model: /v1/models tells the model's shape
                     api_key.ApiKeyMiddleware, if a flag names it
     engine core     plugin.register: two hooks      bundled_outputs
     worker          plugin.register: two hooks      transfer_engine

@@ -52,7 +52,7 @@ def _hook() -> None:
     @functools.wraps(init)
     def init_hooked(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if is_configured(vllm_config):
-            set_up_api_server()
+            set_up_api_server(vllm_config)
         init(self, vllm_config, *args, **kwargs)
 
     @functools.wraps(run)
@@ -69,16 +69,17 @@ def is_configured(vllm_config: Any) -> bool:
     return getattr(vllm_config.weight_transfer_config, "backend", None) == BACKEND
 
 
-def set_up_api_server() -> None:
+def set_up_api_server(vllm_config: Any) -> None:
     """Runs in an API server before it starts its engine core, so a wrong BUNDLE_TOKENS is an error at once."""
     import vllm
 
-    from torchtitan.grpo.inside_vllm import bundled_outputs, flat_logprobs, token_versions
+    from torchtitan.grpo.inside_vllm import bundled_outputs, flat_logprobs, served_model, token_versions
 
     if complaint := untested(vllm.__version__):
         logger.warning(complaint)
     bundled_outputs.tokens_per_entry()
     flat_logprobs.install()
+    served_model.install(vllm_config.model_config.hf_config)
     if not token_versions.reported_by_vllm():
         token_versions.install()
 

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
 from torchtitan.grpo.weight_wire import receiver
@@ -90,7 +91,18 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
             )
 
     def start_weight_update(self) -> None:
+        """Prepare the model. An update that failed before is undone first: vLLM would go on with it.
+
+        vLLM keeps the tensors of a layer until the layer has all of them. Those of a failed update would count for this
+        one, and a shape that does not fit would fail every later update.
+        """
         with self._vllm_config():
+            unfinished = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
+            for info in unfinished:
+                info.loaded_weights.clear()
+                info.load_numel = 0
+            if unfinished:
+                self._finish_layerwise()  # layers that got nothing have their last weights again
             if self._direct is None or not self._direct.begin():
                 initialize_layerwise_reload(self.model)
 

@@ -8,6 +8,7 @@
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens
     flash_attention.py     attention kernels;  logprobs.py: the loss layer without the full logits
+    flops.py               FLOPs of training by the model's formula
 
 config.json -> hf_config -> source -> parallelize -> packed -> policy/. Only a family's own file knows its name.
 """

@@ -44,6 +44,8 @@ def from_folder(folder: Path) -> tuple[str, ModelArgs, dict[str, Any]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read an object from a file of the model folder; UserError if folder or file is missing or broken."""
+    if path.parent.is_file():
+        raise UserError(f'[model] hf_assets_path = "{path.parent}" is a file: give the folder that holds it')
     if not path.parent.is_dir():
         raise UserError(
             f'[model] hf_assets_path = "{path.parent}": no such folder. Point it at a Hugging Face model folder '

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import Family, ModelArgs, get_family
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder, read_json
+from torchtitan.grpo.model_identity import ModelIdentity, identity
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 
@@ -46,6 +47,11 @@ class ModelSource:
     adapter: StateDictAdapter
     hf_config: dict[str, Any]
     folder: Path
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What a server must serve, too."""
+        return identity(str(self.folder), self.hf_config)
 
     @property
     def tied(self) -> bool:
@@ -96,6 +102,14 @@ def resolve_model(model_cfg: Any, seq_len: int) -> ModelSource:
     return ModelSource(name, family, args, family.adapter_cls(args, None), hf_config, folder)
 
 
+def resolve_and_check(model_cfg: Any, seq_len: int) -> ModelSource:
+    """`resolve_model` for a run: with `[model] weights = "hf"`, check the weights before anything is started."""
+    source = resolve_model(model_cfg, seq_len)
+    if model_cfg.weights == "hf":
+        check_hf_weights(source)
+    return source
+
+
 def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:
     """Fill `model` from the safetensors files in `folder`. Call on every rank, after the model is materialised.
 
@@ -109,8 +123,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
     parameters = get_model_state_dict(model)
     if any(parameter.is_meta for parameter in parameters.values()):
         raise RuntimeError("load_hf_weights needs a materialised model: call to_empty and init_weights first")
-    on_meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
-    expected = {name: tuple(value.shape) for name, value in source.adapter.to_hf(on_meta).items()}
+    expected = _expected(source, parameters)
     files = _weight_files(folder)
     _check_names_and_shapes(files, expected, source, folder)
     with torch.no_grad():
@@ -121,6 +134,23 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
                         continue
                     for name, value in source.adapter.from_hf({hf_name: file.get_tensor(hf_name)}).items():
                         _local(parameters[name]).copy_(_shard_of(value, parameters[name]))
+
+
+def check_hf_weights(source: ModelSource) -> None:
+    """Check the safetensors files of `source.folder` by their headers and sizes, before anything is built or started.
+
+    Raises:
+        UserError: As `load_hf_weights`. All files that are missing or broken are named.
+    """
+    with torch.device("meta"):
+        expected = _expected(source, get_model_state_dict(source.build()))
+    _check_names_and_shapes(_weight_files(source.folder), expected, source, source.folder)
+
+
+def _expected(source: ModelSource, parameters: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that the model is made of, by Hugging Face name."""
+    on_meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
+    return {name: tuple(value.shape) for name, value in source.adapter.to_hf(on_meta).items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -135,27 +165,31 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index_path} has no weight_map: download it again")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise UserError(f"{index_path} names files that {folder} lacks: {_some(missing)}. Download them")
-    return files
+    return [folder / name for name in sorted(set(map(str, weight_map.values())))]
 
 
 def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise UserError(f"{path} is truncated or not a safetensors file ({error}): download it again") from error
+    return safe_open(path, framework="pt", device="cpu")
 
 
 def _check_names_and_shapes(
     files: list[Path], expected: dict[str, tuple[int, ...]], source: ModelSource, folder: Path
 ) -> None:
     found: dict[str, tuple[int, ...]] = {}
+    missing_files = [path.name for path in files if not path.is_file()]
+    broken = [f"missing: {_some(missing_files)} (model.safetensors.index.json names them)"] if missing_files else []
     for path in files:
-        with _open(path) as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if path.name in missing_files:
+            continue
+        try:
+            with _open(path) as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            broken.append(f"{path.name} is truncated or not a safetensors file ({error})")
+    if broken:
+        raise UserError(
+            f"[model] hf_assets_path: the weights in {folder} are torn: {'; '.join(broken[:8])}. Download them again"
+        )
     problems = []
     missing = [name for name in expected if name not in found]
     # Old files hold the rotary table. Files of tied models sometimes hold a second copy of the embedding.

@@ -1,5 +1,6 @@
 """Groups of rewards -> advantages. Pure functions over plain floats."""
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -8,7 +9,7 @@ STD_EPSILON = 1e-4  # added to the standard deviation, as in TRL's GRPOTrainer
 
 
 def group_advantages(
-    rewards: list[list[float]], baseline: Literal["mean", "leave_one_out"], divide_by_std: bool
+    rewards: Sequence[Sequence[float | None]], baseline: Literal["mean", "leave_one_out"], divide_by_std: bool
 ) -> list[list[float]]:
     """Advantage of each answer relative to the other answers to the same prompt.
 
@@ -16,15 +17,17 @@ def group_advantages(
     which does not depend on the answer itself (RLOO, arXiv 2402.14740). `divide_by_std` divides by the group's unbiased
     standard deviation (n - 1, as in TRL) + 1e-4; Dr. GRPO (arXiv 2503.20783) does not divide. A group of one answer, or
     of equal rewards, gets exact zeros. Groups may differ in size; an empty one stays empty.
+
+    An answer whose reward is None counts in no mean, deviation or size of its group, and gets 0.
     """
     return [_one_group(group, baseline, divide_by_std) for group in rewards]
 
 
-def _one_group(group: list[float], baseline: str, divide_by_std: bool) -> list[float]:
-    n = len(group)
+def _one_group(group: Sequence[float | None], baseline: str, divide_by_std: bool) -> list[float]:
     if zero_variance(group):
-        return [0.0] * n
-    rewards = torch.tensor(group, dtype=torch.float64)
+        return [0.0] * len(group)
+    rewards = torch.tensor([reward for reward in group if reward is not None], dtype=torch.float64)
+    n = len(rewards)
     advantages = rewards - rewards.mean()
     if baseline == "leave_one_out":
         advantages *= n / (n - 1)  # r - (sum - r) / (n - 1)
@@ -32,12 +35,20 @@ def _one_group(group: list[float], baseline: str, divide_by_std: bool) -> list[f
         raise ValueError(f"unknown baseline {baseline!r}: use 'mean' or 'leave_one_out'")
     if divide_by_std:
         advantages /= rewards.std(correction=1) + STD_EPSILON
-    return advantages.tolist()
+    scored = iter(advantages.tolist())
+    return [0.0 if reward is None else next(scored) for reward in group]
 
 
-def zero_variance(rewards: list[float]) -> bool:
+def zero_variance(rewards: Sequence[float | None]) -> bool:
     """Whether all rewards of a group are equal, so that the group carries no signal; true for no or one reward."""
-    return len(set(rewards)) <= 1
+    return len(set(rewards) - {None}) <= 1
+
+
+def less_penalties(rewards: Sequence[Sequence[float | None]], penalties: Iterable[float]) -> list[list[float | None]]:
+    """Each reward less its penalty. `penalties` has one per answer, also for an answer without a reward."""
+    left = iter(penalties)
+    pairs = [[(reward, next(left)) for reward in group] for group in rewards]
+    return [[None if reward is None else reward - penalty for reward, penalty in group] for group in pairs]
 
 
 def overlong_penalty(answer_tokens: int, max_answer_tokens: int, buffer_tokens: int, penalty: float) -> float:

@@ -22,8 +22,10 @@ def split(n: int, parts: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
-def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float:
-    """The sample's reward with DAPO's penalty for answers that nearly reach `max_answer_tokens`."""
+def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float | None:
+    """The sample's reward with DAPO's penalty for answers that nearly reach `max_answer_tokens`; None without one."""
+    if sample.reward is None:
+        return None
     tokens = len(sample.token_ids)
     return sample.reward + overlong_penalty(
         tokens, max_answer_tokens, grpo.overlong_buffer_tokens, grpo.overlong_penalty
@@ -31,16 +33,19 @@ def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float:
 
 
 def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int) -> bool:
-    """Whether the group's rewards differ. Equal rewards give advantages of zero."""
+    """Whether the group's rewards differ. Equal rewards, or fewer than two, give advantages of zero."""
     return not zero_variance([shaped_reward(sample, grpo, max_answer_tokens) for sample in group])
 
 
 def counted_samples(group: Group, grpo: Grpo, max_answer_tokens: int) -> list[bool]:
-    """Which samples enter the loss and its normaliser: not aborted ones, nor truncated ones if they are filtered."""
+    """Which samples enter the loss and its normaliser.
+
+    Those without a reward do not, nor aborted ones, nor truncated ones if they are filtered.
+    """
     if grpo.zero_variance_groups != "keep" and not has_signal(group, grpo, max_answer_tokens):
         return [False] * len(group)
     left_out = ("abort", "length") if grpo.overlong_filter else ("abort",)
-    return [sample.finish_reason not in left_out for sample in group]
+    return [sample.reward is not None and sample.finish_reason not in left_out for sample in group]
 
 
 def training_samples(

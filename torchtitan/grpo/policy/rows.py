@@ -115,6 +115,11 @@ class PackedRow:
         first = self.sample_index[self.cu_seqlens[:-1].long()]
         return first[first >= 0]
 
+    @property
+    def lengths(self) -> Tensor:
+        """int32 [n], positions of the document of sample id k."""
+        return self.cu_seqlens.diff()[self.sample_index[self.cu_seqlens[:-1].long()] >= 0]
+
     def to(self, device: torch.device | str) -> "Microbatch":
         """What a training step reads of the row, on `device`: one copy, which does not block towards CUDA."""
         # Indexing by the mask on a CUDA device would make the host wait: only the device knows how many it selects.

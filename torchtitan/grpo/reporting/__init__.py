@@ -3,9 +3,13 @@
     ledger.py          `Ledger`: seconds by stage of one step; `verdict`: what bounds the step
     watchdog.py        `Progress`: since when nothing was done; `Watchdog`: what every part waits for then
     step_metrics.py    groups, loss sums (over all ranks), servers and pushes -> flat metrics
-    writers.py         `MetricsLogger` (`metrics.jsonl`, console, TensorBoard, Weights & Biases), `SampleLog`
-                       (`samples.jsonl`)
+      estimates.py     held-out answers -> means, pass@k and majority@k with their standard errors
+    usage.py           `Usage`: tokens and FLOPs a second, GPU memory, GPU hours
+    writers.py         `MetricsLogger`: `metrics.jsonl`, `config.toml`, TensorBoard, and whoever else shows metrics
+      wandb_run.py, prometheus.py    Weights & Biases;  an endpoint for Prometheus (meanings.py: its names and texts)
+    sample_log.py      `SampleLog`: `samples.jsonl`, `validation_samples.jsonl`
+    console.py         `Console`: what a user reads of a step; terminal.py: `Terminal`, the live line
 
-ledger and step_metrics -> one dictionary of numbers by name -> writers. Rank 0 writes; other ranks do nothing here.
-docs/metrics.md explains every name, and a test holds it to that.
+ledger, step_metrics and usage -> one dictionary of numbers by name -> writers. Rank 0 writes; other ranks do nothing
+here. docs/metrics.md explains every name, and a test holds it to that.
 """

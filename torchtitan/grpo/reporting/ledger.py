@@ -27,6 +27,9 @@ _KIND_OF_STAGE = {
 _CLEAR_LEAD = 0.15
 """A kind bounds the step if its share leads the next one's by at least this. Otherwise the step is balanced."""
 
+_SHOWN = 0.05
+"""The verdict does not list smaller shares."""
+
 
 @dataclass
 class _Span:
@@ -160,10 +163,10 @@ def shares(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def verdict(seconds: dict[str, float]) -> str:
-    """One line for the console, such as `rollout-bound (rollout 71%, trainer 22%, sync 7%)`; "" without stages."""
+    """Text for the console, such as `rollout-bound (rollout 71%, trainer 22%, sync 7%)`; "" without stages."""
     ranked = sorted(shares(seconds).items(), key=lambda item: -item[1])
     (first, most), (_, next_most) = ranked[:2]
     if most == 0:
         return ""
     bound = f"{first}-bound" if most - next_most >= _CLEAR_LEAD else "balanced"
-    return f"{bound} ({', '.join(f'{kind} {share:.0%}' for kind, share in ranked if share >= 0.005)})"
+    return f"{bound} ({', '.join(f'{kind} {share:.0%}' for kind, share in ranked if share >= _SHOWN)})"

@@ -2,36 +2,45 @@
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.data.held_out import HeldOutAnswers
+from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.policy.advantages import zero_variance
+from torchtitan.grpo.reporting.estimates import estimates
 from torchtitan.grpo.weight_sync.report import SyncReport
 
+MEAN_REWARDS = ("greedy_reward", "sampled_reward")
 
-def rollout_metrics(groups: list[Group], version: int, max_age: int) -> dict[str, float]:
+
+def rollout_metrics(
+    groups: list[Group], rewards: Sequence[Sequence[float | None]], version: int, max_age: int
+) -> dict[str, float]:
     """Rewards, lengths, ages and how answers ended, over all samples of a step. Empty if there are no samples.
 
+    Means of rewards are over the answers that have one.
+
     Args:
+        rewards: What advantages are made of, by group and sample: the samples' rewards less any length penalty.
         version: Version of the weights that train on the groups. A token's age is how many versions older it is.
         max_age: The greatest age allowed. Over 0, the share of tokens of each age is reported.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
         return {}
-    rewards = [sample.reward for sample in samples]
+    scored = _rewards(samples)
     lengths = [sample.sampled_tokens for sample in samples]
     metrics = {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
-        "reward/zero_variance_fraction": fmean(zero_variance([s.reward for s in group]) for group in groups),
+        "reward/zero_variance_fraction": fmean(map(zero_variance, rewards)),
         "reward/failures": sum(len(sample.reward_failures) for sample in samples),
+        "reward/failed_fraction": 1 - len(scored) / len(samples),
         "rollout/answer_tokens": sum(lengths),
         "rollout/answer_tokens_mean": fmean(lengths),
         "rollout/answer_tokens_max": max(lengths),
@@ -46,21 +55,55 @@ def rollout_metrics(groups: list[Group], version: int, max_age: int) -> dict[str
         metrics |= {"rollout/age_mean": sum(a * n for a, n in ages.items()) / tokens, "rollout/age_max": max(ages)}
         if max_age:
             metrics |= {f"rollout/age_{age}_fraction": ages[age] / tokens for age in range(max_age + 1)}
-    for name in samples[0].rewards:
-        metrics[f"reward/{name}"] = fmean(sample.rewards[name] for sample in samples)
+    if scored:
+        metrics |= {"reward/mean": fmean(scored), "reward/std": pstdev(scored)}
+    by_function: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, score in sample.rewards.items():
+            by_function[name].append(score)
+    metrics |= {f"reward/{name}": fmean(scores) for name, scores in by_function.items()}
+    return metrics | _source_metrics(groups)
+
+
+def _source_metrics(groups: list[Group]) -> dict[str, float]:
+    """Mean reward and share of the groups for each source, if there are several."""
+    by_source: defaultdict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_source[group[0].prompt.source].append(group)
+    metrics: dict[str, float] = {}
+    for source, own in by_source.items():
+        if not source:
+            continue
+        metrics[f"data/{source}/share"] = len(own) / len(groups)
+        if scored := _rewards(sample for group in own for sample in group):
+            metrics[f"reward/{source}/mean"] = fmean(scored)
     return metrics
 
 
-def validation_metrics(greedy: list[Group], sampled: list[Group], full_reward: float) -> dict[str, float]:
-    """Mean greedy reward, mean sampled reward, and pass@k: prompts with a full reward among k answers."""
-    k = len(sampled[0])
-    best = [max(sample.reward for sample in group) for group in sampled]
-    return {
-        "validation/greedy_reward": fmean(group[0].reward for group in greedy),
-        "validation/sampled_reward": fmean(sample.reward for group in sampled for sample in group),
-        f"validation/pass_at_{k}": fmean(reward >= full_reward - 1e-6 for reward in best),
-        "validation/answer_tokens_mean": fmean(group[0].sampled_tokens for group in greedy),
-    }
+def validation_metrics(answers: list[HeldOutAnswers], reward: Reward) -> dict[str, float]:
+    """`estimates` of each held-out set, `validation/<set>/...` if it has a name, with the rewards' standard errors.
+
+    With several sets, `validation/greedy_reward` and `validation/sampled_reward` are means over them.
+    """
+    metrics: dict[str, float] = {}
+    for each in answers:
+        prefix = f"validation/{each.held_out.name}/" if each.held_out.name else "validation/"
+        of_set = estimates(each, reward)
+        metrics |= {prefix + name: estimate.mean for name, estimate in of_set.items()}
+        for name in MEAN_REWARDS:
+            if name in of_set and (error := of_set[name].standard_error) is not None:
+                metrics[f"{prefix}{name}_se"] = error
+        metrics[f"{prefix}answer_tokens_mean"] = fmean(s.sampled_tokens for group in each.greedy for s in group)
+    for name in MEAN_REWARDS:
+        of_sets = [metrics[key] for each in answers if (key := f"validation/{each.held_out.name}/{name}") in metrics]
+        if of_sets:
+            metrics[f"validation/{name}"] = fmean(of_sets)
+    return metrics
+
+
+def _rewards(samples: Iterable[Sample]) -> list[float]:
+    """Of the samples that have one."""
+    return [sample.reward for sample in samples if sample.reward is not None]
 
 
 def sum_over_ranks(

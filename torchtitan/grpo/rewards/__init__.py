@@ -2,10 +2,12 @@
 
     functions.py   built-in functions: exact_match, numeric_match, math_verify,
                    reasoning_gym; resolve finds them, or a `module:function`
-    runner.py      RewardRunner.score(samples) fills in each sample's reward
+    runner.py      RewardRunner.check(prompts) tries each function when a run starts;
+                   score(samples) fills in each sample's reward
       RewardWorker one process and its pipe; replaced when it hangs or dies
     worker.py      what runs in that process: receives calls, sends scores
+    failures.py    check_failures ends a run whose answers mostly have no reward
 
-A failed score counts as 0, is named in the sample and logged; it never stops the run.
-To add a reward, write a function of (answer, prompt) and name it in `[reward] functions`.
+An answer on which a function failed has no reward and is left out of its group. The sample names function and reason.
+To add a reward, write a function of (answer, prompt) and name it in `[reward] functions`: docs/rewards.md.
 """

@@ -1,24 +1,32 @@
 """Verifiable rewards: the built-in functions, and how `[reward] functions` finds a function.
 
-A reward function takes the answer's text and its `Prompt`, and returns a number. Built-in functions get the final
-answer that `[reward] answer_pattern` extracts. A function of your own gets the whole text.
+A reward function has one of four forms:
+
+    def f(answer: str, prompt: Prompt) -> float
+    def f(answers: list[str], prompt: Prompt) -> list[float]    # a group's answers at once, by the parameter's name
+    async def f(answer: str, prompt: Prompt) -> float           # awaited for all answers of a group at the same time
+    async def f(answers: list[str], prompt: Prompt) -> list[float]
+
+Built-in functions get the final answer that `[reward] answer_pattern` extracts. A function of your own gets the whole
+text.
 """
 
 import ast
 import contextlib
 import functools
 import importlib.util
+import inspect
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.import_path import load_function
+from torchtitan.grpo.import_path import import_function, load_function
 
-RewardFunction = Callable[[str, Prompt], float]
+RewardFunction = Callable[..., Any]
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBER = re.compile(
     rf"(?<![\d.])(?P<sign>[-+]?)(?:\\?[$€£¥]\s*(?P<second_sign>[-+]?))?"
@@ -89,28 +97,92 @@ def resolve(name: str) -> RewardFunction:
     Raises:
         UserError: There is no such function, its package is missing, or it does not take an answer and a prompt.
     """
+    key = "[reward] functions"
     if name in BUILT_IN:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
-            raise UserError(f'[reward] functions: "{name}" needs its package: pip install {PACKAGES[name]}')
+            raise UserError(f'{key}: "{name}" needs its package: pip install {PACKAGES[name]}')
         return BUILT_IN[name]
     if ":" not in name:
         raise UserError(
-            f'[reward] functions: there is no built-in "{name}"{did_you_mean(name, BUILT_IN)}. Choose from '
+            f'{key}: there is no built-in "{name}"{did_you_mean(name, BUILT_IN)}. Choose from '
             f'{list(BUILT_IN)} or name a function of your own as "module:function"'
         )
     if name.startswith("__main__:"):
-        raise UserError(f'[reward] functions: "{name}": move the function to a module that worker processes can import')
-    return load_function("[reward] functions", name, "answer", "prompt")
+        raise UserError(f'{key}: "{name}": move the function to a module that worker processes can import')
+    function = import_function(key, name)
+    if "completions" in _parameters(function):
+        raise UserError(f'{key}: "{name}" ({source(function)}) has the signature of TRL. {_AS_TRL}')
+    return load_function(key, name, "answer", "prompt")
+
+
+_AS_TRL = """Name a function that calls it with what it expects, for example:
+    def for_grpo(answers, prompt):
+        columns = {name: [value] * len(answers) for name, value in prompt.columns.items()}
+        return trl_function(prompts=[prompt.text] * len(answers), completions=answers, **columns)"""
+
+
+def takes_group(function: RewardFunction) -> bool:
+    """Whether it scores a group's answers at once: its first parameter is named `answers`."""
+    return _parameters(function)[:1] == ["answers"]
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether a call gives a coroutine, which is awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def source(function: RewardFunction) -> str:
+    """`file:line` where it is defined; "" if it is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def checked(value: Any) -> float:
-    """A reward function's result as a finite float. ValueError if it is not a finite number."""
+    """A reward function's result as a finite float.
+
+    Raises:
+        ValueError: It is not a finite number. The message says what to change in the function.
+    """
+    if inspect.isawaitable(value):
+        getattr(value, "close", lambda: None)()  # else Python warns that it was never awaited
+        raise ValueError(f"returned a {type(value).__name__} that was not awaited: write it as `async def`")
+    if value is None:
+        raise ValueError("returned None: return a number on every path")
+    if isinstance(value, str):
+        raise ValueError(f"returned the text {value!r}: return a number")
+    if isinstance(value, list | tuple):
+        raise ValueError(
+            f"returned {value!r}: return one number. Name several functions for several scores, or name the first "
+            "parameter `answers` to get a group's answers at once"
+        )
     if not hasattr(value, "__float__"):
-        raise ValueError(f"returned {value!r}, which is not a number")
+        raise ValueError(f"returned {value!r}: return a number")
     number = float(value)
     if not abs(number) < float("inf"):
-        raise ValueError(f"returned {number}")
+        raise ValueError(f"returned {number}: return a finite number")
     return number
+
+
+def checked_group(values: Any, answers: int) -> Iterable[Any]:
+    """The results of a function that scores a group's `answers` at once. Each is still to be `checked`.
+
+    Raises:
+        ValueError: They are not one for each answer. The message says what to change in the function.
+    """
+    wanted = f"its first parameter is named `answers`, so return a list of {answers} numbers, one for each"
+    if inspect.isawaitable(values):
+        checked(values)
+    if isinstance(values, str | dict) or not hasattr(values, "__len__"):
+        raise ValueError(f"returned {values!r}: {wanted}")
+    if len(values) != answers:
+        raise ValueError(f"returned {len(values)} scores for {answers} answers: {wanted}")
+    return values
+
+
+def _parameters(function: RewardFunction) -> list[str]:
+    with contextlib.suppress(ValueError):
+        return list(inspect.signature(function).parameters)
+    return []  # a function of C that does not say
 
 
 def _reference(prompt: Prompt) -> str:

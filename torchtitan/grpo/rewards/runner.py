@@ -1,11 +1,15 @@
 """Answers are scored in worker processes, so that no reward function can stop a run.
 
-A function may hang, raise, end its process, return no number or one that overflows. It then costs one score: the score
-is 0, and the sample names the function. Each worker has its own pipe and sends every score by itself. So the call that
-hangs is known exactly and stopped after its own time limit, and nothing is scored twice.
+A function may hang, raise, end its process, return no number or one that overflows. It then costs one answer: it has no
+reward, and the sample names the function. Each worker has its own pipe and sends every call's scores by themselves. So
+the call that hangs is known exactly and stopped after its own time limit, and nothing is scored twice.
+
+Coroutines run at the same time, so which of them blocks or ends the process is not known at first. Those that are left
+are then called again, one by one.
 """
 
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -19,9 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torchtitan_overlay
 from torchtitan.grpo.config.job_config import Reward
-from torchtitan.grpo.data.samples import Sample
-from torchtitan.grpo.rewards.functions import resolve
-from torchtitan.grpo.rewards.worker import SECRET, Call, Score, serve
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rewards.functions import is_async, resolve, source, takes_group
+from torchtitan.grpo.rewards.worker import SECRET, Call, Score, serve, too_slow
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0
@@ -29,7 +34,11 @@ START_TIMEOUT_S = 120.0
 REWARD_MAX = 1e38
 """Largest weighted sum of an answer's scores. Advantages are float32, and the difference of two rewards must fit."""
 CHUNK_SAMPLES = 16
-"""Maximum number of samples in one message to a worker."""
+"""Maximum number of samples in one message to a worker, unless functions take a group or are awaited."""
+GRACE_S = 5.0
+"""How much longer than its time limit a coroutine may take to end. Then it blocks the others, and is killed."""
+ODD_ANSWERS = ("", "I do not know.")
+"""What `RewardRunner.check` tries besides reference answers."""
 
 
 class RewardRunner:
@@ -46,8 +55,10 @@ class RewardRunner:
     def __init__(self, reward: Reward, api_key_env: str = ""):
         self._names = list(reward.functions)
         self._weights = list(reward.weights) or [1.0] * len(self._names)
-        for name in self._names:
-            resolve(name)
+        self._functions = [resolve(name) for name in self._names]
+        self._takes_group = [takes_group(function) for function in self._functions]
+        self._is_async = [is_async(function) for function in self._functions]
+        self._timeout_s = reward.timeout_seconds
         self.failures: Counter[str] = Counter()
         """Number of failed scores of each function since the start."""
         self.scored = 0
@@ -56,7 +67,7 @@ class RewardRunner:
         secrets = {name for name in os.environ if SECRET.search(name)} | {api_key_env}
         hidden = sorted(secrets - set(reward.secrets))
         self._workers = [
-            RewardWorker(self._names, reward.answer_pattern, reward.timeout_seconds, hidden)
+            RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden)
             for _ in range(reward.workers)
         ]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
@@ -64,48 +75,114 @@ class RewardRunner:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
 
-    def score(self, samples: Sequence[Sample]) -> None:
-        """Fill in `rewards`, `reward` and `reward_failures` of each sample.
+    def check(self, prompts: Sequence[Prompt], refuse: bool = True) -> None:
+        """Call each function on those of these rows that it scores until it gives a score.
 
-        Blocks until all are scored. One score takes at most `timeout_seconds`, and `workers` processes work at a time.
-        A hang or crash adds the start of a new process, at most START_TIMEOUT_S.
+        It gets each prompt's reference answer first, then ODD_ANSWERS: a function that can score any answer passes.
+        This is for the start, before anything depends on the functions.
+
+        Args:
+            refuse: False only logs what failed. An environment's conversations may look unlike these answers.
 
         Raises:
-            RuntimeError: A worker process could not start, or the runner was closed.
+            UserError: Functions gave no score at all. The message has the place of each in the user's code, what it
+                returned or raised, and what to change. Or a worker process could not start.
         """
-        chunk = min(CHUNK_SAMPLES, -(-len(samples) // len(self._workers)))
-        chunks = [samples[i : i + chunk] for i in range(0, len(samples), chunk or 1)]
+        worker = self._idle.get()
+        try:
+            problems = [problem for i in range(len(self._names)) if (problem := self._problem(worker, i, prompts))]
+        finally:
+            self._idle.put(worker)
+        if problems and refuse:
+            raise UserError("\n".join(problems))
+        for problem in problems:
+            logger.warning("%s", problem)
+
+    def _problem(self, worker: "RewardWorker", function: int, prompts: Sequence[Prompt]) -> str:
+        """What is wrong with a function that gives no score on its rows; "" if it gives one, or if none is its own."""
+        prompts = [prompt for prompt in prompts if function in self._functions_of(prompt)]
+        if not prompts:
+            return ""
+        if self._takes_group[function]:
+            calls = [Call(function, [prompt.answer, *ODD_ANSWERS], prompt) for prompt in prompts]
+        else:
+            pairs = [(p.answer, p) for p in prompts] + [(text, p) for text in ODD_ANSWERS for p in prompts]
+            calls = [Call(function, [text], prompt, is_final=True) for text, prompt in pairs]
+        failures = []
+        for call in calls:
+            (scores,) = worker.run([call])
+            failures += [score.failure for score in scores]
+            if not all(failures):
+                return ""
+        name, prompt = self._names[function], calls[0].prompt
+        place = source(self._functions[function]) if ":" in name else ""
+        problem = (
+            f'[reward] functions: "{name}"{place and f" ({place})"} gave no score to any of {len(failures)} answers. '
+            f"On {calls[0].texts[0]!r} as the answer to prompt {prompt.index} it {failures[0]}"
+        )
+        if failures[0].startswith("raised"):
+            problem += f". Return 0 for a wrong answer; prompt.columns has {list(prompt.columns)}"
+        return problem
+
+    def score(self, samples: Sequence[Sample]) -> None:
+        """Fill in `rewards`, `reward` and `reward_failures` of each sample, by the functions of its prompt.
+
+        Blocks until all are scored. One score takes at most `timeout_seconds`, and `workers` processes work at a time.
+        A hang or crash adds the start of a new process, at most START_TIMEOUT_S. Samples of one prompt that come one
+        after another are a group: a function that takes groups gets them at once, and one process awaits coroutines for
+        all of them.
+
+        Raises:
+            UserError: A worker process could not start.
+            RuntimeError: The runner was closed.
+        """
+        if any(self._takes_group) or any(self._is_async):
+            chunks = [list(group) for _, group in itertools.groupby(samples, lambda sample: id(sample.prompt))]
+        else:
+            chunk = min(CHUNK_SAMPLES, -(-len(samples) // len(self._workers)))
+            chunks = [list(samples[i : i + chunk]) for i in range(0, len(samples), chunk or 1)]
         for _ in self._threads.map(self._score_chunk, chunks):
             pass
 
-    def _score_chunk(self, samples: Sequence[Sample]) -> None:
-        calls = [Call(i, sample.text, sample.prompt) for sample in samples for i in range(len(self._names))]
+    def _score_chunk(self, samples: list[Sample]) -> None:
+        calls = []
+        for i in range(len(self._names)):
+            own = [sample for sample in samples if i in self._functions_of(sample.prompt)]
+            if own and self._takes_group[i]:
+                calls.append(Call(i, [sample.text for sample in own], own[0].prompt))
+            else:
+                calls += [Call(i, [sample.text], sample.prompt) for sample in own]
         worker = self._idle.get()
         try:
-            scores = worker.run(calls)
+            results = worker.run(calls)
         finally:
             self._idle.put(worker)
-        for k, sample in enumerate(samples):
-            own = scores[k * len(self._names) : (k + 1) * len(self._names)]
-            sample.reward = self._weighted_sum(own)
-            sample.rewards = {name: score.value for name, score in zip(self._names, own, strict=True)}
-            failed = [(name, score.failure) for name, score in zip(self._names, own, strict=True) if score.failure]
-            sample.reward_failures = [name for name, _ in failed]
-            for name, failure in failed:
-                self._count_failure(name, failure, sample)
+        by_function: list[list[Score]] = [[] for _ in self._names]
+        for call, scores in zip(calls, results, strict=True):
+            by_function[call.function] += scores
+        left = [iter(scores) for scores in by_function]
+        for sample in samples:
+            self._fill_in(sample, {i: next(left[i]) for i in self._functions_of(sample.prompt)})
         with self._lock:
             self.scored += len(samples)
 
-    def _weighted_sum(self, scores: list[Score]) -> float:
-        """Sum of an answer's scores. While it is over REWARD_MAX, its largest part becomes a failure, in `scores`."""
-        parts = [weight * score.value for weight, score in zip(self._weights, scores, strict=True)]
-        while not abs(sum(parts)) <= REWARD_MAX:  # it may be NaN: inf - inf
-            worst = max(range(len(parts)), key=lambda i: abs(parts[i]))
-            failure = (
-                f"returned {scores[worst].value:g}, which with its weight {self._weights[worst]:g} is over float32"
-            )
-            scores[worst], parts[worst] = Score(0.0, failure), 0.0
-        return sum(parts)
+    def _functions_of(self, prompt: Prompt) -> list[int]:
+        """Indices of the functions that score a prompt's answers: those that it names, else all."""
+        return [i for i, name in enumerate(self._names) if not prompt.functions or name in prompt.functions]
+
+    def _fill_in(self, sample: Sample, scores: dict[int, Score]) -> None:
+        failures = {self._names[i]: score.failure for i, score in scores.items() if score.failure}
+        parts = {i: self._weights[i] * score.value for i, score in scores.items()}
+        if not abs(sum(parts.values())) <= REWARD_MAX:  # it may be NaN: inf - inf
+            worst = max(parts, key=lambda i: abs(parts[i]))
+            value, weight = scores[worst].value, self._weights[worst]
+            failures[self._names[worst]] = f"returned {value:g}, which with its weight {weight:g} is over float32"
+        values = {self._names[i]: score.value for i, score in scores.items()}
+        sample.rewards = {name: value for name, value in values.items() if name not in failures}
+        sample.reward_failures = failures
+        sample.reward = None if failures else sum(parts.values())
+        for name, failure in failures.items():
+            self._count_failure(name, failure, sample)
 
     def _count_failure(self, name: str, failure: str, sample: Sample) -> None:
         with self._lock:
@@ -113,7 +190,8 @@ class RewardRunner:
             count = self.failures[name]
         if math.log10(count).is_integer():  # 1st, 10th, 100th ...: a broken function does not flood the log
             where = f"prompt {sample.prompt.index}, answer {sample.text[:80]!r}"
-            logger.warning("Reward %s failed (%d times so far) and counts as 0: %s; %s", name, count, failure, where)
+            message = "Reward %s failed (%d times so far), and the answer is left out: %s; %s"
+            logger.warning(message, name, count, failure, where)
 
     def close(self) -> None:
         """Kill the workers, even while they score."""
@@ -131,55 +209,75 @@ class RewardRunner:
 class RewardWorker:
     """One process that computes scores. It is replaced when it hangs or dies. Only one thread uses it at a time."""
 
-    def __init__(self, names: list[str], pattern: str, timeout_s: float, hidden: list[str]):
+    def __init__(self, names: list[str], is_async: list[bool], pattern: str, timeout_s: float, hidden: list[str]):
         self._names, self._pattern, self._timeout_s, self._hidden = names, pattern, timeout_s, hidden
+        self._is_async = is_async
         self._closed = self._ready = False
         self._lock = threading.Lock()  # start and stop come from different threads
         self._start()
 
-    def run(self, calls: Sequence[Call]) -> list[Score]:
-        """One score per call, in order. A call that hangs or ends the process fails; the others are scored."""
+    def run(self, calls: Sequence[Call]) -> list[list[Score]]:
+        """The scores of each call, in order. A call that hangs or ends the process fails; the others are scored."""
         if not self._process.is_alive():  # killed while it was idle, for example by the OOM killer
             self._start()
-        scores: list[Score] = []
+        scores: dict[int, list[Score]] = {}
+        one_by_one = False
         while len(scores) < len(calls):
+            left = {number: call for number, call in enumerate(calls) if number not in scores}
             self._wait_ready()
-            failure = self._exchange(calls, scores)
-            if failure:
-                scores.append(Score(0.0, failure))
-                self._process.kill()
-                self._start()
-        return scores
+            failure = self._exchange(dict([next(iter(left.items()))]) if one_by_one else left, scores)
+            if not failure:
+                continue
+            suspects = self._under_way(left, scores)
+            if one_by_one or len(suspects) == 1:
+                scores[suspects[0]] = [Score(0.0, failure)] * len(calls[suspects[0]].texts)
+            one_by_one = one_by_one or len(suspects) > 1
+            self._process.kill()
+            self._start()
+        return [scores[number] for number in range(len(calls))]
 
-    def _exchange(self, calls: Sequence[Call], scores: list[Score]) -> str:
-        """Append scores as they arrive. Returns why the next one will not arrive, or "" after the last."""
+    def _exchange(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> str:
+        """Add scores as they arrive. Returns why the next ones will not arrive, or "" after the last."""
         try:
-            self._connection.send(calls[len(scores) :])
-            while len(scores) < len(calls):
-                if not self._connection.poll(self._timeout_s):
-                    return f"took longer than [reward] timeout_seconds = {self._timeout_s}"
-                scores.append(self._connection.recv())
+            self._connection.send(calls)
+            while suspects := self._under_way(calls, scores):
+                answers = max(len(calls[number].texts) for number in suspects)
+                grace_s = GRACE_S if self._is_async[calls[suspects[0]].function] else 0.0
+                if not self._connection.poll(self._timeout_s * answers + grace_s):
+                    blocks = ", and did not await" if grace_s else ""
+                    return too_slow(self._timeout_s, answers) + blocks
+                number, own = self._connection.recv()
+                scores[number] = own
         except (EOFError, ConnectionError):
             self._process.join(timeout=5.0)
-            return f"its process ended with exit code {self._process.exitcode}"
+            return f"ended its process with exit code {self._process.exitcode}"
         return ""
+
+    def _under_way(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> list[int]:
+        """The calls that run now: a plain function's next one, or all coroutines that are left."""
+        left = [number for number in calls if number not in scores]
+        plain = [number for number in left if not self._is_async[calls[number].function]]
+        return plain[:1] or left
 
     def _wait_ready(self) -> None:
         """Wait until the process has imported its functions.
 
         Raises:
-            RuntimeError: It ended, or took longer than START_TIMEOUT_S.
+            UserError: It ended, or took longer than START_TIMEOUT_S.
         """
         if self._ready:
             return
-        what = f"the reward worker that imports {self._names}"
+        what = f"the reward worker that imports [reward] functions = {self._names}"
         if not self._connection.poll(START_TIMEOUT_S):
-            raise RuntimeError(f"Waited {START_TIMEOUT_S} s for {what}")
+            raise UserError(f"Waited {START_TIMEOUT_S} s for {what}: it must import faster")
         try:
             self._connection.recv()
         except (EOFError, ConnectionError) as error:
             self._process.join(timeout=5.0)
-            raise RuntimeError(f"Exit code {self._process.exitcode} of {what}; its output says why") from error
+            raise UserError(
+                f"Exit code {self._process.exitcode} of {what}: its output says why. Of keys and tokens in the "
+                "environment it sees only those that [reward] secrets names"
+            ) from error
         self._ready = True
 
     def stop(self) -> None:
@@ -196,7 +294,7 @@ class RewardWorker:
             if self._closed:
                 raise RuntimeError("The reward runner was closed while it scored")
             self._connection, theirs = context.Pipe()
-            arguments = (theirs, self._names, self._pattern, self._hidden)
+            arguments = (theirs, self._names, self._pattern, self._timeout_s, self._hidden)
             self._process = context.Process(target=serve, args=arguments, name="reward", daemon=True)
             with _without_main():
                 self._process.start()

@@ -1,27 +1,49 @@
 """The process of a reward worker. It imports what the reward functions need, and no torch, so it starts quickly.
 
-runner.RewardWorker  ---- lists of Call ---->  serve
-                     <--- one Score each -----
+runner.RewardWorker  ---- calls by number ----------------->  serve
+                     <--- number and scores of each call ----
+
+Plain functions run one after another. Coroutines then run all at the same time, each with its own time limit.
 """
 
+import asyncio
 import contextlib
 import importlib
 import os
 import re
 import signal
+import traceback
+from collections.abc import Coroutine
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.rewards.functions import BUILT_IN, PACKAGES, RewardFunction, checked, resolve
+from torchtitan.grpo.rewards.functions import (
+    BUILT_IN,
+    PACKAGES,
+    checked,
+    checked_group,
+    is_async,
+    resolve,
+    source,
+    takes_group,
+)
 
 
 class Call(NamedTuple):
-    """One score to compute: the index of the function, the answer's text and its prompt."""
+    """One call of a reward function.
+
+    Attributes:
+        function: Its index.
+        texts: The answer; all of a group's answers if the function takes a group.
+        prompt: Their prompt.
+        is_final: The texts are final answers: `[reward] answer_pattern` is not applied to them.
+    """
 
     function: int
-    text: str
+    texts: list[str]
     prompt: Prompt
+    is_final: bool = False
 
 
 class Score(NamedTuple):
@@ -33,10 +55,12 @@ class Score(NamedTuple):
 
 SECRET = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(?:_|$)", re.IGNORECASE)
 """Names of environment variables with secrets: HF_TOKEN, AWS_ACCESS_KEY_ID, PGPASSWORD; not TOKENIZERS_PARALLELISM."""
+FAILURE_CHARS = 500
+"""Longest text of why a score failed."""
 
 
-def serve(connection: Connection, names: list[str], pattern: str, hidden: list[str]) -> None:
-    """Run a worker process: receive lists of calls and send each score by itself, until the pipe ends.
+def serve(connection: Connection, names: list[str], pattern: str, timeout_s: float, hidden: list[str]) -> None:
+    """Run a worker process: receive calls and send the scores of each by itself, until the pipe ends.
 
     Args:
         hidden: Environment variables that are removed before a reward function is imported.
@@ -44,26 +68,96 @@ def serve(connection: Connection, names: list[str], pattern: str, hidden: list[s
     for name in hidden:
         os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
-    functions = [resolve(name) for name in names]
-    regexes = [re.compile(pattern) if pattern and name in BUILT_IN else None for name in names]
-    for name in names:
-        if name in PACKAGES:
-            importlib.import_module(name)  # outside the time limit of the first score
+    # torchrun sends SIGTERM to the whole group. Not SIG_IGN: programs that a function starts would inherit it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    functions = [_Function(name, pattern, timeout_s) for name in names]
+    loop = asyncio.Runner()  # the same for all calls: clients of web services belong to the loop of their first use
     with contextlib.suppress(EOFError, ConnectionError):
         connection.send("ready")
         while True:
-            for call in connection.recv():
-                connection.send(_score(functions[call.function], regexes[call.function], call))
+            calls: dict[int, Call] = connection.recv()
+            awaited = []
+            for number, call in calls.items():
+                function = functions[call.function]
+                if function.is_async:
+                    awaited.append(_then_send(connection, number, function.scores_async(call)))
+                else:
+                    connection.send((number, function.scores(call)))
+            if awaited:
+                loop.run(_all(awaited))
 
 
-def _score(function: RewardFunction, regex: re.Pattern[str] | None, call: Call) -> Score:
-    try:
-        text = call.text
-        if regex is not None:
-            matches = list(regex.finditer(text))
+async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*coroutines)
+
+
+async def _then_send(connection: Connection, number: int, scores: Coroutine[Any, Any, list[Score]]) -> None:
+    connection.send((number, await scores))
+
+
+def too_slow(timeout_s: float, answers: int) -> str:
+    """Why a call with so many answers failed."""
+    each = f" for each of {answers} answers" if answers > 1 else ""
+    return f"took longer than [reward] timeout_seconds = {timeout_s}{each}"
+
+
+class _Function:
+    """One of `[reward] functions` in its process. Whatever it does, a call gives one score per answer."""
+
+    def __init__(self, name: str, pattern: str, timeout_s: float) -> None:
+        self._function = resolve(name)
+        self._takes_group = takes_group(self._function)
+        self.is_async = is_async(self._function)
+        self._timeout_s = timeout_s
+        self._regex = re.compile(pattern) if pattern and name in BUILT_IN else None
+        self._file = "" if name in BUILT_IN else source(self._function).rpartition(":")[0]
+        if name in PACKAGES:
+            importlib.import_module(name)  # outside the time limit of the first score
+
+    def scores(self, call: Call) -> list[Score]:
+        text = call.texts[0]
+        if self._regex is not None and not call.is_final:
+            matches = list(self._regex.finditer(text))
             if not matches:
-                return Score(0.0)  # no final answer
+                return [Score(0.0)]  # no final answer
             text = matches[-1].group(1) or ""
-        return Score(checked(function(text, call.prompt)))
-    except BaseException as error:  # SystemExit and the timeouts of libraries are failures too
-        return Score(0.0, f"{type(error).__name__}: {error}"[:500])
+        try:
+            value = self._function(call.texts if self._takes_group else text, call.prompt)
+            return self._checked(value, call)
+        except BaseException as error:  # SystemExit and the timeouts of libraries are failures too
+            return self._failed(error, call)
+
+    async def scores_async(self, call: Call) -> list[Score]:
+        limit = asyncio.timeout(self._timeout_s * len(call.texts))
+        try:
+            async with limit:
+                value = await self._function(call.texts if self._takes_group else call.texts[0], call.prompt)
+            return self._checked(value, call)
+        except BaseException as error:
+            if limit.expired():
+                return [Score(0.0, too_slow(self._timeout_s, len(call.texts)))] * len(call.texts)
+            return self._failed(error, call)
+
+    def _checked(self, value: Any, call: Call) -> list[Score]:
+        if not self._takes_group:
+            return [_score(value)]
+        try:
+            return [_score(each) for each in checked_group(value, len(call.texts))]
+        except ValueError as error:
+            return [Score(0.0, str(error)[:FAILURE_CHARS])] * len(call.texts)
+
+    def _failed(self, error: BaseException, call: Call) -> list[Score]:
+        """What the function raised, and where: the last line of its own file, or of another one that it called."""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        where = ""
+        if self._file and frames:
+            at = ([frame for frame in frames if frame.filename == self._file] or frames)[-1]
+            where = f" ({at.filename}:{at.lineno})"
+        return [Score(0.0, f"raised {type(error).__name__}: {error}"[:FAILURE_CHARS] + where)] * len(call.texts)
+
+
+def _score(value: Any) -> Score:
+    try:
+        return Score(checked(value))
+    except Exception as error:  # a value may fail to become a float, or to be shown
+        return Score(0.0, str(error)[:FAILURE_CHARS])

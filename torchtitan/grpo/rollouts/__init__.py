@@ -6,6 +6,9 @@
     collector.py     `Collector`: a prompt becomes one decoded, scored group; owns the event loop
     environment.py   how a prompt becomes samples: one answer each, or several turns (`RolloutClient`, `Turns`)
     router.py        `Router`: which server a request goes to, waiting, retries
+    held_out.py      answers to held-out sets, for validation and evaluation
+    record.py        `RolloutRecord`: what each step was trained on, in compressed files
+    replay.py        `Replay`: those files in place of a `RolloutStream`
     sampler_check.py  whether each server samples from the policy that is trained
 
 stream -> collector -> environment -> router -> engines/. The main thread calls `take`; the rest runs on one event loop.

@@ -161,7 +161,15 @@ class StalenessBuffer:
         return batch, late
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again."""
+        """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again.
+
+        So are groups in which no answer has a reward: what failed may work when the run goes on.
+        """
+        saved = {
+            entry.number: [_sample_state(sample) for sample in entry.group]
+            for entry in self.entries.values()
+            if entry.group and any(sample.reward is not None for sample in entry.group)
+        }
         return {
             "version": self.version,
             "next_number": self.next_number,
@@ -170,8 +178,8 @@ class StalenessBuffer:
                     "number": entry.number,
                     "prompt": entry.prompt.index,
                     "occurrence": entry.occurrence,
-                    "begun": entry.begun if entry.group else None,
-                    "samples": [_sample_state(sample) for sample in entry.group] if entry.group else None,
+                    "begun": entry.begun if entry.number in saved else None,
+                    "samples": saved.get(entry.number),
                 }
                 for entry in self.entries.values()
             ],

@@ -20,6 +20,7 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
+from torchtitan.grpo.stopping import StopRequested
 
 T = TypeVar("T")
 
@@ -71,7 +72,8 @@ class Collector:
         self.group_timeout_s = group_timeout_s
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
-        self._abandoned = False
+        self._abandoned = self._given_up = False
+        self._collecting: set[asyncio.Task] = set()
         self.router = Router(fleet, max_concurrent_requests, request_timeout_s, self._loop)
         self._scoring = concurrent.futures.ThreadPoolExecutor(SCORING_THREADS, thread_name_prefix="scoring")
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
@@ -95,8 +97,23 @@ class Collector:
             EngineError, UserError: A request failed for good. The message names server and prompt, or every server if
                 none became eligible in time. The other requests are cancelled.
             FleetError: Too few servers are left.
+            StopRequested: `give_up_after` has given it up.
         """
-        return self.call(self._collect(prompts, params, tag, min_version))
+        try:
+            return self.call(self._collect(prompts, params, tag, min_version))
+        except concurrent.futures.CancelledError:
+            if not self._given_up:
+                raise
+            raise StopRequested from None
+
+    def unless_stopped(self) -> contextlib.AbstractContextManager[None]:
+        """What is inside, with its `collect`, is left out when it is given up."""
+        return contextlib.suppress(StopRequested)
+
+    def give_up_after(self, seconds: float) -> None:
+        """From any thread: let a `collect` go on for so long, and have every later one raise StopRequested."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._give_up)
+        self._on_fleet_change()  # listeners look again
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the collector's event loop and wait for it. An interrupt cancels it.
@@ -204,6 +221,12 @@ class Collector:
         return await self._loop.run_in_executor(self._scoring, self._score, group)
 
     async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:
+        if self._given_up:
+            raise StopRequested
+        task = asyncio.current_task()
+        assert task is not None
+        self._collecting.add(task)
+        task.add_done_callback(self._collecting.discard)
         if not prompts:
             return []
         await self.router.until_served(AnyFrom(min_version))
@@ -246,6 +269,11 @@ class Collector:
                 f"prompt {prompt.index} took longer than [rollout] group_timeout_seconds = {self.group_timeout_s:g} "
                 f"({self.fleet.describe()})"
             ) from error
+
+    def _give_up(self) -> None:
+        self._given_up = True
+        for task in self._collecting:
+            task.cancel()
 
     def _on_fleet_change(self) -> None:
         """The fleet's listener, on any thread."""

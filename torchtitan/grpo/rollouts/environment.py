@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
 
@@ -41,6 +42,7 @@ class RolloutClient:
         n: int = 1,
         max_tokens: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
+        stop: tuple[str, ...] = (),
         seed: int | None = None,
     ) -> list[Completion]:
         """Continue `token_ids` `n` times. Several calls may run at once (`asyncio.gather`).
@@ -48,7 +50,7 @@ class RolloutClient:
         Args:
             max_tokens: Longest completion. The group's `max_tokens`, less the tokens beyond the prompt, bounds it too.
                 If nothing is left, the completions are empty and their finish_reason is "length".
-            stop_token_ids: Tokens that end this turn, besides those that end an answer.
+            stop_token_ids, stop: Tokens and texts that end this turn, besides those that end an answer.
             seed: None derives one from the group's seed and the number of this call.
         """
         call, self._calls = self._calls, self._calls + 1
@@ -58,9 +60,13 @@ class RolloutClient:
             return [Completion([], [], "length", []) for _ in range(n)]
         if seed is None and self.params.seed is not None:
             seed = self.params.seed + call * self.params.n  # servers add the sample's number
-        stop = (*self.params.stop_token_ids, *stop_token_ids)
-        params = replace(self.params, n=n, max_tokens=left, stop_token_ids=stop, seed=seed)
-        return await self._ask(token_ids, params, f"-turn{call}" if call else "")
+        tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), (*self.params.stop, *stop)
+        params = replace(self.params, n=n, max_tokens=left, stop_token_ids=tokens, stop=texts, seed=seed)
+        completions = await self._ask(token_ids, params, f"-turn{call}" if call else "")
+        return [cut_at_stop(completion, texts, self._decode) for completion in completions] if texts else completions
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 Environment = Callable[[RolloutClient, Prompt], Awaitable[list[Sample]]]

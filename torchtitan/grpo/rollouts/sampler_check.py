@@ -8,23 +8,28 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.errors import UserError
+from torchtitan.tools.logging import logger
 
 TOKENS_MIN = 256
 """Fewer tokens of a server are not judged, except before the first optimizer step. They add up over steps."""
 
 Sums = dict[tuple[str, int], tuple[float, float]]
 """By server and age: tokens, and their summed |trainer - sampler| log-probability."""
+_Waiting = dict[tuple[str, int], tuple[float, float, float]]
+"""The same, and third what the sum would be at the other servers' means of the same steps."""
 
 
 class SamplerCheck:
     """Compares each server's mean |trainer - sampler| log-probability with `[rollout] max_logprob_mismatch`.
 
-    The trained version's tokens (age 0) should not differ at all. Older ones differ by what the policy has moved, which
-    is the same for all servers: there the mean may be over the limit by as much as the best server's at that age.
+    The trained version's tokens (age 0) should not differ at all. Older ones differ by what the policy has moved since,
+    which the other servers' tokens of the same step and age tell. But a policy that moves fast moves further on some
+    prompts than on others. So a server is over the limit if it differs by more than the limit plus twice that.
 
     Before the first optimizer step with tokens of age 0, the run ends if every server is over the limit. After each
-    step, a server that is over it leaves traffic, and weight sync connects and feeds it again. The run ends if too few
-    servers would be left. Sums that are not finite are the trainer's own fault and judge no server.
+    step, a server that is over it leaves traffic, and weight sync connects and feeds it again. If too few servers would
+    be left, tokens of age 0 end the run; older ones are no proof, and only cause a warning. Sums that are not finite
+    are the trainer's own fault and judge no server.
 
     Every rank makes the same calls. `servers` are those of the batch, see the method of this name.
 
@@ -44,7 +49,7 @@ class SamplerCheck:
         kept = ahead.in_flight_weight_updates and not ahead.recompute_kv_cache_after_weight_updates
         self._mixes = ahead.enabled and kept
         self._fleet = fleet
-        self._waiting: Sums = {}
+        self._waiting: _Waiting = {}
         self._left: dict[str, int] = {}  # server -> steps that may still train on answers from before it left
 
     def servers(self, groups: Iterable[Group], version: int) -> dict[str, bool]:
@@ -86,28 +91,39 @@ class SamplerCheck:
         Raises:
             UserError: Too few servers would be left. Rank 0 alone knows.
         """
-        for key, (tokens, total) in _by_server(servers, sums).items():
-            if key[0] not in self._left and math.isfinite(total):
-                before = self._waiting.get(key, (0.0, 0.0))
-                self._waiting[key] = before[0] + tokens, before[1] + total
+        step = {
+            key: sums
+            for key, sums in _by_server(servers, sums).items()
+            if key[0] not in self._left and sums[0] and math.isfinite(sums[1])
+        }
+        for key, (tokens, total) in step.items():
+            moved = _moved(key, step)
+            if moved is not None:
+                before = self._waiting.get(key, (0.0, 0.0, 0.0))
+                self._waiting[key] = before[0] + tokens, before[1] + total, before[2] + tokens * moved
         self._left = {server: steps - 1 for server, steps in self._left.items() if steps > 1}
-        enough = _means({key: sums for key, sums in self._waiting.items() if sums[0] >= TOKENS_MIN})
+        enough = {key: sums for key, sums in self._waiting.items() if sums[0] >= TOKENS_MIN}
         self._waiting = {key: sums for key, sums in self._waiting.items() if key not in enough}
-        best: dict[int, float] = {0: 0.0}
-        for (_, age), mean in enough.items():
-            best[age] = min(best.get(age, mean), mean)
-        over = {server: mean for (server, age), mean in enough.items() if mean - best[age] > self._limit}
+        over = {
+            key: total / tokens
+            for key, (tokens, total, moved) in enough.items()
+            if total / tokens > self._limit + 2 * moved / tokens
+        }
         if over and self._fleet is not None:
             self._withdraw(over, self._fleet)
-        self._left |= dict.fromkeys(over, self._max_age + 1)
+        self._left |= {server: self._max_age + 1 for server, _ in over}
 
-    def _withdraw(self, over: Mapping[str, float], fleet: Fleet) -> None:
-        left = [server for server in fleet.servers if not server.lost and server.url not in over]
+    def _withdraw(self, over: Mapping[tuple[str, int], float], fleet: Fleet) -> None:
+        worst = {server: max(over[key] for key in over if key[0] == server) for server, _ in over}
+        left = [server for server in fleet.servers if not server.lost and server.url not in worst]
         if len(left) < max(1, fleet.min_servers):
-            raise self._error(over)
+            if any(age == 0 for _, age in over):
+                raise self._error(worst)
+            logger.warning("%s. Too few other servers are left to do without", self._error(worst))
+            return
         for server in fleet.servers:
-            if server.url in over:
-                fleet.distrust(server, str(self._error({server.url: over[server.url]})))
+            if server.url in worst:
+                fleet.distrust(server, str(self._error({server.url: worst[server.url]})))
 
     def _is_whole(self, sample: Sample) -> bool:
         return not self._mixes or len(set(sample.sampled_versions)) <= 1
@@ -127,6 +143,15 @@ def _by_server(servers: Sequence[str], sums: Mapping[str, Any]) -> Sums:
     ages = range(len(sums["server_tokens"]) // len(servers))
     keys = [(server, age) for server in servers for age in ages]
     return dict(zip(keys, zip(sums["server_tokens"], sums["server_mismatch_abs_sum"], strict=True), strict=True))
+
+
+def _moved(key: tuple[str, int], step: Sums) -> float | None:
+    """By how much the policy has moved since a server's tokens of this age, as the other servers' say; None without."""
+    server, age = key
+    if age == 0:
+        return 0.0
+    others = [sums for (other, its_age), sums in step.items() if its_age == age and other != server]
+    return sum(total for _, total in others) / sum(tokens for tokens, _ in others) if others else None
 
 
 def _means(sums: Sums) -> dict[tuple[str, int], float]:

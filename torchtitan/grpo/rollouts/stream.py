@@ -10,15 +10,20 @@ from statistics import fmean
 from typing import Any
 
 from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
-from torchtitan.grpo.data.prompts import PromptSource
+from torchtitan.grpo.data.load import Prompts
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
+from torchtitan.grpo.stopping import StopRequested
 from torchtitan.tools.logging import logger
+
+VALIDATION_S = 10.0
+"""How long a run that is asked to stop goes on with a validation."""
 
 
 class BufferedStart(AnyFrom):
@@ -53,18 +58,20 @@ class RolloutStream:
         steps: `[training] steps`. No group is requested for a later step.
         params: How each prompt is answered; its seed is the run's.
         has_signal: Whether a group teaches anything. If not, it is replaced if `grpo` says so.
+        max_failed_fraction: Largest share of a step's answers without a reward. Replaced groups count too.
     """
 
     def __init__(
         self,
         collector: Collector,
-        prompts: PromptSource,
+        prompts: Prompts,
         params: SamplingParams,
         grpo: Grpo,
         ahead: AsyncGrpo,
         rollout: Rollout,
         steps: int,
         has_signal: Callable[[Group], bool],
+        max_failed_fraction: float,
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Groups since the start of the run: asked, finished, replaced, late, timed_out."""
@@ -77,6 +84,7 @@ class RolloutStream:
         self._replaced_max = round((grpo.replace_limit - 1) * grpo.prompts_per_step)
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
         self._has_signal = has_signal
+        self._max_failed_fraction = max_failed_fraction
         per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
         max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         self._buffer = StalenessBuffer(
@@ -94,9 +102,12 @@ class RolloutStream:
         self._scores_s = 0.0
         self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers
         self._wanted = 0
-        self._replaced_this_step = self._timed_out_this_step = 0
+        self._replaced: list[Group] = []  # in this step
+        self._timed_out_this_step = 0
         self._tasks: dict[Entry, asyncio.Task] = {}
         self._failure: BaseException | None = None
+        self._stopping = self._promised = False
+        self._before_take: dict[str, Any] | None = None
         self._changed = asyncio.Event()
         collector.add_listener(self._fill)
 
@@ -108,10 +119,19 @@ class RolloutStream:
         The time limits of groups, and of requests that find no server, bound the wait.
 
         Raises:
-            EngineError, UserError: A request failed for good, no server was eligible, or every group took too long.
+            EngineError, UserError: A request failed for good, no server was eligible, or every group took too long. Or
+                reward functions failed on too many answers.
             FleetError: Too few servers are left.
+            StopRequested: `stop` was called.
         """
-        return self._collector.call(self._take(version))
+        groups, replaced = self._collector.call(self._take(version))
+        check_failures(groups + replaced, self._max_failed_fraction)
+        return groups
+
+    def stop(self) -> None:
+        """From any thread: no step takes groups from now on. A validation under way has VALIDATION_S to finish."""
+        self._stopping = True
+        self._collector.give_up_after(VALIDATION_S)
 
     def take_scoring_seconds(self) -> float:
         """Seconds in which `take` waited for scores only, since the last call."""
@@ -123,10 +143,12 @@ class RolloutStream:
         return self._collector.call(read())
 
     def is_ready(self) -> bool:
-        """Whether `take` would return the next step's groups at once."""
+        """Whether `take` returns the next step's groups at once. Then it does so even after a `stop`."""
 
         async def read() -> bool:
-            return self._failure is None and self._buffer.ready() is not None
+            healthy = self._failure is None and not self._stopping
+            self._promised = healthy and self._buffer.ready() is not None
+            return self._promised
 
         return self._collector.call(read())
 
@@ -139,24 +161,28 @@ class RolloutStream:
             begun = sum(entry.begun is not None for entry in entries)
             names = ("asked", "finished", "replaced", "late", "timed_out")
             counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
-            return counts | {
-                "rollout/retried": self._collector.router.retried,
-                "rollout/groups_ready": complete,
-                "rollout/groups_in_flight": begun - complete,
-                "rollout/groups_queued": len(entries) - begun,
-            }
+            return (
+                counts
+                | self._prompts.epochs()
+                | {
+                    "rollout/retried": self._collector.router.retried,
+                    "rollout/groups_ready": complete,
+                    "rollout/groups_in_flight": begun - complete,
+                    "rollout/groups_queued": len(entries) - begun,
+                }
+            )
 
         return self._collector.call(read())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues from, as JSON values: the place in the data, and the groups not trained on."""
+        """What a resumed run continues from, as JSON values: the place in the data, and the groups not trained on.
+
+        After a `take` that was stopped, in sync mode, it is the state from before: the resumed run requests all groups
+        of the step together, as a run that was not stopped does. Their log-probabilities then agree to the last bit.
+        """
 
         async def read() -> dict[str, Any]:
-            return {
-                "prompts": self._prompts.state_dict(),
-                "buffer": self._buffer.state_dict(),
-                "counts": dict(self.counts),
-            }
+            return self._before_take or self._state()
 
         return self._collector.call(read())
 
@@ -172,14 +198,23 @@ class RolloutStream:
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
-    async def _take(self, version: int) -> list[Group]:
+    def _state(self) -> dict[str, Any]:
+        return {
+            "prompts": self._prompts.state_dict(),
+            "buffer": self._buffer.state_dict(),
+            "counts": dict(self.counts),
+        }
+
+    async def _take(self, version: int) -> tuple[list[Group], list[Group]]:
+        """The step's groups, and those that others replaced since the step before."""
         if version != self._buffer.version:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
         clock = asyncio.get_running_loop().time
         asked_at = clock()
+        self._before_take = None if self._ahead else self._state()
         self._wanted = version + 1
         self._fill()
-        while self._failure is None and self._buffer.ready() is None:
+        while self._failure is None and self._buffer.ready() is None and not self._stopping:
             began, only_scores = clock(), self._buffer.ready(but_for_scores=True) is not None
             if self._tasks:
                 self._changed.clear()
@@ -187,9 +222,12 @@ class RolloutStream:
             else:
                 await self._wait_for_server()
             self._scores_s += clock() - began if only_scores else 0.0
+        if self._stopping and not self._promised:
+            raise StopRequested
         if self._failure is not None:
             raise self._failure
         taken, late = self._buffer.take()
+        self._before_take, self._promised = None, False
         if not self._ahead:  # groups that still wait for a place are requested again when a step wants them
             for entry in [entry for entry in self._tasks if entry.begun is None]:
                 self._tasks.pop(entry).cancel()
@@ -197,7 +235,8 @@ class RolloutStream:
             self.counts["late"] += 1
             if entry in self._tasks:
                 self._tasks.pop(entry).cancel()
-        self._replaced_this_step = self._timed_out_this_step = 0
+        replaced, self._replaced = self._replaced, []
+        self._timed_out_this_step = 0
         now = clock()
         if self._pace is not None and self._taken_at is not None:
             spare = sum(entry.group is not None for entry in self._buffer.entries.values())
@@ -208,7 +247,7 @@ class RolloutStream:
         for entry in taken:
             assert entry.group is not None  # the buffer gives complete groups only
             groups.append(entry.group)
-        return groups
+        return groups, replaced
 
     async def _wait_for_server(self) -> None:
         """Wait, bounded, while nothing is under way and no group can be requested.
@@ -218,7 +257,7 @@ class RolloutStream:
         fleet = self._collector.fleet
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                while not self._tasks and self._failure is None:
+                while not (self._tasks or self._failure or self._stopping):
                     fleet.check()
                     self._changed.clear()
                     await self._changed.wait()
@@ -231,7 +270,7 @@ class RolloutStream:
     def _fill(self) -> None:
         """Request as many groups as allowed now."""
         self._changed.set()
-        if self._wanted == 0 or self._failure is not None:
+        if self._wanted == 0 or self._failure is not None or self._stopping:
             return
         versions = [server.version for server in self._collector.fleet.eligible(0)]
         if not versions:
@@ -295,9 +334,11 @@ class RolloutStream:
 
     def _finish(self, entry: Entry, group: Group) -> None:
         self.counts["finished"] += 1
-        self._prompts.record(entry.prompt.index, fmean(sample.reward for sample in group))
-        if self._replace and self._replaced_this_step < self._replaced_max and not self._has_signal(group):
-            self._replaced_this_step += 1
+        rewards = [sample.reward for sample in group if sample.reward is not None]
+        if rewards:
+            self._prompts.record(entry.prompt.index, fmean(rewards))
+        if self._replace and len(self._replaced) < self._replaced_max and not self._has_signal(group):
+            self._replaced.append(group)
             self.counts["replaced"] += 1
             self._buffer.drop(entry)
         else:

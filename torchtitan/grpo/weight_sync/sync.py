@@ -114,6 +114,7 @@ class WeightSync:
         self._thread: Leader | Follower | None = None
         self._board: Board | None = None
         self._newest = -1
+        self._waits = True
 
     # -------------------------------------------------------------------------------------------- the trainer's
 
@@ -172,6 +173,10 @@ class WeightSync:
             self._board.notify()
         if wait:
             self._wait_for_push(version)
+
+    def stop_waiting(self) -> None:
+        """From any thread, in a run that stops: `publish` returns on rank 0 without the servers' word."""
+        self._waits = False
 
     def order_writes_after(self) -> None:
         """Call before the weights change: orders the calling thread's CUDA stream after the snapshot (I2). The host
@@ -253,7 +258,7 @@ class WeightSync:
     def _wait_for_push(self, version: int) -> None:
         thread = self._thread
         if self._board is not None:
-            self._wait_until(lambda: thread.settled(version), f"the push of version {version}")
+            self._wait_until(lambda: thread.settled(version) or not self._waits, f"the push of version {version}")
         else:
             self._wait_until(
                 lambda: thread.followed >= version or not thread.is_alive(),

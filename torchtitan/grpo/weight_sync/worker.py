@@ -126,7 +126,6 @@ class ServerWorker(threading.Thread):
             while not self._removed:
                 board.check()
                 if self.server.distrusted:
-                    self._leave_push()
                     self._lose(self.server.reason)
                     self._retry_at += min(_DISTRUST_S * (2 ** (self.server.distrusts - 1) - 1), _DISTRUST_MAX_S)
                 steps[self.mode]()
@@ -312,6 +311,7 @@ class ServerWorker(threading.Thread):
         """Connect again, after a pause that grows with each failure in a row. Death and refusal are counted apart."""
         if isinstance(reason, LocalError):
             raise reason  # no fault of the server
+        self._leave_push()  # it may have been invited meanwhile
         self.link.close()
         self.mode = Mode.LOST
         if dead is not self._dead:

@@ -102,6 +102,39 @@ def test_greedy_is_transformers_generate(model: PreTrainedModel) -> None:
     assert_logprobs(model, requests)
 
 
+def test_top_p_and_min_p_keep_the_likeliest_tokens_of_their_own_rows() -> None:
+    probabilities = torch.tensor([0.4, 0.1, 0.3, 0.2])
+    logits, temperatures = probabilities.log().expand(3000, 4), torch.ones(3000)
+    keys, positions = torch.arange(3000) * 7919, torch.zeros(3000, dtype=torch.int64)
+    cuts = {row: [(0.65, 0.0), (1.0, 0.45), (0.0, 0.0), (0.75, 0.7)][row % 4] for row in range(1500)}
+    tokens, logprobs, _, _ = sample(logits, temperatures, keys, positions, cuts=cuts)
+    plain, full, _, _ = sample(logits, temperatures, keys, positions)
+    assert torch.equal(tokens[1500:], plain[1500:]) and torch.equal(logprobs[1500:], full[1500:])
+    for number, kept in enumerate([[0, 2], [0, 2, 3], [0], [0, 2]]):
+        own = slice(number, 1500, 4)
+        assert set(tokens[own].tolist()) == set(kept)
+        expected = (probabilities / probabilities[kept].sum())[tokens[own]].log()
+        torch.testing.assert_close(logprobs[own], expected)
+        shares = torch.bincount(tokens[own], minlength=4)[kept] / 375
+        assert (shares - probabilities[kept] / probabilities[kept].sum()).abs().max() < 0.1
+
+
+def test_a_stop_string_ends_its_own_rows(model: PreTrainedModel) -> None:
+    generator = make_generator(model, decode=lambda ids: "".join(chr(32 + token) for token in ids))
+    [prompt] = prompts_of([7])
+    whole = Request("whole", prompt, SamplingParams(2, 1.0, 30, seed=3))
+    generator.add([whole])
+    finish(generator)
+    text = generator.decode(whole.rows[0].token_ids)
+    stopped = Request("stopped", prompt, SamplingParams(2, 1.0, 30, seed=3, stop=(text[10:13], "not in it")))
+    beside = Request("beside", prompt, SamplingParams(2, 1.0, 30, seed=3))
+    generator.add([stopped, beside])
+    finish(generator)
+    assert stopped.rows[0].token_ids == whole.rows[0].token_ids[: text.index(text[10:13]) + 3]
+    assert (stopped.rows[0].finish_reason, whole.rows[0].finish_reason) == ("stop", "length")
+    assert answers([beside]) == answers([whole])
+
+
 def test_answers_do_not_depend_on_the_batch(model: PreTrainedModel) -> None:
     def make() -> list[Request]:
         lengths = [5, 23, 2, 14, 9, 31]

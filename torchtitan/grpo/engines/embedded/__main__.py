@@ -13,9 +13,10 @@ import torch
 from aiohttp import web
 
 from torchtitan.grpo.engines.embedded.generator import Generator
-from torchtitan.grpo.engines.embedded.model import end_token_ids, load_model
+from torchtitan.grpo.engines.embedded.model import end_token_ids, load_decode, load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp, cache_budget_bytes
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.log_lines import init_log_lines
 
 logger = logging.getLogger("torchtitan.grpo.engines.embedded")
 
@@ -72,6 +73,7 @@ def build_app(arguments: argparse.Namespace) -> EmbeddedApp:
         max_model_len=limit,
         end_token_ids=end_token_ids(arguments.model),
         cache_bytes=cache_budget_bytes(device),
+        decode=load_decode(arguments.model),
     )
     api_key = os.environ[arguments.api_key_env] if arguments.api_key_env else None
     return EmbeddedApp(generator, str(arguments.model), api_key)
@@ -107,7 +109,7 @@ async def serve(app: EmbeddedApp, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    init_log_lines()
     arguments = parse_arguments()
     try:
         app = build_app(arguments)

@@ -13,6 +13,7 @@ from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.embedded.kv_cache import RowCache
 from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.engines.stop_strings import Decode, ends_in_stop
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward pass."""
@@ -88,6 +89,7 @@ class Generator:
         max_model_len: Most tokens of prompt and answer together.
         end_token_ids: Tokens that end an answer unless its request sets `ignore_eos`.
         cache_bytes: Most memory for keys and values. A row is admitted if its longest possible answer fits.
+        decode: Token ids -> text. None: no request may have stop strings.
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class Generator:
         max_model_len: int,
         end_token_ids: tuple[int, ...] = (),
         cache_bytes: int = 4 << 30,
+        decode: Decode | None = None,
     ) -> None:
         self.model = model.eval()
         self.max_sequences = max_sequences
         self.max_model_len = max_model_len
         self.end_token_ids = frozenset(end_token_ids)
+        self.decode = decode
         self.version = "default"
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -262,7 +266,9 @@ class Generator:
         noise = torch.tensor([(row.key, len(row.token_ids)) for row in rows]).to(logits.device)
         temperatures = torch.tensor([row.request.params.temperature for row in rows]).to(logits.device)
         top = max(row.request.top_logprobs for row in rows)
-        tokens, logprobs, top_ids, top_values = sample(logits, temperatures, noise[:, 0], noise[:, 1], top)
+        shapes = [(row.request.params.top_p, row.request.params.min_p) for row in rows]
+        cuts = {i: shape for i, shape in enumerate(shapes) if shape != (1.0, 0.0)}
+        tokens, logprobs, top_ids, top_values = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
         best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True)) if top else []
         finished: list[Request] = []
         ended = False
@@ -277,7 +283,7 @@ class Generator:
             if row.request.top_logprobs:
                 others = [pair for pair in zip(*best[i], strict=True) if pair[0] != token]
                 row.top_logprobs.append([(token, logprob), *others][: row.request.top_logprobs])
-            if token in params.stop_token_ids or (token in self.end_token_ids and not params.ignore_eos):
+            if self._stops(row, token):
                 finished += self._finish(row, "stop")
                 ended = True
             elif len(row.token_ids) >= params.max_tokens:
@@ -286,6 +292,13 @@ class Generator:
         if ended:
             self._keep([row.finish_reason is None for row in self._running])
         return finished
+
+    def _stops(self, row: AnswerRow, token: int) -> bool:
+        """Whether the row's newest token ends its answer."""
+        params = row.request.params
+        if token in params.stop_token_ids or (token in self.end_token_ids and not params.ignore_eos):
+            return True
+        return self.decode is not None and bool(params.stop) and ends_in_stop(row.token_ids, params.stop, self.decode)
 
     def _finish(self, row: AnswerRow, reason: FinishReason) -> list[Request]:
         row.finish_reason = reason

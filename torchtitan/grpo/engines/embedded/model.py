@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from torchtitan.grpo.engines.stop_strings import Decode
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import MODEL_TYPES
 
@@ -46,6 +48,12 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
+
+
+def load_decode(folder: Path) -> Decode | None:
+    """Token ids -> text without special tokens, by the folder's tokenizer.json; None if there is none."""
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)).decode if path.exists() else None
 
 
 class ModelUpdate:

@@ -18,6 +18,7 @@ from torchtitan.grpo.engines.embedded.model import ModelUpdate
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
+from torchtitan.grpo.model_identity import KEY, identity
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,7 @@ ANSWERS_MAX = 1 << 16
 INT64 = range(-(1 << 63), 1 << 63)
 
 NEUTRAL = {
-    "top_p": (1, 1.0),
     "top_k": (0, -1),
-    "min_p": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
@@ -161,6 +160,11 @@ class EmbeddedApp:
         stop_token_ids = sampling.pop("stop_token_ids", [])
         if not isinstance(stop_token_ids, list) or not all(type(t) is int for t in stop_token_ids):
             raise BadRequest("stop_token_ids must be a list of integers")
+        stop = sampling.pop("stop", [])
+        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+            raise BadRequest("stop must be a list of texts, none of them empty")
+        if stop and self.generator.decode is None:
+            raise BadRequest("stop needs a tokenizer, and the model's folder has no tokenizer.json")
         room = max(1, self.generator.max_model_len - len(token_ids))
         params = SamplingParams(
             n=_whole(sampling, "n", 1, 1, ANSWERS_MAX),
@@ -169,6 +173,9 @@ class EmbeddedApp:
             stop_token_ids=tuple(stop_token_ids),
             seed=_whole(sampling, "seed", None, INT64.start, INT64.stop - 1),
             ignore_eos=bool(sampling.pop("ignore_eos", False)),
+            stop=tuple(stop),
+            top_p=_share(sampling, "top_p", 1.0),
+            min_p=_share(sampling, "min_p", 0.0),
         )
         flat_logprobs = bool(sampling.pop("flat_logprobs", False))
         top_logprobs = _whole(sampling, "logprobs", 0, 0, min(TOP_LOGPROBS_MAX, vocab_size))
@@ -315,7 +322,9 @@ class EmbeddedApp:
             "id": self.model_name,
             "object": "model",
             "owned_by": "torchtitan-grpo",
+            "root": self.model_name,
             "max_model_len": self.generator.max_model_len,
+            KEY: identity(self.model_name, self.generator.model.config).config,
         }
         return web.json_response({"object": "list", "data": [model]})
 
@@ -397,6 +406,14 @@ def _temperature(sampling: dict) -> float:
             f"sampling parameter 'temperature' must be 0, or a number from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}, "
             f"not {_short(value)}"
         )
+    return float(value)
+
+
+def _share(sampling: dict, name: str, default: float) -> float:
+    """Take a number from 0 to 1 out of the sampling parameters."""
+    value = sampling.pop(name, default)
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise BadRequest(f"sampling parameter {name!r} must be a number from 0 to 1, not {_short(value)}")
     return float(value)
 
 

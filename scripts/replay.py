@@ -1,0 +1,141 @@
+"""Train on the recorded answers of a run, without servers: to debug a loss, or to time a step on real data.
+
+    python scripts/replay.py outputs/quickstart --job.config_file train_configs/quickstart.toml
+
+The loop, the losses and the flags are those of grpo_train.py. docs/replay.md says what a replay repeats and what not.
+"""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import grpo_train
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.job_config import Data, Reward
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.reporting.watchdog import Watchdog
+from torchtitan.grpo.rollouts.replay import Replay
+from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
+from torchtitan.grpo.stopping import run_and_exit
+from torchtitan.tools.logging import logger
+
+
+class NoServers:
+    """In place of fleet, collector and weight sync: there is nobody to ask, to measure or to send weights to."""
+
+    servers = ()
+
+    def publish(self, version: int, wait: bool = False) -> None: ...
+
+    def order_writes_after(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def finished(self) -> list[Any]:
+        return []
+
+    def idle(self) -> bool:
+        return True
+
+    def take_busy_seconds(self) -> dict[str, float]:
+        return {}
+
+
+class ReplayTrainer(grpo_train.Trainer):
+    """A trainer whose answers come from a record. It neither validates nor saves.
+
+    Args:
+        run: The folder of the recorded run.
+        out: Where metrics and samples go. None: the folder `replay` in the run's, in place of an earlier replay's.
+        after: The run's checkpoint to start from, with its optimizer's state. 0: `[model] weights`, as a new run.
+    """
+
+    def __init__(self, run: Path, out: Path | None, after: int, config: JobConfig) -> None:
+        self.replay = Replay(run, after)
+        if config.training.steps <= after:
+            raise UserError(
+                f"[training] steps = {config.training.steps} ends before the first step after --after {after}"
+            )
+        config.job.dump_folder = str(out or run / "replay")
+        checkpoint = config.checkpoint
+        checkpoint.enable = after > 0
+        checkpoint.resume = True if after else "auto" if out is None else False
+        checkpoint.load_step = after or -1
+        if after:  # else the run's checkpoints are nothing to it
+            checkpoint.folder = str((run / checkpoint.folder).absolute())
+        # What is not needed is not loaded: the record may be on another machine than the data and the reward.
+        config.rollout.environment = ""
+        config.rollout.record_gib = 0.0
+        config.reward = Reward(workers=1)
+        if after or not config.sft.steps:  # else the warm start reads the data, less the held-out rows
+            config.data, config.validation.enable = Data(chat_template=False, size=1), False
+        super().__init__(config)
+
+    def _start_servers(self) -> None:
+        """None. The run ends with the record, on every rank at the same step, and its schedule stays as it is."""
+        config = self.config
+        if self.is_rank0:
+            self.replay.fit(config, self.source.model_args.vocab_size)
+        config.lr_scheduler.total_steps = config.lr_scheduler.total_steps or config.training.steps
+        last = self.broadcast.json(self.replay.last_step)
+        config.training.steps = min(config.training.steps, last)
+
+    def _connect_servers(self) -> None:
+        self.fleet = self.collector = self.weight_sync = NoServers()
+        self.rollouts = self.replay
+        self.sampler_check = SamplerCheck(self.config, None)
+        self.sampler_check.is_due = False  # a replay may well begin with other weights than those that sampled
+        self.metrics.show_stage(self.ledger.now)
+        self.resources.enter_context(Watchdog(self.config.debug, self.progress, [self.broadcast.describe]))
+        if self.is_rank0:
+            logger.info(f"{self.replay.describe()}; metrics go to {self.config.job.dump_folder}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.config.checkpoint.enable = False  # the run's checkpoints are read, and never written
+
+    def _validates(self) -> bool:
+        return False
+
+    def train(self) -> None:
+        super().train()
+        if self.is_rank0:
+            print(timing(Path(self.config.job.dump_folder) / "metrics.jsonl", self.replay.after))
+
+
+def timing(metrics: Path, after: int) -> str:
+    """Seconds of each step after `after` by stage, and their medians, as a table."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if line.get("step", 0) > after]
+    names = [name for name in ("time/step_s", "time/pack_s", "time/logprobs_s", "time/train_s") if name in steps[-1]]
+    columns = ["train/answer_tokens", *names]
+    rows = [[f"{line['step']}", *(f"{line.get(name, 0.0):.4g}" for name in columns)] for line in steps]
+    rows += [["median", *(f"{median(line.get(name, 0.0) for line in steps):.4g}" for name in columns)]]
+    titles = ["step", "trained tokens", *(name.removeprefix("time/").replace("_s", " s") for name in names)]
+    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [titles, *rows]
+    )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, help="folder of the recorded run ([job] dump_folder)")
+    parser.add_argument("--after", type=int, default=0, metavar="STEP", help="start from this checkpoint of the run")
+    parser.add_argument(
+        "--out", type=Path, help="folder for metrics and samples (default: replay, in the run's folder)"
+    )
+    args, flags = parser.parse_known_args(argv)
+    return grpo_train.main(flags, partial(ReplayTrainer, args.run, args.out, args.after))
+
+
+if __name__ == "__main__":
+    run_and_exit(lambda: main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""Whether a run may begin in a folder that another has used."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.checkpoint.folder_lock import only_run_in
+from torchtitan.grpo.checkpoint.marker import Marker
+from torchtitan.grpo.checkpoint.run_folder import check_folder, own_folder
+from torchtitan.grpo.config.job_config import Checkpoint
+from torchtitan.grpo.errors import UserError
+
+STEP = '{"step": 1, "reward/mean": 0.5}\n'
+
+
+def a_checkpoint(dump: Path, step: int) -> None:
+    folder = dump / "checkpoint" / f"step-{step}"
+    folder.mkdir(parents=True)
+    Marker(step, 1, 1.0, ["model"], {}).write(folder)
+
+
+def test_a_folder_with_a_run_is_for_resuming_it(tmp_path):
+    dump = tmp_path / "run"
+    a_checkpoint(dump, 2)
+    a_checkpoint(dump, 1)
+    (dump / "metrics.jsonl").write_text(STEP)
+    (tmp_path / "run-2").mkdir()
+    said = rf"{dump} already holds a run with checkpoints of steps \[1, 2\]: continue it by --checkpoint.resume .* "
+    with pytest.raises(UserError, match=said + rf"--job.dump_folder {dump}-3"):
+        check_folder(Checkpoint(), dump)
+    with pytest.raises(UserError, match="already holds a run"):
+        check_folder(Checkpoint(enable=False), dump)
+    check_folder(Checkpoint(resume=True), dump)
+    check_folder(Checkpoint(resume="auto"), dump)
+    assert (dump / "metrics.jsonl").read_text() == STEP
+    with pytest.raises(UserError, match=r"load_step = 5: .* \[1, 2\]|load_step = 5: .* \[2, 1\]"):
+        check_folder(Checkpoint(resume=True, load_step=5), dump)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("metrics.jsonl", STEP), ("samples.jsonl", STEP), ("metrics.jsonl", "[]\n")]
+)
+def test_a_run_without_a_checkpoint_can_only_begin_again_by_auto(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match="holds a run, without a checkpoint: begin a new one elsewhere"):
+        check_folder(Checkpoint(), tmp_path)
+    with pytest.raises(UserError, match=r'holds no checkpoint.*resume = "auto"'):
+        check_folder(Checkpoint(resume=True), tmp_path)
+    check_folder(Checkpoint(resume="auto"), tmp_path)
+    assert (tmp_path / name).read_text() == text
+
+
+@pytest.mark.parametrize(
+    "left", ["", '{"sft/step": 20}\n{"step": 0, "validation/greedy_reward": 0}\n', '{"step": 1, "to']
+)
+def test_what_a_run_left_that_trained_no_step_does_not_count(tmp_path, left):
+    (tmp_path / "metrics.jsonl").write_text(left)
+    check_folder(Checkpoint(), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_only_a_run_that_resumes_waits_for_another(tmp_path):
+    began = time.monotonic()
+    with (
+        only_run_in(tmp_path),
+        pytest.raises(UserError, match=rf"another run uses {tmp_path} \(host .*\): stop it"),
+        own_folder(Checkpoint(), tmp_path),
+    ):
+        pass
+    assert time.monotonic() - began < 5
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for dump in (tmp_path / "file", Path("/proc/sys")):  # the second refuses even root
+        with pytest.raises(UserError, match=r"cannot be written to .*\[job\] dump_folder or \[checkpoint\] folder"):
+            check_folder(Checkpoint(), dump)

@@ -1,0 +1,596 @@
+"""Wrong and unusual inputs, as users make them: each ends with a clear error and exit status 2, before a step is made.
+
+A row has what is wrong: flags on top of a small run, and perhaps a function that spoils its folder. It also has words
+that the message must hold: the key, file or server, and what to change. `grpo_train.main` runs in this process. Most
+rows end before there is a process group. Those in SERVERS end while the servers are looked at.
+
+test_config.py has every type, range and contradiction of keys.
+"""
+
+import contextlib
+import http.server
+import json
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import grpo_train
+from tests.helpers import TINY_QWEN3
+from tests.helpers.ranks import free_port
+from tests.helpers.weight_senders import changed
+from torchtitan.grpo.checkpoint import folder_lock
+from torchtitan.grpo.checkpoint.marker import Marker
+
+ROWS = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
+MODEL = {"--model.hf_assets_path": "model"}
+JSONL = {"--data.source": "jsonl", "--data.path": "rows.jsonl"}
+RANDOM = {"--model.weights": "random"}
+SMALL = (
+    MODEL
+    | RANDOM
+    | {
+        "--job.dump_folder": "run",
+        "--training.steps": "1",
+        "--training.seq_len": "64",
+        "--training.mixed_precision_param": "float32",
+        "--data.max_prompt_tokens": "16",
+        "--data.arithmetic_max": "9",
+        "--rollout.max_answer_tokens": "8",
+        "--grpo.prompts_per_step": "2",
+        "--grpo.group_size": "2",
+        "--activation_checkpoint.mode": "none",
+        "--metrics.no-enable_tensorboard": None,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One row of the table.
+
+    Attributes:
+        flags: On top of SMALL. None as a value: the flag alone. None in place of all: only `argv` counts.
+        words: The message holds each of them.
+        spoil: Called in the run's folder before the start.
+        argv: More words of the command line.
+    """
+
+    flags: dict[str, str | None]
+    words: tuple[str, ...]
+    spoil: Callable[[Path], object] = lambda folder: None
+    argv: tuple[str, ...] = ()
+
+
+def wrong(flags: dict[str, str | None], *words: str, spoil: Callable = lambda folder: None) -> Wrong:
+    return Wrong(flags, words, spoil)
+
+
+def flag(name: str, value: str | None, *words: str) -> Wrong:
+    return Wrong({name: value}, words)
+
+
+def unlink(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    return spoil
+
+
+def edit(name: str, **entries: object) -> Callable[[Path], None]:
+    """Set entries of a JSON file; None removes one."""
+
+    def spoil(folder: Path) -> None:
+        content = json.loads((folder / name).read_text()) | entries
+        (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return spoil
+
+
+def rows(*more: object, keep: int = 12, **columns: object) -> Callable[[Path], None]:
+    """Write rows.jsonl: `keep` good rows with these columns besides, then `more`; text is written as it is."""
+    lines = [json.dumps(row | columns) for row in ROWS[:keep]]
+    lines += [row if isinstance(row, str) else json.dumps(row) for row in more]
+    return write("rows.jsonl", "\n".join(lines) + "\n")
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def other_shape(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.zeros(3)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path)
+
+
+def index_without_files(folder: Path) -> None:
+    (folder / "model" / "model.safetensors").unlink()
+    names = {f"tensor{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def checkpoint_of_another_run(folder: Path) -> None:
+    step = folder / "run" / "checkpoint" / "step-7"
+    step.mkdir(parents=True)
+    Marker(7, 1, 1.0, ["model"], {}).write(step)
+
+
+HF = {"--model.weights": "hf"}
+CONFIG = "model/config.json"
+OWN = {"--reward.functions": "mine:score"}
+
+CONFIGURATION = {
+    "nothing at all": Wrong(
+        {"--model.hf_assets_path": ""}, ("[model] hf_assets_path is missing", "Hugging Face folder")
+    ),
+    "no such file": flag("--job.config_file", "no.toml", "--job.config_file no.toml", "No such file"),
+    "a folder as file": flag("--job.config_file", "model", "--job.config_file model", "Is a directory"),
+    "broken TOML": wrong(
+        {"--job.config_file": "run.toml"}, "run.toml: is not valid TOML", spoil=write("run.toml", "[a")
+    ),
+    "the file without its flag": Wrong({}, ("--job.config_file run.toml?",), argv=("run.toml",)),
+    "key without section": flag("--group_size", "4", "did you mean --grpo.group_size?"),
+    "misspelt key": flag("--grpo.group_sise", "4", "did you mean --grpo.group_size?"),
+    "misspelt section": wrong(
+        {"--job.config_file": "run.toml"},
+        "[rolout]",
+        "did you mean [rollout]?",
+        spoil=write("run.toml", "[rolout]\na = 1"),
+    ),
+    "no value": flag("--grpo.group_size", None, "--grpo.group_size needs a value: int"),
+    "text for a number": flag("--grpo.group_size", "eight", "[grpo] group_size", '"eight" is text, not int'),
+    "out of range": flag("--grpo.group_size", "1", "[grpo] group_size = 1 must be at least 2"),
+    "two at once": wrong(
+        {"--grpo.group_size": "1", "--rollout.temperature": "0"}, "2 problems", "group_size = 1", "temperature = 0"
+    ),
+    "a choice": flag("--rollout.engine", "vlm", 'did you mean "vllm"?'),
+    "learning rate in the wrong section": flag("--grpo.lr", "1e-6", "did you mean --optimizer.lr?"),
+    "TRL: learning_rate": flag("--grpo.learning_rate", "1e-6", "did you mean --optimizer.lr?"),
+    "TRL: num_generations": flag("--grpo.num_generations", "8", "did you mean --grpo.group_size?"),
+    "TRL: max_completion_length": flag("--grpo.max_completion_length", "8", "--rollout.max_answer_tokens?"),
+    "TRL: beta": flag("--grpo.beta", "0.1", "did you mean --grpo.kl_coef?"),
+    "TRL: reward_funcs": flag("--grpo.reward_funcs", "x", "did you mean --reward.functions?"),
+    "TRL: mask_truncated_completions": flag("--grpo.mask_truncated_completions", None, "--grpo.overlong_filter?"),
+    "verl: clip_ratio_high": flag("--grpo.clip_ratio_high", "0.3", "did you mean --grpo.ratio_clip_max?"),
+    "verl: train_batch_size": flag("--data.train_batch_size", "32", "did you mean --grpo.prompts_per_step?"),
+    "verl: tensor_model_parallel_size": flag(
+        "--rollout.tensor_model_parallel_size", "2", "did you mean --parallelism.tensor_parallel_degree?"
+    ),
+    "verl: total_training_steps": flag("--training.total_training_steps", "9", "did you mean --training.steps?"),
+    "torchtitan: dataset": flag("--training.dataset", "c4", "[training] dataset", "prompts come from [data]"),
+    "torchtitan: pipeline": flag("--parallelism.pipeline_parallel_degree", "2", "use FSDP and tensor parallelism"),
+    "answers longer than a row": flag(
+        "--rollout.max_answer_tokens", "100", "[training] seq_len = 64", "16 + 100 = 116"
+    ),
+    "minibatches": flag("--grpo.minibatches", "3", "[grpo] minibatches = 3 does not divide", "set minibatches = 2"),
+    "placement without KL": flag("--grpo.kl_placement", "reward", "[grpo] kl_placement", "kl_coef over 0"),
+    "estimator without KL": flag("--grpo.kl_estimator", "k2", "[grpo] kl_estimator", "kl_coef over 0"),
+    "age without async": flag("--async_grpo.max_trajectory_age_steps", "4", "[async_grpo] enabled = true"),
+    "cadence without async": flag("--weight_sync.cadence", "auto", "needs async_weight_update = true"),
+    "correction twice": flag("--grpo.proximal_logprobs", "sampler", 'set importance_correction = "none"'),
+    "load_step without resume": flag("--checkpoint.load_step", "3", "[checkpoint] load_step = 3", "resume = true"),
+    "optimizer": flag("--optimizer.name", "Muon", "AdamW or Adam"),
+    "negative seed": flag("--debug.seed", "-1", "[debug] seed = -1 must be at least 0"),
+    "seed as text": flag("--debug.seed", "abc", "[debug] seed", '"abc" is text, not int'),
+    "seed too large": flag("--debug.seed", "4294967296", "[debug] seed", "NumPy takes no other"),
+    "compile on a CPU": flag("--compile.enable", None, "[compile] enable", "this machine has none"),
+    "NCCL on a CPU": flag("--weight_sync.transport", "nccl", "[weight_sync] transport", 'use "auto" or "gloo"'),
+    "embedded server on a missing GPU": flag("--rollout.embedded_device", "cuda", "[rollout] embedded_device", "CUDA"),
+    "more ranks than processes": flag("--parallelism.tensor_parallel_degree", "2", "1 process;", "--nproc-per-node"),
+    "key variable not set": flag("--rollout.api_key_env", "NO_SUCH_KEY", "the variable is not set: export it"),
+    "the key itself": flag("--rollout.api_key_env", "sk-1234", "is not a variable's name"),
+    "secret not set": flag("--reward.secrets", "NO_SUCH_SECRET", "[reward] secrets", "export it"),
+    "target of a dry run": flag("--dry_run", "h1000", '--dry_run "h1000"', 'did you mean "h100"?'),
+}
+
+MODELS = {
+    "a hub's name": flag("--model.hf_assets_path", "Qwen/Qwen3-0.6B", "no such folder", "hf download"),
+    "a file": wrong({"--model.hf_assets_path": CONFIG}, "is a file: give the folder"),
+    "an empty folder": wrong({"--model.hf_assets_path": "e"}, "has no config.json", spoil=lambda f: (f / "e").mkdir()),
+    "no config.json": wrong({}, "has no config.json: download", spoil=unlink(CONFIG)),
+    "torn config.json": wrong({}, "config.json is not valid JSON", spoil=write(CONFIG, '{"model_type": ')),
+    "config.json is a list": wrong({}, "must hold a JSON object, not a list", spoil=write(CONFIG, "[]")),
+    "another family": wrong(
+        {}, "GemmaForCausalLM", "Qwen3ForCausalLM", spoil=edit(CONFIG, architectures=["GemmaForCausalLM"])
+    ),
+    "experts": wrong({}, "mixture of experts", spoil=edit(CONFIG, architectures=["Qwen3MoeForCausalLM"])),
+    "sliding window": wrong({}, "sliding_window", spoil=edit(CONFIG, use_sliding_window=True, sliding_window=64)),
+    "longer than the model": wrong({"--training.seq_len": "1024"}, "[training] seq_len = 1024", "maximum of 512"),
+    "no tokenizer.json": wrong({}, "has no tokenizer.json", spoil=unlink("model/tokenizer.json")),
+    "torn tokenizer.json": wrong({}, "tokenizer cannot be loaded", "again", spoil=write("model/tokenizer.json", '{"a')),
+    "torn generation_config.json": wrong(
+        {}, "generation_config.json is not a JSON object", spoil=write("model/generation_config.json", "{")
+    ),
+    "unknown flavour": wrong({"--model.name": "qwen3", "--model.flavor": "0.7B"}, '"0.7B" is not a flavour', "0.6B"),
+    "flavour alone": flag("--model.flavor", "0.6B", "[model] flavor", "needs [model] name"),
+    "no weights": wrong(HF, "neither model.safetensors", 'weights = "random"', spoil=unlink("model/model.safetensors")),
+    "torn weights": wrong(HF, "model.safetensors is truncated", "Download them again", spoil=cut_weights),
+    "weights of another shape": wrong(
+        HF, "1 missing: model.layers.0.mlp.up_proj", "norm.weight [3]", spoil=other_shape
+    ),
+    "an index without files": wrong(
+        HF, "missing: model-00001-of-00002", "00002-of-00002", "index.json", spoil=index_without_files
+    ),
+}
+
+DATA = {
+    "no file": wrong(JSONL | {"--data.path": "no.jsonl"}, "[data] path = 'no.jsonl' is not a file"),
+    "a folder as file": wrong(JSONL | {"--data.path": "model"}, "[data] path = 'model' is not a file"),
+    "empty": wrong(JSONL, "rows.jsonl has no rows", spoil=write("rows.jsonl", "\n\n")),
+    "torn line": wrong(JSONL, "rows.jsonl:13 is not JSON", spoil=rows('{"question": "1+')),
+    "line is no object": wrong(JSONL, "rows.jsonl:13 is a list", spoil=rows([1])),
+    "no such column": wrong(
+        JSONL | {"--data.prompt_column": "prompt"}, "no column 'prompt'", "['question', 'answer']", spoil=rows()
+    ),
+    "question: null": wrong(
+        JSONL,
+        "rows.jsonl:13: column 'question' is null",
+        "leave the row out",
+        spoil=rows({"question": None, "answer": "1"}),
+    ),
+    "question: null, without a template": wrong(
+        JSONL | {"--data.no-chat_template": None},
+        "rows.jsonl:13: column 'question' is null",
+        spoil=rows({"question": None, "answer": "1"}),
+    ),
+    "question is a number": wrong(JSONL, "rows.jsonl:13", "text or a list", spoil=rows({"question": 3, "answer": "1"})),
+    "empty question": wrong(JSONL, "rows.jsonl:13", "what a user asks", spoil=rows({"question": " ", "answer": "1"})),
+    "messages without roles": wrong(
+        JSONL, "rows.jsonl:13", '"role": text', spoil=rows({"question": [{"content": "1"}], "answer": "1"})
+    ),
+    "answer is a list": wrong(
+        JSONL, "rows.jsonl:13", "column 'answer' must be text", spoil=rows({"question": "1", "answer": [1]})
+    ),
+    "no answer column": wrong(JSONL | {"--data.answer_column": "solution"}, "no column 'solution'", spoil=rows()),
+    "answer pattern": wrong(
+        JSONL | {"--data.answer_pattern": "#### (.+)"}, "rows.jsonl:1: [data] answer_pattern", spoil=rows()
+    ),
+    "pattern without group": wrong(JSONL | {"--data.answer_pattern": "#+"}, "put ( ) around", spoil=rows()),
+    "all too long": wrong(JSONL | {"--data.max_prompt_tokens": "1"}, "max_prompt_tokens = 1: raise", spoil=rows()),
+    "one too long": wrong(
+        JSONL | {"--data.overlong_prompts": "error"},
+        "rows.jsonl:13 has 41 tokens",
+        spoil=rows({"question": "1" * 40, "answer": "1"}),
+    ),
+    "nothing left to train on": wrong(
+        JSONL | {"--validation.enable": None, "--validation.prompts": "12"},
+        "12 rows",
+        "lower [validation] prompts",
+        spoil=rows(),
+    ),
+    "held-out rows are the training rows": wrong(
+        JSONL | {"--data.validation_path": "rows.jsonl"}, "name the same rows", spoil=rows()
+    ),
+    "a hub's name": wrong({"--data.source": "hf", "--data.path": "openai/gsm8k"}, "not a folder", "(hf download"),
+    "unknown task": wrong({"--data.source": "reasoning_gym", "--data.tasks": "basic_arithmetc"}, '"basic_arithmetic"?'),
+    "template without {prompt}": flag("--data.prompt_template", "Q:", "[data] prompt_template", "lacks {prompt}"),
+    "system prompt without chat template": wrong(
+        {"--data.no-chat_template": None, "--data.system_prompt": "Be brief."},
+        "[data] system_prompt",
+        "prompt_template",
+    ),
+    "tokenizer without chat template": wrong(
+        {},
+        "has no chat template",
+        "[data] chat_template_file",
+        spoil=edit("model/tokenizer_config.json", chat_template=None),
+    ),
+    "chat template file": flag("--data.chat_template_file", "no.jinja", "[data] chat_template_file", "is no file"),
+    "torn chat template": wrong(
+        {"--data.chat_template_file": "t.jinja"}, "t.jinja refuses", spoil=write("t.jinja", "{% for m in messages %}")
+    ),
+    "chat template that refuses": wrong(
+        {"--data.chat_template_file": "t.jinja"},
+        "t.jinja refuses",
+        "no",
+        spoil=write("t.jinja", "{{ raise_exception('no') }}"),
+    ),
+    "chat template file without chat template": wrong(
+        {"--data.chat_template_file": "t.jinja", "--data.no-chat_template": None},
+        "read with chat_template = true only",
+        spoil=write("t.jinja", ""),
+    ),
+    "curriculum": flag("--data.curriculum", "no_such:ask", "[data] curriculum", "no module 'no_such' in this folder"),
+}
+
+FUNCTIONS = {
+    "misspelt reward": flag("--reward.functions", "exact_mach", 'did you mean "exact_match"?'),
+    "reward of no module": wrong(OWN, "[reward] functions", "no module 'mine' in this folder"),
+    "reward of no function": wrong(
+        OWN, 'has no function "score"', '"scored"?', spoil=write("mine.py", "def scored(): 1")
+    ),
+    "reward is no function": wrong(OWN, 'has no function "score"', spoil=write("mine.py", "score = 3")),
+    "reward with one argument": wrong(
+        OWN, "must take 2 arguments (answer, prompt)", spoil=write("mine.py", "def score(answer): return 0.0")
+    ),
+    "reward with a syntax error": wrong(
+        OWN, "cannot import 'mine'", "SyntaxError", spoil=write("mine.py", "def score(")
+    ),
+    "reward that fails on import": wrong(
+        OWN, "cannot import 'mine': ZeroDivisionError", spoil=write("mine.py", "1 / 0")
+    ),
+    "reward that needs a package": wrong(
+        OWN, "'mine' imports 'no_such_package', which is not", spoil=write("mine.py", "import no_such_package")
+    ),
+    "reward that fails on every answer": wrong(
+        OWN,
+        "[reward] functions",
+        "mine:score",
+        "KeyError",
+        spoil=write("mine.py", "def score(a, p): return p.columns['x']"),
+    ),
+    "reward that returns nothing": wrong(OWN, "mine:score", "None", spoil=write("mine.py", "def score(a, p): pass")),
+    "reward as a path": flag("--reward.functions", "./mine.py:score", 'must be "module:function"'),
+    "no rewards": flag("--reward.functions", "", "[reward] functions is empty"),
+    "weights": flag("--reward.weights", "1,2", "[reward] weights has 2 entries for 1"),
+    "references without a column": wrong(
+        JSONL | {"--data.answer_column": ""}, "[data] answer_column is empty", "exact_match", spoil=rows()
+    ),
+    "environment of no module": flag("--rollout.environment", "no_such:play", "[rollout] environment", "'no_such'"),
+    "environment as a path": flag("--rollout.environment", "play.py", 'must be "module:function"'),
+    "environment with one argument": wrong(
+        {"--rollout.environment": "play:play"},
+        "must take 2 arguments (client, prompt)",
+        spoil=write("play.py", "async def play(client): return []"),
+    ),
+}
+
+VLLM = {"--rollout.engine": "vllm", "--rollout.start_timeout_seconds": "0.3"}
+
+ADDRESSES = {
+    "no address": wrong(VLLM, "[rollout] urls is empty", "http://host:8000"),
+    "no scheme": wrong(VLLM | {"--rollout.urls": "localhost:8000"}, "urls, entry 0", "write http://host:port"),
+    "port": wrong(VLLM | {"--rollout.urls": "http://a:99999"}, "urls, entry 0", "range"),
+    "a password": wrong(VLLM | {"--rollout.urls": "http://u:pw@a:1"}, "urls, entry 0", "api_key_env instead"),
+    "twice": wrong(VLLM | {"--rollout.urls": "http://a:1,http://a:1/"}, "2 times"),
+    "too few": wrong(
+        VLLM | {"--rollout.urls": "http://a:1", "--rollout.min_servers": "2"}, "[rollout] min_servers = 2"
+    ),
+    "list and file": wrong(
+        VLLM | {"--rollout.urls": "http://a:1", "--rollout.urls_file": "urls"},
+        "both set",
+        spoil=write("urls", "http://a:1"),
+    ),
+    "no list": wrong(VLLM | {"--rollout.urls_file": "urls"}, '[rollout] urls_file = "urls" does not exist'),
+}
+
+FOLDERS = {
+    "a file in the run's place": wrong({}, "run cannot be written", "[job] dump_folder", spoil=write("run", "")),
+    "a folder that cannot be made": flag(
+        "--job.dump_folder", "/proc/run", "/proc/run cannot be written", "dump_folder"
+    ),
+    "a file in the checkpoints' place": wrong(
+        {"--checkpoint.enable": None}, "checkpoints cannot be written", "folder", spoil=write("run/checkpoint", "")
+    ),
+    "another run's checkpoints": wrong(
+        {"--checkpoint.enable": None}, "[checkpoint] resume", "[job] dump_folder", spoil=checkpoint_of_another_run
+    ),
+    "no such checkpoint": wrong(
+        {"--checkpoint.enable": None, "--checkpoint.resume": None, "--checkpoint.load_step": "3"},
+        "[checkpoint] load_step = 3",
+        "[7]",
+        spoil=checkpoint_of_another_run,
+    ),
+    "a file in place of the folder for weights": wrong(
+        {"--weight_sync.transport": "disk", "--weight_sync.disk_folder": "weights"},
+        '[weight_sync] disk_folder = "weights"',
+        spoil=write("weights", ""),
+    ),
+}
+
+TABLE = CONFIGURATION | {
+    f"{kind}: {name}": row
+    for kind, table in (
+        ("model", MODELS),
+        ("data", DATA),
+        ("function", FUNCTIONS),
+        ("address", ADDRESSES),
+        ("folder", FOLDERS),
+    )
+    for name, row in table.items()
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model folder: config, tokenizer, weights."""
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    shutil.copytree(TINY_QWEN3, folder)
+    return changed(TINY_QWEN3, 0, folder)
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's working directory, with a model; one process, no GPU."""
+    shutil.copytree(model, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("mine", "play"):  # another row's
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    # These are for a process of its own.
+    monkeypatch.setattr(grpo_train, "init_log_lines", lambda: None)
+    monkeypatch.setattr(grpo_train, "stop_in_time", lambda grace_s: None)
+    monkeypatch.setattr(grpo_train, "end_within", lambda seconds: None)
+    ours = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in ours.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return tmp_path
+
+
+def refused(flags: dict[str, str | None], words: tuple[str, ...], capsys: pytest.CaptureFixture, *argv: str) -> None:
+    """The run ends with status 2 and one error, which holds the words."""
+    given = [part for each in (SMALL | flags).items() for part in each if part is not None]
+    status = grpo_train.main([*given, *argv])
+    said = capsys.readouterr().err
+    errors = said[said.rfind("error: ") :]
+    assert status == 2 and errors.startswith("error: "), said
+    assert not [word for word in words if word not in errors], errors
+    assert "Traceback" not in errors and len(errors) < 3000
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_it_is_refused_with_a_clear_error(name: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    row = TABLE[name]
+    row.spoil(folder)
+    refused(row.flags, row.words, capsys, *row.argv)
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(TABLE) + len(SERVERS) >= 84
+
+
+def test_a_folder_that_another_run_uses(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    with folder_lock.only_run_in(folder / "run"):
+        refused({}, ("another run uses run", "[job] dump_folder"), capsys)
+
+
+# ------------------------------------------------------------------------------------------------- servers
+
+
+class NotAnEngine(http.server.BaseHTTPRequestHandler):
+    """Healthy, and knows no other route; with a `key`, it asks for that first."""
+
+    key = ""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        wanted = f"Bearer {self.key}" if self.key else self.headers.get("Authorization")
+        open_route = self.path == "/health"
+        status = 200 if open_route else 404 if self.headers.get("Authorization") == wanted else 401
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Another(NotAnEngine):
+    """A vLLM server of another model, as far as it is asked: the checks end with its answer."""
+
+    replies: ClassVar = {
+        "/get_world_size": {"world_size": 1},
+        "/v1/models": {
+            "data": [{"id": "m", "root": "/models/big", "max_model_len": 64, "hf_config": {"hidden_size": 2048}}]
+        },
+    }
+
+    def do_GET(self) -> None:
+        body = json.dumps(self.replies.get(self.path.partition("?")[0], {})).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class SmallWindow(Another):
+    replies: ClassVar = Another.replies | {"/v1/models": {"data": [{"id": "m", "root": "model", "max_model_len": 32}]}}
+
+
+class OtherLayers(Another):
+    """An older plug-in's: it does not tell the shape, but its folder is on this machine."""
+
+    replies: ClassVar = Another.replies | {"/v1/models": {"data": [{"id": "m", "root": "served", "max_model_len": 64}]}}
+
+
+def http_server(handler: type[NotAnEngine]) -> Callable[[], contextlib.AbstractContextManager[str]]:
+    @contextlib.contextmanager
+    def serve() -> Iterator[str]:
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+
+    return serve
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[str]:
+    yield f"http://127.0.0.1:{free_port()}"
+
+
+@contextlib.contextmanager
+def not_http() -> Iterator[str]:
+    """Greets as an SSH server does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+class Guarded(NotAnEngine):
+    key = "right"
+
+
+def other_folder(folder: Path) -> None:
+    shutil.copytree(folder / "model", folder / "served")
+    edit("served/config.json", num_hidden_layers=3)(folder)
+
+
+KEY = {"--rollout.api_key_env": "SERVER_KEY"}
+SERVERS = {
+    "nobody listens": (
+        nothing,
+        wrong({}, "not healthy after 0.3 s", "correct [rollout] urls", "start_timeout_seconds"),
+    ),
+    "not HTTP": (not_http, wrong({}, "not healthy after 0.3 s", "ProtocolError", "correct [rollout] urls")),
+    "no vLLM": (http_server(NotAnEngine), wrong({}, "HTTP 404 on /get_world_size", "VLLM_SERVER_DEV_MODE=1")),
+    "no SGLang": (
+        http_server(NotAnEngine),
+        wrong({"--rollout.engine": "sglang"}, "not healthy", "HTTP 404", "[rollout] engine"),
+    ),
+    "a key is missing": (http_server(Guarded), wrong({}, "HTTP 401", "asks for an API key", "[rollout] api_key_env")),
+    "a key is wrong": (http_server(Guarded), wrong(KEY, "HTTP 401", "refuses the API key", "[rollout] api_key_env")),
+    "SGLang: a key is wrong": (
+        http_server(Guarded),
+        wrong(KEY | {"--rollout.engine": "sglang"}, "HTTP 401", "refuses the API key"),
+    ),
+    "another model": (
+        http_server(Another),
+        wrong({}, "serves another model: /models/big (hidden_size 2048)", "model (hidden_size 128)", "[rollout] urls"),
+    ),
+    "another model, by its folder": (
+        http_server(OtherLayers),
+        wrong({}, "served (num_hidden_layers 3)", "model (num_hidden_layers 4)", spoil=other_folder),
+    ),
+    "too short": (http_server(SmallWindow), wrong({}, "at most 32 tokens (--max-model-len)", "[training] seq_len")),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_wrong_server_is_named_before_it_gets_anything(
+    name: str, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "wrong")
+    serve, row = SERVERS[name]
+    row.spoil(folder)
+    with serve() as url:
+        refused(VLLM | {"--rollout.urls": url, "--reward.workers": "1"} | row.flags, (url, *row.words), capsys)

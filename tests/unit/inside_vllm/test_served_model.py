@@ -1,0 +1,57 @@
+"""`/v1/models` with the model's shape, on objects such as vLLM's; tests/integration/test_vllm.py has the real ones."""
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pydantic
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from torchtitan.grpo.inside_vllm import served_model
+from torchtitan.grpo.model_identity import KEY, identity, identity_of_folder
+
+
+class Card(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    id: str
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    """Stands in for vLLM's module."""
+
+    class OpenAIServingModels:
+        async def show_available_models(self):
+            return SimpleNamespace(data=[Card(id="m")])
+
+    name = "vllm.entrypoints.openai.models.serving"
+    for i in range(1, name.count(".") + 2):
+        monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:i]), ModuleType(name))
+    sys.modules[name].OpenAIServingModels = OpenAIServingModels
+    return OpenAIServingModels
+
+
+def test_the_list_of_models_tells_the_shape_once_installed(serving):
+    config = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=3, architectures=["Qwen3ForCausalLM"])
+    for _ in range(2):
+        served_model.install(config)
+    [card] = asyncio.run(serving().show_available_models()).data
+    told = card.model_dump()[KEY]
+    assert (told["architectures"], told["vocab_size"], told["num_hidden_layers"]) == (["Qwen3ForCausalLM"], 64, 3)
+
+
+def test_a_vllm_whose_parts_are_elsewhere_stays_as_it_is(serving, caplog, monkeypatch):
+    monkeypatch.delattr(serving, "show_available_models")
+    served_model.install(Qwen3Config())
+    assert "does not tell the model's shape" in caplog.text
+
+
+def test_only_what_both_know_is_compared(tmp_path):
+    ours = identity("ours", {"hidden_size": 32, "num_hidden_layers": 2, "tie_word_embeddings": False})
+    theirs = identity("theirs", LlamaConfig(hidden_size=64, num_hidden_layers=2, tie_word_embeddings=True))
+    assert ours.differing(theirs) == ["hidden_size", "tie_word_embeddings"]
+    assert theirs.describe(["hidden_size"]) == "theirs (hidden_size 64)"
+    assert ours.differing(identity("none", {})) == []
+    (tmp_path / "config.json").write_text("[")
+    assert identity_of_folder(str(tmp_path)).config == identity_of_folder("/no/such").config == {}

@@ -1,0 +1,55 @@
+"""What a step's rows and seconds say of the devices; GPU numbers are in tests/gpu."""
+
+import pytest
+import torch
+
+from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.rows import PackedSample
+from torchtitan.grpo.reporting.usage import Usage, speeds
+
+
+@pytest.fixture(scope="module")
+def usage() -> Usage:
+    """Of two ranks that train the tiny Qwen3 on CPUs."""
+    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3)])
+    with torch.device("meta"):
+        model = resolve_model(config.model, 64).build()
+    return Usage(config, model.to_empty(device="cpu"), ranks=2)
+
+
+def packed(*lengths: tuple[int, int], pad_multiple: int = 8) -> list:
+    samples = [PackedSample([1] * prompt, [2] * answer, 1.0, 1.0, [0.0] * answer) for prompt, answer in lengths]
+    return pack(samples, 16, 2, pad_multiple)
+
+
+def test_padding_and_how_rows_are_cut_change_no_tokens_and_flops(usage):
+    lengths = [(3, 5), (2, 7), (6, 1)]
+    work = usage.work([packed(*lengths)])
+    assert work["train/tokens"] == sum(prompt + answer - 1 for prompt, answer in lengths)
+    apart = usage.work([packed(*lengths[:1], pad_multiple=1), packed(*lengths[1:])])
+    assert apart == pytest.approx(work)
+    assert usage.work([packed()]) == {"train/tokens": 0, "train/tflop": 0.0}
+
+
+def test_speeds_are_per_rank_and_over_the_step_or_the_update():
+    step = {"train/tokens": 1200, "train/answer_tokens": 800.0, "train/tflop": 1.0, "rollout/answer_tokens": 900}
+    times = {"time/step_s": 4.0, "time/train_s": 1.0}
+    on_cpu = {
+        "throughput/answer_tokens_per_s": 225.0,
+        "throughput/answer_tokens_per_s_per_gpu": 100.0,
+        "throughput/tokens_per_s_per_gpu": 150.0,
+        "throughput/update_tokens_per_s_per_gpu": 600.0,
+    }
+    assert speeds(step, times, 2, 0.0) == on_cpu
+    mfu = {"throughput/mfu": 0.5, "throughput/step_mfu": 0.125}
+    assert speeds(step, times, 2, 1e12) == on_cpu | mfu
+    assert speeds({}, times, 2, 1e12) == {}, "step 0 trains nothing"
+
+
+def test_a_cpu_has_no_memory_and_no_cost(usage):
+    fleet = Fleet(["http://a:1"], lambda url: Server(url, None))
+    assert usage.metrics({}, {"time/step_s": 1.0}, fleet) == {}

@@ -1,0 +1,64 @@
+"""scripts/evaluate.py: which model, which configuration, where results go. tests/integration/test_train.py runs it."""
+
+import json
+
+import pytest
+
+from scripts import evaluate
+from tests.helpers import ROOT, TINY_QWEN3
+from torchtitan.grpo.errors import UserError
+
+QUICKSTART = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
+
+
+def config_of(*words):
+    arguments, flags = evaluate.parse_arguments([str(TINY_QWEN3), *words])
+    return evaluate.read_config(arguments, flags, TINY_QWEN3)
+
+
+def test_a_model_is_a_checkpoint_with_an_export_or_a_hugging_face_folder(tmp_path):
+    assert evaluate.model_folder(TINY_QWEN3) == TINY_QWEN3
+    (tmp_path / "step-3" / "hf").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"step-3 is no Hugging Face folder.*\[checkpoint\] export_hf"):
+        evaluate.model_folder(tmp_path / "step-3")
+    (tmp_path / "step-3" / "hf" / "config.json").write_text("{}")
+    assert evaluate.model_folder(tmp_path / "step-3") == tmp_path / "step-3" / "hf"
+
+
+def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path):
+    of_run = ["--parallelism.tensor_parallel_degree", "1", "--rollout.max_answer_tokens", "7"]
+    path = tmp_path / "run.toml"
+    text = (ROOT / "train_configs" / "quickstart.toml").read_text()
+    path.write_text(text.replace("[rollout]", '[rollout]\nurls = ["http://a:1", "http://b:1"]\nmin_servers = 2') + (
+        "\n[parallelism]\ntensor_parallel_degree = 4\n[compile]\nenable = true\n"
+    ))  # fmt: skip
+    config = config_of("--job.config_file", str(path), *of_run)
+    assert config.model.hf_assets_path == str(TINY_QWEN3)
+    assert (config.rollout.engine, config.rollout.urls, config.rollout.max_answer_tokens) == ("embedded", [], 7)
+    started = config_of("--job.config_file", str(path), "--engine", "vllm")
+    assert started.rollout.engine == "vllm" and len(started.rollout.urls) == 1
+    given = config_of(
+        "--job.config_file", str(path), "--engine", "sglang", "--url", "http://c:1", "--url", "http://d:1"
+    )
+    assert given.rollout.urls == ["http://c:1", "http://d:1"]
+
+
+def test_rows_that_the_run_trained_on_are_not_asked(tmp_path):
+    with pytest.raises(UserError, match=r"\[validation\] enable = false.*--jsonl"):
+        config_of(*QUICKSTART, "--validation.no-enable")
+    path = tmp_path / "my set.jsonl"
+    path.write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
+    config = config_of(*QUICKSTART, "--validation.no-enable", "--jsonl", str(path))
+    (held_out,) = config.validation.sets
+    assert (held_out.name, held_out.own_rows, held_out.data.path) == ("my_set", True, str(path))
+    assert held_out.samples_per_prompt == config.validation.samples_per_prompt
+
+
+def test_an_unknown_flag_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"--validation\.promts: did you mean --validation\.prompts"):
+        config_of(*QUICKSTART, "--validation.promts", "3")
+
+
+def test_results_never_overwrite_others(tmp_path):
+    folders = [evaluate.new_folder(tmp_path / "a" / "step-3").name for _ in range(3)]
+    assert folders == ["step-3", "step-3-2", "step-3-3"]

@@ -1,0 +1,47 @@
+"""A full disk is one line, wherever it is found; other errors stay what they are."""
+
+import errno
+import os
+
+import pytest
+
+from torchtitan.grpo.disk_full import disk_full_in_one_line, is_disk_full
+from torchtitan.grpo.errors import UserError
+
+TORCH = RuntimeError(
+    "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nframe #0: ...\nframe #1: ..."
+)
+
+
+def fail(error: Exception, cause: Exception | None = None) -> None:
+    raise error from cause
+
+
+def test_a_real_full_disk(tmp_path):
+    with pytest.raises(UserError) as raised, disk_full_in_one_line(tmp_path / "run"), open("/dev/full", "w") as file:
+        file.write("x" * 100_000)
+    message = str(raised.value)
+    assert message.startswith(f"the disk of {tmp_path / 'run'} is full ([Errno 28]")
+    assert "MiB are free now" in message and "--checkpoint.resume" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (TORCH, None),
+        (RuntimeError("a stage failed"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        (RuntimeError("a stage failed"), OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))),
+        (RuntimeError("safetensors: I/O error: No space left on device (os error 28)"), None),
+    ],
+)
+def test_what_libraries_make_of_it(error, cause, tmp_path):
+    with pytest.raises(UserError, match=r"^the disk of .* is full.*$"), disk_full_in_one_line(tmp_path):
+        fail(error, cause)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), OSError(errno.EACCES, "denied"), UserError("no space left")])
+def test_other_errors_are_left_alone(error, tmp_path):
+    with pytest.raises(type(error)) as raised, disk_full_in_one_line(tmp_path):
+        fail(error)
+    assert raised.value is error
+    assert not is_disk_full(ValueError("x"))

@@ -1,0 +1,52 @@
+import logging
+import subprocess
+import sys
+
+from tests.helpers import ROOT
+from torchtitan.grpo.log_lines import LineFormatter
+
+PROGRAM = """
+import logging, warnings
+from torchtitan.grpo.log_lines import init_log_lines
+init_log_lines()
+logging.getLogger("a").info("one")
+logging.getLogger("torchtitan.grpo.b").warning("two")
+logging.getLogger("c").error("ten")
+logging.getLogger().warning("upstream's")
+for _ in range(2):
+    warnings.warn("three\\n  and more")
+"""
+
+
+def record_at(seconds: float, level: int = logging.INFO, message: str = "hello") -> logging.LogRecord:
+    record = logging.LogRecord("name", level, "file.py", 1, message, (), None)
+    record.created = seconds
+    return record
+
+
+def test_the_date_comes_once_a_day(monkeypatch):
+    lines = LineFormatter()
+    day = 86400.0
+    written = [lines.format(record_at(t)) for t in (10 * day, 10 * day + 1, 12 * day)]
+    assert [len(text.splitlines()) for text in written] == [2, 1, 2]
+    date, line = written[0].splitlines()
+    assert date.startswith("1970-01-1") and line[2] == line[5] == ":" and line[8:] == " INFO  hello"
+
+
+def test_levels_are_short_and_other_ranks_are_named():
+    lines = LineFormatter(rank=3)
+    assert lines.format(record_at(1.0, logging.WARNING))[8:] == " WARN  rank 3: hello"
+    assert lines.format(record_at(1.0, logging.ERROR))[8:] == " ERROR rank 3: hello"
+
+
+def said(rank: int) -> list[str]:
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), "RANK": str(rank)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return [line[9:] for line in done.stdout.splitlines() if line[2] == ":"]
+
+
+def test_other_ranks_do_not_repeat_what_rank_0_says():
+    own, others = ["WARN  two", "ERROR ten"], ["WARN  upstream's", "WARN  UserWarning: three and more (<string>:10)"]
+    assert said(0) == ["INFO  one", *own, *others]
+    assert said(1) == ["WARN  rank 1: two", "ERROR rank 1: ten"]

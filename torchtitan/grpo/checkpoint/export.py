@@ -1,0 +1,43 @@
+"""The model for inference, from the files of a checkpoint."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from torchtitan.grpo.model.source import ModelSource
+
+_PART_BYTES = 1 << 30
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # `no_dist` is meant
+
+
+def read_hf(folder: Path, model: dict[str, Tensor], source: ModelSource, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The whole model in `dtype` in host memory, by Hugging Face name. Not collective: one rank reads every shard.
+
+    Args:
+        folder: What DCP has written.
+        model: The model's state dict, for names, shapes and dtypes.
+    """
+    full: dict[str, Tensor] = {}
+    for names in _parts(model):
+        part = {name: torch.empty(model[name].shape, dtype=model[name].dtype) for name in names}
+        dcp.load({"model": part}, checkpoint_id=folder, no_dist=True)
+        full |= {name: value.to(dtype) for name, value in part.items() if not (source.tied and name == "output.weight")}
+    return source.adapter.to_hf(full)
+
+
+def _parts(model: dict[str, Tensor]) -> Iterator[list[str]]:
+    """Names whose tensors have about `_PART_BYTES` together: of the model in its own dtype, no more is held."""
+    names: list[str] = []
+    size = 0
+    for name, value in model.items():
+        names.append(name)
+        size += value.numel() * value.itemsize
+        if size >= _PART_BYTES:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names

@@ -1,0 +1,37 @@
+"""The configuration in a checkpoint, and what a resume makes of a changed one."""
+
+from typing import Any
+
+from torchtitan.grpo.config.keys import label, show
+
+RUN_CONFIG = "run_config.json"
+"""In a checkpoint: `config.resolved.resolved`."""
+
+OF_ONE_START = ("job", "checkpoint.resume", "checkpoint.load_step")
+"""Sections and keys that say how a run is started, and nothing of what it does."""
+
+FROM_CHECKPOINT = {
+    "sft": "the warm start is done",
+    "model.hf_assets_path": "weights come from the checkpoint, tokenizer and shape from the new folder",
+    "model.weights": "weights come from the checkpoint",
+    "debug.seed": "order of the data and random states come from the checkpoint, answers are sampled by the new seed",
+}
+"""Keys whose old value stays in force, in whole or in part, and why. docs/checkpoints.md has them as a table."""
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """One line for each key that differs: both values, and which of them holds.
+
+    Args:
+        old, new: Of `config.resolved.resolved`. A key that only one of them has is of another version of the program.
+    """
+    lines = []
+    changed = [path for path in new if path in old and old[path] != new[path]]
+    for path in [path for path in changed if not _covers(OF_ONE_START, path)]:
+        why = next((why for entry, why in FROM_CHECKPOINT.items() if _covers((entry,), path)), "the new value is used")
+        lines.append(f"{label(path)} = {show(new[path])}, in the checkpoint {show(old[path])}: {why}")
+    return lines
+
+
+def _covers(entries: tuple[str, ...], path: str) -> bool:
+    return any(path == entry or path.startswith(f"{entry}.") for entry in entries)

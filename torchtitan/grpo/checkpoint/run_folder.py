@@ -1,0 +1,89 @@
+"""The run's own folder, `[job] dump_folder`: nobody else's now, and no earlier run's that a new one would overwrite."""
+
+import contextlib
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan.grpo.checkpoint.folder_lock import only_run_in
+from torchtitan.grpo.checkpoint.marker import candidates, step_of
+from torchtitan.grpo.config.job_config import Checkpoint
+from torchtitan.grpo.errors import UserError
+
+RECORDS = ("metrics.jsonl", "samples.jsonl", "validation_samples.jsonl")
+"""What a run writes step by step, and a new run in its folder would drop."""
+
+
+_OVERLAP_S = 15.0
+
+
+@contextlib.contextmanager
+def own_folder(cfg: Checkpoint, dump_folder: str | Path) -> Iterator[None]:
+    """Hold the folder, checked. For rank 0, at the start.
+
+    A job that resumes waits for the run before it, which may still be saving. A new run does not wait: it could not use
+    that folder anyway.
+
+    Raises:
+        UserError: Another run uses it, or `check_folder` refuses it.
+    """
+    with only_run_in(dump_folder, cfg.stop_seconds + _OVERLAP_S if cfg.resume else 0.0):
+        check_folder(cfg, dump_folder)
+        yield
+
+
+def check_folder(cfg: Checkpoint, dump_folder: str | Path) -> None:
+    """Check that this run may begin, or go on, in its folder.
+
+    An earlier run is one that has trained a step. What another has left does not count, and a new run removes it: so a
+    run that failed at its start is started again by the same command.
+
+    Raises:
+        UserError: Checkpoints cannot be written. A new run would overwrite an earlier one. There is no checkpoint to
+            resume from, or not that of `load_step`.
+    """
+    dump, folder = Path(dump_folder), Path(dump_folder) / cfg.folder
+    if cfg.enable:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UserError(
+                f"checkpoints cannot be written to {folder} ({error}): change [job] dump_folder or [checkpoint] folder"
+            ) from error
+    found, torn = candidates(folder, cfg.load_step)
+    saved = sorted(map(step_of, (*found, *torn)))
+    if cfg.resume is True and not saved:
+        raise UserError(
+            f"[checkpoint] resume = true: {folder} holds no checkpoint. Name the run to continue by [job] dump_folder, "
+            'or set resume = "auto", which begins a new run if there is nothing to resume'
+        )
+    if not cfg.resume:
+        if saved or any(_has_steps(dump / name) for name in RECORDS):
+            with_checkpoints = f" with checkpoints of steps {saved}" if saved else ", without a checkpoint"
+            how = "continue it by --checkpoint.resume ([checkpoint] resume = true), or " if saved else ""
+            raise UserError(
+                f"{dump} already holds a run{with_checkpoints}: {how}begin a new one elsewhere by --job.dump_folder "
+                f"{_free(dump)} ([job] dump_folder)"
+            )
+        for name in RECORDS:
+            (dump / name).unlink(missing_ok=True)
+
+
+def _has_steps(path: Path) -> bool:
+    """Whether a file of records has one of a training step."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            return any(json.loads(line).get("step", 0) > 0 for line in lines if line.endswith("\n"))
+    except FileNotFoundError:
+        return False
+    except (ValueError, AttributeError, TypeError):  # not this program's: not to be overwritten either
+        return True
+
+
+def _free(dump: Path) -> Path:
+    """The folder's name with the first number that no other folder has."""
+    names = (dump.with_name(f"{dump.name}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not path.exists())

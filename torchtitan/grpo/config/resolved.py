@@ -1,0 +1,42 @@
+"""A run's whole configuration, defaults filled in: as TOML that makes the same run, and as values by key.
+
+It holds no secret: keys name the environment variables that do.
+"""
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.keys import TABLES, toml
+from torchtitan.grpo.config.unsupported import honoured_keys
+
+NOT_IN_A_FILE = ("job.config_file",)
+"""Keys that a TOML file cannot hold."""
+FILE = "config.toml"
+"""In the run's folder: `toml_lines` of the newest run there."""
+
+
+def resolved(config: JobConfig) -> dict[str, Any]:
+    """Value of every key with an effect, by path (`grpo.group_size`), as JSON values."""
+    values = {key.path: attrgetter(key.path)(config) for key in honoured_keys() if key.path not in NOT_IN_A_FILE}
+    return values | {path: [table.given for table in values[path]] for path in TABLES}
+
+
+def toml_lines(config: JobConfig) -> Iterator[str]:
+    """Every key with an effect and its value; `# default` marks values that differ. Lists of tables come last."""
+    section = None
+    values = resolved(config)
+    for key in honoured_keys():
+        if key.path not in values or key.path in TABLES:
+            continue
+        if key.section != section:
+            section = key.section
+            yield f"\n[{section}]"
+        value = values[key.path]
+        mark = f"  # default {toml(key.default)}" if value != key.default else ""
+        yield f"# {key.name}: none{mark}" if value is None else f"{key.name} = {toml(value)}{mark}"
+    for path in TABLES:
+        for given in values[path]:
+            yield f"\n[[{path}]]"
+            yield from (f"{name} = {toml(value)}" for name, value in given.items())

@@ -1,0 +1,74 @@
+"""The machine that a dry run is about. It need not be the one that the dry run is on."""
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchtitan.config import JobConfig
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine.
+
+    Attributes:
+        name: In messages.
+        cuda: It has CUDA, whose defaults differ: bfloat16 for published weights, NCCL.
+        memory_bytes: Of the device of one rank, as CUDA reports it.
+        here: It is this machine.
+        why: Why it was assumed, if nobody named it.
+    """
+
+    name: str
+    cuda: bool
+    memory_bytes: int
+    here: bool = False
+    why: str = ""
+
+
+def _gpu(name: str, gib: float) -> Target:
+    return Target(name, True, int(gib * 2**30))
+
+
+GPUS = {
+    "a100": _gpu("A100 (80 GB)", 79.1),
+    "h100": _gpu("H100 (80 GB)", 79.1),
+    "h200": _gpu("H200 (141 GB)", 139.8),
+    "b200": _gpu("B200 (192 GB)", 178.3),
+}
+NAMES = (*GPUS, "cpu")
+"""What may follow `--dry_run`."""
+ASSUMED = "h100"
+
+
+def find_target(name: str, config: JobConfig) -> Target:
+    """The machine of that name. Without a name: this one, or a GPU if this one has none and the run is made for one."""
+    if name in GPUS:
+        return GPUS[name]
+    why = "" if name or torch.cuda.is_available() else _made_for_cuda(config)
+    if why:
+        return replace(GPUS[ASSUMED], why=f"{why}, and this machine has no GPU")
+    return this_machine() if name != "cpu" else replace(_cpu(), here=False)
+
+
+def this_machine() -> Target:
+    if not torch.cuda.is_available():
+        return _cpu()
+    device = torch.cuda.get_device_properties(0)
+    return Target(device.name, True, device.total_memory, here=True)
+
+
+def _cpu() -> Target:
+    return Target("this machine's CPU", False, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), here=True)
+
+
+def _made_for_cuda(config: JobConfig) -> str:
+    """The key by which a run is meant for a GPU; "" if there is none."""
+    keys = {
+        "[compile] enable = true": config.compile.enable,
+        '[weight_sync] transport = "nccl"': config.weight_sync.transport == "nccl",
+        '[rollout] embedded_device = "cuda"': config.rollout.embedded_device == "cuda",
+        '[training] mixed_precision_param = "bfloat16"': config.training.mixed_precision_param == "bfloat16",
+    }
+    return next((key for key, is_set in keys.items() if is_set), "")

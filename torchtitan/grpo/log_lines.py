@@ -1,0 +1,75 @@
+"""Log lines: `12:34:56 INFO  message`, after one line with the date."""
+
+import logging
+import os
+import sys
+import time
+import warnings
+from typing import TextIO
+
+_SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
+_CLEAR_LINE = "\r\x1b[2K"
+
+
+class LineFormatter(logging.Formatter):
+    """`12:34:56 INFO  message`. Before the first line of a day comes one with the date and the time zone.
+
+    Args:
+        rank: Of the trainer process. Lines of others than rank 0 name it. The date is in rank 0's.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self._rank = f"rank {rank}: " if rank else ""
+        self._date = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.localtime(record.created)
+        level = _SHORT.get(record.levelname, record.levelname)
+        line = f"{time.strftime('%H:%M:%S', when)} {level:<5} {self._rank}{super().format(record)}"
+        before, self._date = self._date, time.strftime("%Y-%m-%d %Z", when)
+        return line if before == self._date or self._rank else f"{self._date}\n{line}"
+
+
+class _Stdout(logging.StreamHandler):
+    """Writes to what `sys.stdout` is at that moment: the console of a terminal replaces it during a run."""
+
+    def __init__(self, rank: int) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(LineFormatter(rank))
+        # Rank 0's live line is on the same terminal: write over it, it comes again below.
+        self._before = _CLEAR_LINE if rank and on_terminal() else ""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stdout
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._before + super().format(record)
+
+
+def init_log_lines() -> None:
+    """Send all loggers and Python's warnings to stdout.
+
+    Ranks other than 0 write errors, and the warnings of this project. What a library warns of, rank 0 writes too.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    root = logging.getLogger()
+    root.handlers[:] = [_Stdout(rank)]
+    root.setLevel(logging.ERROR if rank else logging.INFO)
+    logging.getLogger("torchtitan.grpo").setLevel(logging.WARNING if rank else logging.INFO)
+    warnings.formatwarning = _one_line
+    logging.captureWarnings(True)
+    os.environ["KINETO_LOG_LEVEL"] = "5"  # as torchtitan's init_logger: the profiler says nothing
+
+
+def on_terminal() -> bool:
+    """Whether stdout is a terminal that can move its cursor."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    file = filename.rpartition("site-packages/")[2]
+    return f"{category.__name__}: {' '.join(str(message).split())} ({file}:{lineno})"

@@ -1,0 +1,46 @@
+"""FLOPs that training takes by the model's formula, whatever the kernels compute: the numerator of MFU."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """FLOPs of the matrix multiplications in a forward and a backward pass. What is computed again counts once.
+
+    Attributes:
+        per_token: 6 for each parameter of the layers' matrices.
+        per_answer_token: 6 for each parameter of the output layer, which computes trained answer tokens only.
+        per_square: Times L^2 it is the causal attention of a document of L tokens, all layers and heads.
+    """
+
+    per_token: int
+    per_answer_token: int
+    per_square: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Of the whole model, sharded or not.
+
+        Args:
+            model: A model of torchtitan's parts (see `families.Family.model_cls`); meta tensors will do.
+        """
+        args = model.model_args
+        matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+        # 12 for each position that a token attends to; under the causal mask that is half the document.
+        attention = 6 * args.n_layers * args.n_heads * args.head_dim
+        return cls(6 * matrices, 6 * args.vocab_size * args.dim, attention)
+
+    def __call__(self, lengths: Iterable[int], answer_tokens: int) -> int:
+        """FLOPs of packed documents.
+
+        Args:
+            lengths: Tokens of each document, prompt and answer.
+            answer_tokens: Trained answer tokens of all of them.
+        """
+        lengths = list(lengths)
+        attention = self.per_square * sum(length**2 for length in lengths)
+        return self.per_token * sum(lengths) + self.per_answer_token * answer_tokens + attention

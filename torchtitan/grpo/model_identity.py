@@ -1,0 +1,68 @@
+"""Which model this is: what trainer and servers tell of theirs, and whether it is the same one.
+
+Standard library only, since servers import it too.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+"""The entries of config.json that decide the names and shapes of the weights."""
+KEY = "hf_config"
+"""Where a server's entry in `/v1/models` has them: the embedded server's, and vLLM's with our plug-in."""
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model.
+
+    Attributes:
+        name: Its folder, for people.
+        config: `architectures` and FIELDS, as config.json has them. What is not known is left out.
+    """
+
+    name: str
+    config: dict[str, Any]
+
+    def differing(self, other: "ModelIdentity") -> list[str]:
+        """The entries that both know and that are not equal."""
+        return [
+            field
+            for field in ("architectures", *FIELDS)
+            if field in self.config and field in other.config and self.config[field] != other.config[field]
+        ]
+
+    def describe(self, fields: list[str]) -> str:
+        """`models/Qwen3-0.6B (hidden_size 1024, vocab_size 151936)`."""
+        return f"{self.name} ({', '.join(f'{field} {self.config[field]}' for field in fields)})"
+
+
+def identity(name: str, config: Any) -> ModelIdentity:
+    """The identity of the model that `config` describes.
+
+    Args:
+        config: The content of a config.json, or transformers' object for it.
+    """
+    entries = config if isinstance(config, dict) else vars(config)
+    found = {field: entries.get(field, getattr(config, field, None)) for field in ("architectures", *FIELDS)}
+    return ModelIdentity(name, {field: value for field, value in found.items() if value is not None})
+
+
+def identity_of_folder(folder: str) -> ModelIdentity:
+    """The identity by `folder`/config.json; nothing is known if this machine cannot read it."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    return identity(folder, config if isinstance(config, dict) else {})

@@ -1,0 +1,96 @@
+"""What answers to held-out prompts say, each number with its standard error. docs/evaluation.md has the formulas."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.data.held_out import HeldOutAnswers
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
+
+_TOLERANCE = 1e-6
+"""Rewards are sums of floats."""
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts, and its standard error; None of a single prompt."""
+
+    mean: float
+    standard_error: float | None
+
+
+def over_prompts(values: Sequence[float]) -> Estimate:
+    """Mean of one value per prompt, and its standard error s / sqrt(P).
+
+    A prompt's answers resemble one another, so prompts are what was sampled independently, not answers. With equally
+    many answers each, this is the error clustered by prompt (Miller, arXiv 2411.00640).
+    """
+    return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+
+
+def estimates(answers: HeldOutAnswers, reward: Reward) -> dict[str, Estimate]:
+    """Mean rewards, pass@k for k = 1, 2, 4 ... n and majority@n of one held-out set, by metric name.
+
+    n is the number of sampled answers per prompt. An answer without a reward counts nowhere; k is then asked of prompts
+    with k others only. A metric without any prompt is left out.
+    """
+    scored = [[sample for sample in group if sample.reward is not None] for group in answers.sampled]
+    values = {
+        "greedy_reward": [fmean(rewards) for group in answers.greedy if (rewards := _rewards(group))],
+        "sampled_reward": [fmean(_rewards(group)) for group in scored if group],
+    }
+    n = max(map(len, answers.sampled), default=0)
+    right = [[is_right(sample, reward) for sample in group] for group in scored]
+    for k in dict.fromkeys([*(2**i for i in range(n.bit_length())), n]) if n else ():
+        values[f"pass_at_{k}"] = [pass_at_k(len(group), sum(group), k) for group in right if len(group) >= k]
+    if n > 1:
+        values[f"majority_at_{n}"] = [majority(group, reward) for group in scored if len(group) == n]
+    return {name: over_prompts(own) for name, own in values.items() if own}
+
+
+def _rewards(group: Group) -> list[float]:
+    return [sample.reward for sample in group if sample.reward is not None]
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that k answers, drawn from n without replacement, hold one of the `right` ones.
+
+    The unbiased estimator of pass@k: 1 - C(n - right, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    """
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(group: Group, reward: Reward) -> float:
+    """Whether the most frequent final answer of a group is right (self-consistency, Wang et al., arXiv 2203.11171).
+
+    Of answers that are as frequent, the mean. An answer without a final one has no vote.
+    """
+    right: defaultdict[str, list[bool]] = defaultdict(list)
+    for sample in group:
+        if (final := final_answer(sample, reward)) is not None:
+            right[final].append(is_right(sample, reward))
+    votes = Counter({final: len(each) for final, each in right.items()})
+    most = max(votes.values(), default=0)
+    return fmean(fmean(right[final]) for final, count in votes.items() if count == most) if votes else 0.0
+
+
+def final_answer(sample: Sample, reward: Reward) -> str | None:
+    """What `[reward] answer_pattern` finds last in an answer, else the whole text; None if it finds nothing."""
+    if not reward.answer_pattern:
+        return sample.text.strip()
+    matches = list(re.finditer(reward.answer_pattern, sample.text))
+    return (matches[-1][1] or "").strip() if matches else None
+
+
+def is_right(sample: Sample, reward: Reward) -> bool:
+    """Whether an answer has the full reward: 1 from each function that scores it, times the weights."""
+    return sample.reward is not None and sample.reward >= full_reward(sample.prompt, reward) - _TOLERANCE
+
+
+def full_reward(prompt: Prompt, reward: Reward) -> float:
+    """The sum of the weights of the functions that score a prompt's answers."""
+    weights = dict(zip(reward.functions, reward.weights or [1.0] * len(reward.functions), strict=True))
+    return sum(weights[name] for name in prompt.functions or reward.functions)

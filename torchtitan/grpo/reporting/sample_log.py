@@ -1,0 +1,112 @@
+"""Answers of a run in files that scripts/show_samples.py and scripts/report.py read."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.data.held_out import HeldOutAnswers
+from torchtitan.grpo.data.samples import Group, Sample
+from torchtitan.grpo.reporting.writers import MetricsLogger, StepLines
+
+TABLE_STEPS = 20
+"""Steps between tables of answers at Weights & Biases, which stores each one as a file."""
+
+
+class SampleLog:
+    """Writes some answers of each step to `samples.jsonl`, and all held-out ones to `validation_samples.jsonl`.
+
+    Now and then they also go to Weights & Biases, as tables. Only rank 0 writes.
+
+    Args:
+        config: The run's configuration ([metrics] samples_per_step and validation_samples).
+        metrics: Of the same rank.
+        tokenizer: Finds an environment's tokens in the text of an answer.
+    """
+
+    def __init__(
+        self, config: JobConfig, dump_folder: str | Path, metrics: MetricsLogger, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._count = config.metrics.samples_per_step if metrics.enabled else 0
+        writes_held_out = metrics.enabled and config.metrics.validation_samples
+        folder = Path(dump_folder)
+        self._lines = StepLines(folder / "samples.jsonl") if self._count else None
+        self._held_out = StepLines(folder / "validation_samples.jsonl") if writes_held_out else None
+
+    def log(self, step: int, groups: list[Group], advantages: list[list[float]]) -> None:
+        """Write `samples_per_step` answers, spread over the step's groups and over their samples.
+
+        Args:
+            advantages: One per sample, in the groups' order.
+        """
+        if self._held_out is not None:  # a resumed run may validate at other steps than before
+            self._held_out.begin(step)
+        if self._lines is None:
+            return
+        answers = [
+            pair
+            for group, group_advantages in zip(groups, advantages, strict=True)
+            for pair in zip(group, group_advantages, strict=True)
+        ]
+        count = min(self._count, len(answers))
+        # Shifted by the step, so that it is not always the first answer of a group.
+        chosen = [answers[(k * len(answers) // count + step) % len(answers)] for k in range(count)]
+        records = [self._record(step, sample) | {"advantage": advantage} for sample, advantage in chosen]
+        for record in records:
+            self._lines.append(record)
+        if step == 1 or step % TABLE_STEPS == 0:
+            self._metrics.table("samples", step, records)
+
+    def log_validation(self, step: int, answers: list[HeldOutAnswers]) -> None:
+        """Write all held-out answers. Their `kind` is "greedy" or "sampled", their `source` the name of the set."""
+        if self._held_out is None:
+            return
+        groups = [("greedy", group) for each in answers for group in each.greedy]
+        groups += [("sampled", group) for each in answers for group in each.sampled]
+        records = [self._record(step, sample) | {"kind": kind} for kind, group in groups for sample in group]
+        for record in records:
+            self._held_out.append(record)
+        self._metrics.table("validation_samples", step, records)
+
+    def _record(self, step: int, sample: Sample) -> dict[str, Any]:
+        """One line. `versions` are the oldest and newest weight versions that sampled its tokens."""
+        versions = sample.sampled_versions
+        return {
+            "step": step,
+            "source": sample.prompt.source,
+            "prompt_index": sample.prompt.index,
+            "prompt": sample.prompt.text,
+            "answer": sample.text,
+            "reference": sample.prompt.answer,
+            "reward": sample.reward,
+            "rewards": sample.rewards,
+            "reward_failures": sample.reward_failures,
+            "finish_reason": sample.finish_reason,
+            "answer_tokens": len(sample.token_ids),
+            "versions": [min(versions), max(versions)] if versions else [],
+            "given": given_text(sample, self._tokenizer),
+        }
+
+    def close(self) -> None:
+        for lines in (self._lines, self._held_out):
+            if lines is not None:
+                lines.close()
+
+
+def given_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Where an environment's tokens, such as a tool's result, are in `sample.text`: [first, end) in characters."""
+
+    def chars(tokens: int) -> int:
+        return len(tokenizer.decode(sample.token_ids[:tokens], skip_special_tokens=True))
+
+    spans, start = [], 0
+    for sampled, run in itertools.groupby(sample.loss_mask or []):
+        end = start + len(list(run))
+        if not sampled:
+            spans.append([chars(start), chars(end)])
+        start = end
+    return [[first, end] for first, end in spans if first < end]

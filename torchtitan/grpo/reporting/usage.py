@@ -1,0 +1,91 @@
+"""What the trainers' devices did in a step: tokens and FLOPs a second, memory, GPU hours."""
+
+import time
+from typing import Any
+
+from torch import nn
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.model.flops import TrainingFlops
+from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.tools.utils import device_module, get_peak_flops
+
+_GIB = 2**30
+_STARTED = time.monotonic()
+
+
+class Usage:
+    """Tokens, FLOPs, memory and GPU hours of the steps. For rank 0. Nothing here waits for a device.
+
+    Args:
+        model: The policy, sharded or not, on this rank's device. Memory, MFU and GPU hours are of GPUs only.
+        ranks: Trainer processes, each with a device.
+        spent_gpu_hours: By earlier runs that this one continues.
+    """
+
+    def __init__(self, config: JobConfig, model: nn.Module, ranks: int, spent_gpu_hours: float = 0.0) -> None:
+        self._flops = TrainingFlops.of(model)
+        self._device, self._ranks = next(model.parameters()).device, ranks
+        self._on_gpu = self._device.type != "cpu"
+        self._peak_flops = get_peak_flops(device_module.get_device_name(self._device)) if self._on_gpu else 0.0
+        self._gpu_hours, self._counted_until = spent_gpu_hours, _STARTED
+        self._servers_have_gpus = config.rollout.engine != "embedded"
+
+    def work(self, minibatches: list[list[list[PackedRow]]]) -> dict[str, float]:
+        """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`."""
+        rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
+        lengths = [length for row in rows for length in row.lengths.tolist()]
+        answer_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens) / 1e12}
+
+    def metrics(self, step: dict[str, Any], times: dict[str, float], fleet: Fleet) -> dict[str, float]:
+        """Speeds of the step, memory and GPU hours now.
+
+        Args:
+            step: The step's other metrics. Without `train/tokens` no step was trained, and there are no speeds.
+            times: Its seconds, from `Ledger.close_step`.
+        """
+        result = speeds(step, times, self._ranks, self._peak_flops)
+        return (result | self._memory() | self._cost(fleet)) if self._on_gpu else result
+
+    def _memory(self) -> dict[str, float]:
+        """Of rank 0's device, by torch's allocator; the peaks since the last call."""
+        stats = device_module.memory_stats(self._device)
+        device_module.reset_peak_memory_stats(self._device)
+        return {
+            "memory/allocated_gib": stats["allocated_bytes.all.current"] / _GIB,
+            "memory/allocated_peak_gib": stats["allocated_bytes.all.peak"] / _GIB,
+            "memory/reserved_gib": stats["reserved_bytes.all.current"] / _GIB,
+            "memory/reserved_peak_gib": stats["reserved_bytes.all.peak"] / _GIB,
+            "memory/alloc_retries": stats["num_alloc_retries"],
+        }
+
+    def _cost(self, fleet: Fleet) -> dict[str, float]:
+        servers = sum(server.control.workers for server in fleet.servers) if self._servers_have_gpus else 0
+        now = time.monotonic()
+        self._gpu_hours += (now - self._counted_until) / 3600 * (self._ranks + servers)
+        self._counted_until = now
+        return {"cost/gpu_hours": self._gpu_hours}
+
+
+def speeds(step: dict[str, Any], times: dict[str, float], ranks: int, peak_flops: float) -> dict[str, float]:
+    """Tokens a second and MFU; empty for a step that trained nothing.
+
+    Args:
+        step, times: See `Usage.metrics`.
+        peak_flops: Of one device, 0 if there is no MFU.
+    """
+    step_s, update_s = times.get("time/step_s"), times.get("time/train_s")
+    if "train/tokens" not in step or not step_s or not update_s:
+        return {}
+    result = {
+        "throughput/answer_tokens_per_s": step.get("rollout/answer_tokens", 0) / step_s,
+        "throughput/answer_tokens_per_s_per_gpu": step["train/answer_tokens"] / step_s / ranks,
+        "throughput/tokens_per_s_per_gpu": step["train/tokens"] / step_s / ranks,
+        "throughput/update_tokens_per_s_per_gpu": step["train/tokens"] / update_s / ranks,
+    }
+    if peak_flops:
+        share = step["train/tflop"] * 1e12 / peak_flops / ranks
+        result |= {"throughput/mfu": share / update_s, "throughput/step_mfu": share / step_s}
+    return result

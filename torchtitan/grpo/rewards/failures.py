@@ -1,0 +1,35 @@
+"""When reward functions fail on so many answers that a run must end."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.errors import UserError
+
+
+def check_failures(groups: Sequence[Group], max_failed_fraction: float) -> None:
+    """Refuse to go on with scored groups in which too many answers have no reward.
+
+    Args:
+        max_failed_fraction: `[reward] max_failed_fraction`.
+
+    Raises:
+        UserError: More than this share of the answers has no reward, or none has one. The message has each function
+            that failed, how often, and the last answer on which it failed in the most frequent way.
+    """
+    samples = [sample for group in groups for sample in group]
+    failed = [sample for sample in samples if sample.reward is None]
+    if not failed or (len(failed) < len(samples) and len(failed) <= max_failed_fraction * len(samples)):
+        return
+    times = Counter(name for sample in failed for name in sample.reward_failures)
+    ways = Counter(way for sample in failed for way in sample.reward_failures.items())
+    last = {way: sample for sample in failed for way in sample.reward_failures.items()}
+    parts = []
+    for name, count in times.most_common():
+        way = max((way for way in ways if way[0] == name), key=ways.__getitem__)
+        example = f"{last[way].text[:80]!r} as the answer to prompt {last[way].prompt.index}"
+        parts.append(f'"{name}" failed on {count}, for example on {example}: it {way[1]}')
+    raise UserError(
+        f"{len(failed)} of {len(samples)} answers have no reward, over [reward] max_failed_fraction = "
+        f"{max_failed_fraction:g}: {'; '.join(parts)}"
+    )

@@ -1,0 +1,31 @@
+"""Answers to held-out prompts, for a run's validation and for `scripts/evaluate.py`."""
+
+from dataclasses import replace
+
+from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
+from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.rollouts.collector import Collector
+
+
+def answer_held_out(
+    collector: Collector, sets: list[HeldOut], params: SamplingParams, min_version: int = -1
+) -> list[HeldOutAnswers]:
+    """Answer every prompt of every set, greedily and sampled. Blocks, see `Collector.collect`.
+
+    Args:
+        params: Stop tokens and seed. Number of answers, sampling and length are the set's.
+        min_version: The oldest weight version that may answer: it waits for servers that do not have it yet.
+    """
+    answers = []
+    for each in sets:
+        of_set = f"-{each.name}" if each.name else ""
+        greedy = replace(params, n=1, temperature=0.0, max_tokens=each.max_answer_tokens)
+        sampled = replace(greedy, n=each.samples, temperature=each.temperature, top_p=each.top_p, min_p=each.min_p)
+        answers.append(
+            HeldOutAnswers(
+                each,
+                collector.collect(each.prompts, greedy, f"greedy{of_set}", min_version),
+                collector.collect(each.prompts, sampled, f"validation{of_set}", min_version),
+            )
+        )
+    return answers
