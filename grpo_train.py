@@ -113,6 +113,7 @@ class Trainer:
     def __init__(self, config: JobConfig) -> None:
         self.config = config
         self.step = 0
+        self.packed_ahead: Batch | None = None
         self.seed = config.debug.seed or 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
         self.resources = contextlib.ExitStack()
@@ -139,7 +140,13 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------- the loop
 
     def train(self) -> None:
-        """Warm start, then for each step: collect, pack, update, publish, validate, log, save."""
+        self.begin()
+        while self.step < self.config.training.steps:
+            self.train_step()
+        self.finish()
+
+    def begin(self) -> None:
+        """Resume, or warm start. Publish the first weights."""
         config = self.config
         self.step = self.checkpointer.load_latest()
         if self.step >= config.training.steps:
@@ -152,17 +159,20 @@ class Trainer:
         self.publish(wait=True)
         if self.step == 0:
             self.log(self.validate())
-        batch = None
-        while self.step < config.training.steps:
-            self.step += 1
-            self.garbage_collection.run(self.step)
-            batch = batch or self.pack(self.collect(self.step), self.step)
-            on_device = self.update(batch)
-            self.publish()
-            following = self.pack_ahead()
-            self.log(batch.metrics | self.learned(batch, *on_device) | self.validate(), batch)
-            self.save()
-            batch = following
+
+    def train_step(self) -> None:
+        """Collect, pack, update, publish, validate, log, save."""
+        self.step += 1
+        self.garbage_collection.run(self.step)
+        batch = self.packed_ahead or self.pack(self.collect(self.step), self.step)
+        on_device = self.update(batch)
+        self.publish()
+        self.packed_ahead = self.pack_ahead()
+        self.log(batch.metrics | self.learned(batch, *on_device) | self.validate(), batch)
+        self.save()
+
+    def finish(self) -> None:
+        """Wait until every server has the last weights, and the last checkpoint is written."""
         self.weight_sync.drain()
         self.broadcast.barrier()  # the other ranks' sync threads serve rank 0's pushes until it is done
         self.checkpointer.report()
