@@ -6,6 +6,7 @@
     collector.py     `Collector`: a prompt becomes one decoded, scored group; owns the event loop
     environment.py   how a prompt becomes samples: one answer each, or several turns (`RolloutClient`, `Turns`)
     router.py        `Router`: which server a request goes to, waiting, retries
+    request_failures.py  `Failures`: where one request has failed, and whether it is sent there again
     held_out.py      answers to held-out sets, for validation and evaluation
     record.py        `RolloutRecord`: what each step was trained on, in compressed files
     replay.py        `Replay`: those files in place of a `RolloutStream`

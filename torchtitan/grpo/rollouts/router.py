@@ -10,59 +10,13 @@ from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError, SamplingParams
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.request_failures import Failures
 
-ATTEMPTS = 3
-"""How often a request may fail at one server that stays healthy."""
 HOLD_S = 0.5
 """How long a request waits for a less busy server, while new weights have reached only some servers."""
 
 Cohort = tuple[Server, tuple[str, int]]
 """The server of a request that starts together with others, and (name, size) of their cohort there."""
-
-
-class Failures:
-    """Where one request has failed so far, and why.
-
-    A failure at a server that was lost since then does not count against the request: the server was dying, or was
-    restarted. Nor does one whose cause is not known yet, which is so while the server is out of traffic.
-    """
-
-    def __init__(self, prompt: Prompt | None = None) -> None:
-        self._prompt = prompt
-        self._all: list[tuple[Server, int, EngineError | UserError]] = []
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def add(self, server: Server, losses: int, error: EngineError | UserError) -> None:
-        """`losses` is `server.losses` from when the request was sent."""
-        # Without its traceback, whose frames refer to this object.
-        self._all.append((server, losses, type(error)(str(error))))
-
-    def at(self, server: Server) -> int:
-        """How often it failed there, whatever the cause."""
-        return sum(each is server for each, _, _ in self._all)
-
-    def final_at(self, server: Server) -> bool:
-        """Whether it is not sent there again: the server refuses it, or has failed it too often."""
-        counted = [error for each, losses, error in self._all if each is server and losses == server.losses]
-        return len(counted) >= ATTEMPTS or any(isinstance(error, UserError) for error in counted)
-
-    def final(self, servers: list[Server]) -> bool:
-        """Whether it has failed for good at all of these."""
-        return bool(self._all) and all(server.in_traffic and self.final_at(server) for server in servers)
-
-    def refusals(self) -> list[tuple[Server, UserError]]:
-        return [(server, error) for server, _, error in self._all if isinstance(error, UserError)]
-
-    def error(self) -> EngineError | UserError:
-        """UserError if every server refuses the request."""
-        kind = UserError if len(self.refusals()) == len(self._all) else EngineError
-        return kind(f"prompt {self._prompt.index if self._prompt else '?'} {self}")
-
-    def __str__(self) -> str:
-        last = {server.url: error for server, _, error in self._all}
-        return "; ".join(f"at {url}: {error}" for url, error in last.items())
 
 
 @dataclass(eq=False)
@@ -141,11 +95,11 @@ class Router:
     at once if fewer servers than `[rollout] min_servers` are left.
 
     Retries: if a server fails a request (`EngineError`), that server becomes suspected and leaves traffic. The request
-    is sent again with the same seed, to a server that has failed it less often if one has a place. One server gets it
-    `ATTEMPTS` times, not counting failures of a server that was lost. A server that refuses it (`UserError`) gets it
-    once, and is suspected if another one answers. The request fails when every server has failed it for good, or at the
-    time limits of request and group. Requests in flight at a server that weight sync finds lost are sent again at once.
-    At a server that is only out of traffic they go on.
+    is sent again with the same seed, to a server that has failed it less often if one has a place. How often one server
+    gets it is said in `request_failures`. A server that refuses it (`UserError`) gets it once, and is suspected if
+    another one answers. The request fails when every server has failed it for good, or at the limits of request and
+    group. Requests in flight at a server that weight sync finds lost are sent again at once. At a server that is only
+    out of traffic they go on.
 
     Args:
         fleet: The servers with their clients. Only the router uses the clients, and it closes them.
