@@ -28,6 +28,7 @@ from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.run_folder import own_folder
 from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
 from torchtitan.grpo.config.batch import row_tokens
+from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.load import load_config, take_dry_run
 from torchtitan.grpo.config.machine import default_to_one_process, raise_file_limit
 from torchtitan.grpo.config.resolved import resolved
@@ -54,7 +55,7 @@ from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
-from torchtitan.grpo.policy.sft import as_packed_samples, supervised_steps
+from torchtitan.grpo.policy.sft import supervised_samples, supervised_steps
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.step_metrics import (
@@ -333,6 +334,7 @@ class Trainer:
         return {"step": self.step, "rollouts": self.rollouts.state_dict() if self.is_rank0 else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_same_job(state, "grpo")
         self.step = state["step"]
         if self.is_rank0:
             self.rollouts.load_state_dict(state["rollouts"])
@@ -399,8 +401,8 @@ class Trainer:
         rows = None
         if self.is_rank0:
             prompts = self.prompts.next(self.config.sft.batch_size)
-            pairs = sft_pairs(prompts, self.config.data, self.config.sft.target_column, self.tokenizer)
-            rows = pack(as_packed_samples(pairs), self.row_tokens, self.data_ranks, self.row_multiple)
+            documents = sft_pairs(prompts, self.config.data, self.config.sft.target_column, self.tokenizer)
+            rows = pack(supervised_samples(documents), self.row_tokens, self.data_ranks, self.row_multiple)
         return self.broadcast.rows(rows, self.data_rank)
 
     # ----------------------------------------------------------------------------------------------- set-up
@@ -558,13 +560,13 @@ class Trainer:
         self.resources.enter_context(Watchdog(config.debug, self.progress, [self.weight_sync.describe, *parts]))
 
 
-def main(argv: list[str], make: Callable[[JobConfig], Trainer] = Trainer) -> int:
+def main(argv: list[str], make: Callable[[JobConfig], Trainer] = Trainer, job: Job = "grpo") -> int:
     init_log_lines()
     try:
         dry_run, argv = take_dry_run(argv)
-        config = load_config(argv, dry_run)
+        config = load_config(argv, dry_run, job)
         if dry_run is not None:
-            print(describe(config, dry_run=dry_run) if os.environ.get("RANK", "0") == "0" else "", end="")
+            print(describe(config, dry_run=dry_run, job=job) if os.environ.get("RANK", "0") == "0" else "", end="")
             return 0
         default_to_one_process()
         stop_in_time(config.checkpoint.stop_seconds)

@@ -29,6 +29,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     changed = [path for path in new if path in old and old[path] != new[path]]
     for path in [path for path in changed if not _covers(OF_ONE_START, path)]:
         why = next((why for entry, why in FROM_CHECKPOINT.items() if _covers((entry,), path)), "the new value is used")
+        if path.startswith("sft.") and not (old.get("sft.steps") or new.get("sft.steps")):  # no warm start
+            why = "the new value is used"
         lines.append(f"{label(path)} = {show(new[path])}, in the checkpoint {show(old[path])}: {why}")
     return lines
 

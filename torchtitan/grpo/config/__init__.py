@@ -10,6 +10,7 @@
       contradictions.py what keys must satisfy together (urls.py: one address)
       machine.py        what they need from this machine: ranks, GPUs, variables, packages
       target.py         the machine that a dry run is about
+    jobs.py             GRPO or supervised fine-tuning: which keys each reads
     resolved.py         the whole configuration as TOML, and as values by key
     batch.py            batch sizes that follow from the keys
 

@@ -3,6 +3,7 @@
 import math
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.jobs import Job
 
 
 def data_ranks(config: JobConfig, world_size: int) -> int:
@@ -15,9 +16,17 @@ def row_tokens(config: JobConfig) -> int:
     return config.training.tokens_per_microbatch or config.training.seq_len
 
 
-def optimizer_step_rows(config: JobConfig, world_size: int) -> int:
+def step_samples(config: JobConfig, job: Job) -> int:
+    """Answers, or rows to learn from, of one optimizer step on all ranks."""
+    if job == "sft":
+        return config.sft.batch_size
+    return config.grpo.prompts_per_step * config.grpo.group_size // config.grpo.minibatches
+
+
+def optimizer_step_rows(config: JobConfig, world_size: int, job: Job = "grpo") -> int:
     """Packed rows per data-parallel rank and optimizer step, if every prompt and answer has its longest length."""
-    samples = config.grpo.prompts_per_step * config.grpo.group_size
-    longest = config.data.max_prompt_tokens + config.rollout.max_answer_tokens
-    samples_of_rank = math.ceil(samples / config.grpo.minibatches / data_ranks(config, world_size))
+    longest = (
+        config.training.seq_len if job == "sft" else config.data.max_prompt_tokens + config.rollout.max_answer_tokens
+    )
+    samples_of_rank = math.ceil(step_samples(config, job) / data_ranks(config, world_size))
     return math.ceil(samples_of_rank / (row_tokens(config) // longest))

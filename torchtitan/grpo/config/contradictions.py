@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.job_config import Data, HeldOutSet
+from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import LARGEST, keys, label, show
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.config.urls import url_problem
@@ -24,22 +25,19 @@ _STOP_STRINGS_MAX = 32
 """SGLang takes no more for one request."""
 
 
-def check_contradictions(config: JobConfig) -> list[str]:
+def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
     """Check the keys against one another. Each value is of its type and in its range already."""
-    checks = (
-        _check_batch,
+    of_both = (_check_batch, _check_offload, _check_torchtitan, _check_checkpoint, _check_data, _check_tables)
+    of_grpo = (
         _check_lengths,
         _check_losses,
-        _check_offload,
-        _check_torchtitan,
-        _check_checkpoint,
         _check_servers,
         _check_weight_sync,
         _check_async,
-        _check_data,
-        _check_tables,
         _check_reward,
+        _check_warm_start,
     )
+    checks = (*of_both, *((_check_sft,) if job == "sft" else of_grpo))
     return list(dict.fromkeys(message for check in checks for message in check(config)))
 
 
@@ -314,6 +312,8 @@ def _check_rows(data: Data) -> Iterator[str]:
         "subset": ("hf",),
         "validation_path": ("jsonl", "hf"),
         "validation_split": ("hf",),
+        "messages_column": ("jsonl", "hf"),
+        "tools_column": ("jsonl", "hf"),
         "tasks": ("reasoning_gym",),
     }
     for name, sources in readers.items():
@@ -394,17 +394,52 @@ def _check_reward(config: JobConfig) -> Iterator[str]:
         if compared and data.source in ("jsonl", "hf") and not data.answer_column:
             names = ", ".join(sorted(compared))
             yield f"{title} answer_column is empty, but [reward] functions {names} compare with it: name it{own}"
-    for source in training_sources(config):
-        data = source.data
-        if config.sft.steps and data.source in ("jsonl", "hf") and not (config.sft.target_column or data.answer_column):
-            yield "[sft] target_column is missing: name the column to learn, or set [data] answer_column"
-            break
     if reward.answer_pattern and reward.functions and all(":" in function for function in reward.functions):
         yield (
             f"[reward] answer_pattern = {show(reward.answer_pattern)} is read by built-in functions only, and "
             "[reward] functions has none: leave it out (a function of your own gets the whole answer)"
         )
     yield from _check_pattern("reward.answer_pattern", reward.answer_pattern)
+
+
+def _check_warm_start(config: JobConfig) -> Iterator[str]:
+    for source in training_sources(config):
+        data = source.data
+        if config.sft.steps and data.source in ("jsonl", "hf") and not (config.sft.target_column or data.answer_column):
+            yield "[sft] target_column is missing: name the column to learn, or set [data] answer_column"
+            break
+
+
+def _check_sft(config: JobConfig) -> Iterator[str]:
+    """What `sft_train.py` learns, and from which columns."""
+    tables = [("[data]", config.data)] if not config.data.mixture else []
+    tables += [(title, table.data) for title, table in titled_tables(config)]
+    for title, data in tables:
+        if data.messages_column and not data.chat_template:
+            yield (
+                f"{title} messages_column = {show(data.messages_column)} needs chat_template = true: a conversation is "
+                "rendered by it"
+            )
+        if data.messages_column and data.prompt_template != keys()["data.prompt_template"].default:
+            yield (
+                f"{title} prompt_template = {show(data.prompt_template)} goes around the question of prompt_column; "
+                "with messages_column leave it out"
+            )
+        if data.tools_column and not data.messages_column:
+            yield f"{title} tools_column = {show(data.tools_column)} is read with messages_column only"
+        learned = data.messages_column or config.sft.target_column or data.answer_column
+        if data.source in ("jsonl", "hf") and not learned:
+            yield (
+                f"{title}: there is no column to learn: set messages_column, or [sft] target_column or [data] "
+                "answer_column"
+            )
+    if config.sft.train_on != "all" and not any(data.messages_column for _, data in tables):
+        yield f"[sft] train_on = {show(config.sft.train_on)} is read with [data] messages_column only"
+    if config.checkpoint.keep_best.endswith("loss"):
+        yield (
+            f"[checkpoint] keep_best = {show(config.checkpoint.keep_best)} would keep the highest loss: use "
+            '"validation/token_accuracy"'
+        )
 
 
 def _scored(config: JobConfig) -> Iterator[tuple[str, list[str], Data]]:

@@ -63,7 +63,8 @@ class Training:
     max_norm: Annotated[float | int, Range(above=0, why="gradients are scaled down to it")] = 1.0
     """Gradient norm above which gradients are scaled down."""
     steps: Annotated[int, Range(at_least=1)] = 100
-    """GRPO steps, each on one batch of rollouts. RL shows results within tens of steps, not torchtitan's 10000."""
+    """Steps, each on one batch: of rollouts, or in `sft_train.py` of `sft.batch_size` rows. RL shows results within
+    tens of steps, not torchtitan's 10000."""
     gc_freq: Annotated[int, Range(at_least=1)] = 50
     """Steps between Python garbage collections."""
     tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
@@ -439,6 +440,12 @@ class Data:
     """Held-out split of the same dataset."""
     prompt_column: str = "question"
     """Column with the question: text, or a list of chat messages."""
+    messages_column: str = ""
+    """Column with whole conversations as chat messages, for `sft_train.py`. Empty: it learns pairs of `prompt_column`
+    and `sft.target_column`."""
+    tools_column: str = ""
+    """Column with the tools of a conversation in `messages_column`, for the chat template: a list of JSON schemas, or
+    its text."""
     answer_column: str = "answer"
     """Column with the reference answer."""
     answer_pattern: str = ""
@@ -454,9 +461,10 @@ class Data:
     shuffle: bool = True
     """Shuffle each epoch differently, by `debug.seed`."""
     max_prompt_tokens: Annotated[int, Range(at_least=1)] = 512
-    """Longest prompt."""
+    """Longest prompt. `sft_train.py` limits prompt and answer together, by `training.seq_len`."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """What to do with longer prompts. The log says how many were dropped."""
+    """What to do with longer prompts, and in `sft_train.py` with rows over `training.seq_len`. The log says how many
+    were dropped."""
     tasks: list[str] = field(default_factory=list)
     """reasoning-gym task names."""
     curriculum: str = ""
@@ -471,6 +479,11 @@ class Data:
     """Column that names a row's own reward functions: one name or a list, all of them in `[reward] functions`."""
     mixture: list[MixtureSource] = field(default_factory=list)
     """Several sources with weights, as `[[data.mixture]]` tables. Empty: [data] is the only source."""
+
+    @property
+    def question_column(self) -> str:
+        """The column by which training rows and held-out rows are compared."""
+        return self.messages_column or self.prompt_column
 
 
 @dataclass
@@ -499,13 +512,16 @@ class Reward:
 @dataclass
 class Sft:
     steps: Annotated[int, Range(at_least=0)] = 0
-    """Supervised steps on prompts and reference answers before GRPO. 0: none."""
-    batch_size: Annotated[int, Range(at_least=1)] = 64
-    """Prompt and answer pairs per step."""
+    """Supervised steps on prompts and reference answers before GRPO. 0: none. `sft_train.py` takes `training.steps`."""
+    batch_size: Annotated[int, Range(at_least=1, at_most=2**20)] = 64
+    """Pairs of prompt and answer, or conversations, per step."""
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-3
-    """Constant learning rate of the supervised steps. GRPO's optimizer starts fresh after them."""
+    """Constant learning rate of these steps. GRPO's optimizer starts fresh after them. `sft_train.py` takes
+    `optimizer.lr`."""
     target_column: str = ""
     """Column with the text to learn. Empty: all of `data.answer_column`."""
+    train_on: Literal["all", "last"] = "all"
+    """Which of the assistant's turns of `data.messages_column` `sft_train.py` learns: all, or the last one."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config.contradictions import check_contradictions
+from torchtitan.grpo.config.jobs import Job, check_job, without_unread
 from torchtitan.grpo.config.keys import (
     MODULE,
     TABLES,
@@ -33,6 +34,7 @@ from torchtitan.grpo.config.tables import fill_tables, read_tables
 from torchtitan.grpo.config.target import NAMES, find_target
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
 from torchtitan.grpo.errors import UserError, did_you_mean, nearest
+from torchtitan.tools.logging import logger
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
@@ -103,6 +105,7 @@ REFUSED = {
 """Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
 
 HELP = f"""usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]
+       sft_train.py  the same
 
 Each key can stand in the TOML file as [SECTION] KEY, or here, which wins. Lists are comma-separated; booleans are
 --SECTION.KEY and --SECTION.no-KEY, or true and false. --dry_run prints the configuration and the batch, memory and disk
@@ -110,12 +113,13 @@ arithmetic, and stops. TARGET is the machine that it is about: {", ".join(NAMES)
 """
 
 
-def load_config(argv: list[str], dry_run: str | None = None) -> JobConfig:
+def load_config(argv: list[str], dry_run: str | None = None, job: Job = "grpo") -> JobConfig:
     """Read, merge and check the configuration of a run.
 
     Args:
         argv: The command line without the program's name.
         dry_run: The target of a dry run, see `take_dry_run`.
+        job: Keys that only the other job reads have their defaults in the result. The log names them.
 
     Returns:
         torchtitan's JobConfig with this project's sections. Every value is of its type and in its range.
@@ -133,8 +137,11 @@ def load_config(argv: list[str], dry_run: str | None = None) -> JobConfig:
     path = given.get(CONFIG_FILE)
     for key, value in _read_toml(path, problems) if path else ():
         given.setdefault(key, value)
-    problems += check_unsupported(given)
+    problems += [*check_unsupported(given), *check_job(given, job)]
     _raise(problems, path)
+    given, unread = without_unread(given, job)
+    if unread and os.environ.get("RANK", "0") == "0":
+        logger.info(f"{job}_train.py does not read {', '.join(unread)}")
 
     config = _merge(given)
     for name in PATHS:
@@ -144,7 +151,7 @@ def load_config(argv: list[str], dry_run: str | None = None) -> JobConfig:
     fill_tables(config)
     _raise(check_ranges(config), path)
     target = None if dry_run is None else find_target(dry_run, config)
-    _raise([*check_contradictions(config), *check_machine(config, target=target)], path)
+    _raise([*check_contradictions(config, job), *check_machine(config, target=target, job=job)], path)
     return config
 
 

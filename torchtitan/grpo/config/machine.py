@@ -13,7 +13,8 @@ from importlib.util import find_spec
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import data_ranks
+from torchtitan.grpo.config.batch import data_ranks, step_samples
+from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
@@ -26,7 +27,11 @@ _OTHER_FILES = 512
 
 
 def check_machine(
-    config: JobConfig, world_size: int | None = None, gpus: int | None = None, target: Target | None = None
+    config: JobConfig,
+    world_size: int | None = None,
+    gpus: int | None = None,
+    target: Target | None = None,
+    job: Job = "grpo",
 ) -> list[str]:
     """Check processes, devices and environment variables.
 
@@ -38,10 +43,11 @@ def check_machine(
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if target is not None and not target.here:
-        return [*_check_ranks(config, world_size), *_check_devices(config, world_size, target.cuda * (world_size + 1))]
+        devices = _check_devices(config, world_size, target.cuda * (world_size + 1))
+        return [*_check_ranks(config, world_size, job), *devices]
     gpus = torch.cuda.device_count() if gpus is None else gpus
     messages = [
-        *_check_ranks(config, world_size),
+        *_check_ranks(config, world_size, job),
         *_check_devices(config, world_size, gpus),
         *_check_files(config),
         *_check_dashboards(config),
@@ -103,7 +109,7 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
         )
 
 
-def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
+def _check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
     parallel = config.parallelism
     replicate, shard, tensor = (
         parallel.data_parallel_replicate_degree,
@@ -125,14 +131,19 @@ def _check_ranks(config: JobConfig, world_size: int) -> Iterator[str]:
         )
         return
     ranks = data_ranks(config, world_size)
-    samples = config.grpo.prompts_per_step * config.grpo.group_size // config.grpo.minibatches
-    if samples < ranks:
+    samples = step_samples(config, job)
+    if samples < ranks and job == "sft":
+        yield (
+            f"[sft] batch_size = {samples} for {ranks} data-parallel ranks: some would have nothing to train on, so "
+            "raise it"
+        )
+    elif samples < ranks:
         yield (
             f"[grpo] prompts_per_step x group_size / minibatches = {samples} answers for {ranks} data-parallel ranks: "
             "some would have nothing to train on, so raise prompts_per_step"
         )
     longest = max(config.rollout.group_timeout_seconds, config.rollout.start_timeout_seconds)
-    if world_size > 1 and config.comm.init_timeout_seconds <= longest:
+    if job == "grpo" and world_size > 1 and config.comm.init_timeout_seconds <= longest:
         yield (
             f"[comm] init_timeout_seconds = {config.comm.init_timeout_seconds} must be over [rollout] "
             f"group_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "

@@ -8,7 +8,9 @@
     prompts.py     PromptSource: renders rows, skips long ones, shuffles by the seed,
                    resumes exactly; asks the curriculum; supervised pairs
       curricula.py ready-made hooks for `[data] curriculum`
-    samples.py     Prompt, Sample and Group, which every other room uses
+    conversations.py ConversationSource: rows to learn from, for supervised fine-tuning
+      chat.py      which tokens of a rendered conversation the assistant says
+    samples.py     Prompt, Sample, Group and Conversation, which every other room uses
 
 A source of data is one function in sources.py that returns its rows.
 """

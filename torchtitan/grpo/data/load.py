@@ -1,6 +1,6 @@
 """All prompts of a configuration: those to train on, and the held-out sets."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,19 +17,23 @@ from torchtitan.grpo.errors import UserError
 
 Prompts = PromptSource | Mixture
 """What a run trains on."""
+Make = Callable[..., PromptSource]
+"""`PromptSource`, or what takes its arguments and has its methods."""
 
 
-def load_training(config: JobConfig, tokenizer: PreTrainedTokenizerBase, held_out: list[HeldOut]) -> Prompts:
+def load_training(
+    config: JobConfig, tokenizer: PreTrainedTokenizerBase, held_out: list[HeldOut], make: Make = PromptSource
+) -> Prompts:
     """`[data]`, or `[[data.mixture]]`. Rows that ask a question of a held-out set are left out.
 
     Args:
-        held_out: From `load_held_out`.
+        held_out: From `load_held_out`, by the same `make`.
 
     Raises:
         UserError: See `PromptSource`; the message names the table.
     """
     columns = {
-        each.name: each.data.prompt_column
+        each.name: each.data.question_column
         for each in held_out_sets(config)
         if each.own_rows or config.data.mixture  # one source holds a question out that another asks
     }
@@ -45,23 +49,23 @@ def load_training(config: JobConfig, tokenizer: PreTrainedTokenizerBase, held_ou
         kept_back = held_out_rows(config, source.name)
         with _named("data.mixture", source.name):
             own = {"validation_prompts": kept_back, "asked": asked, "functions": functions}
-            loaded.append(PromptSource(source.data, tokenizer, seed, **own))
+            loaded.append(make(source.data, tokenizer, seed, **own))
     return Mixture(config.data.mixture, loaded, seed) if config.data.mixture else loaded[0]
 
 
-def load_held_out(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
+def load_held_out(config: JobConfig, tokenizer: PreTrainedTokenizerBase, make: Make = PromptSource) -> list[HeldOut]:
     """The held-out sets: `[[validation.sets]]`, else one for each source, which is one without a name for `[data]`.
 
     Raises:
         UserError: See `PromptSource`; the message names the table.
     """
-    return [_held_out(config, each, tokenizer) for each in held_out_sets(config)]
+    return [_held_out(config, each, tokenizer, make) for each in held_out_sets(config)]
 
 
-def _held_out(config: JobConfig, table: HeldOutSet, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
+def _held_out(config: JobConfig, table: HeldOutSet, tokenizer: PreTrainedTokenizerBase, make: Make) -> HeldOut:
     functions = config.reward.functions
     with _named("validation.sets" if config.validation.sets else "data.mixture", table.name):
-        source = PromptSource(
+        source = make(
             replace(table.data, curriculum=""),
             tokenizer,
             config.debug.seed or 0,

@@ -9,10 +9,11 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import jinja2
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.samples import Prompt
+from torchtitan.grpo.data.samples import Document, Prompt
 from torchtitan.grpo.data.sources import DatasetRow, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import load_function
@@ -104,6 +105,8 @@ class PromptSource:
     Raises:
         UserError: The data is missing, malformed or too long. The message names the file and row, or the key.
     """
+
+    NOUN = "prompt"
 
     def __init__(
         self,
@@ -236,9 +239,13 @@ class PromptSource:
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
 
+    def _limit(self) -> tuple[str, int]:
+        """The key that limits a row's tokens, and its value."""
+        return "[data] max_prompt_tokens", self._data.max_prompt_tokens
+
     def _check_rows(self) -> tuple[list[int], str]:
-        """Positions of the rows within `max_prompt_tokens`, and a fingerprint of their rendered text."""
-        limit = self._data.max_prompt_tokens
+        """Positions of the rows within the limit, and a fingerprint of their rendered text."""
+        key, limit = self._limit()
         kept, digest, unknown = [], hashlib.sha256(), 0
         positions = self._rows.positions
         for start in range(0, len(positions), RENDER_BATCH):
@@ -246,7 +253,7 @@ class PromptSource:
                 tokens = len(prompt.token_ids)
                 if tokens > limit and self._data.overlong_prompts == "error":
                     raise UserError(
-                        f"{self._rows.place(prompt.index)} has {tokens} tokens: raise [data] max_prompt_tokens "
+                        f"{self._rows.place(prompt.index)} has {tokens} tokens: raise {key} "
                         f'= {limit} or set [data] overlong_prompts = "drop"'
                     )
                 if tokens <= limit:
@@ -256,12 +263,13 @@ class PromptSource:
                         self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in prompt.token_ids
                     )
         if not kept:
-            raise UserError(f"Every prompt of {self._rows.name} is over [data] max_prompt_tokens = {limit}: raise it")
+            raise UserError(f"Every {self.NOUN} of {self._rows.name} is over {key} = {limit}: raise it")
         if len(kept) < len(positions):
-            message = "%s: %d of %d prompts are over [data] max_prompt_tokens = %d and are left out"
-            logger.warning(message, self._rows.name, len(positions) - len(kept), len(positions), limit)
+            message = "%s: %d of %d %ss are over %s = %d and are left out"
+            logger.warning(message, self._rows.name, len(positions) - len(kept), len(positions), self.NOUN, key, limit)
         if unknown:
-            logger.warning("%s: %d prompts hold characters that the tokenizer does not know", self._rows.name, unknown)
+            message = "%s: %d %ss hold characters that the tokenizer does not know"
+            logger.warning(message, self._rows.name, unknown, self.NOUN)
         return kept, digest.hexdigest()
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
@@ -329,8 +337,8 @@ class PromptSource:
 
 def sft_pairs(
     prompts: list[Prompt], data: Data, target_column: str, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[list[int], list[int]]]:
-    """Prompt tokens and target tokens of each prompt. A target ends with the tokenizer's end token.
+) -> list[Document]:
+    """Each prompt with its target, which is trained and ends with the tokenizer's end token.
 
     Args:
         target_column: `[sft] target_column`. "" is all of `[data] answer_column`, without `answer_pattern`.
@@ -347,7 +355,11 @@ def sft_pairs(
         column = target_column or own_columns.get(prompt.source, data.answer_column)
         texts.append(_text(prompt.columns, column, f"Prompt {prompt.index}", key, "with the text to learn"))
     targets = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    return [(p.token_ids, [*target, tokenizer.eos_token_id]) for p, target in zip(prompts, targets, strict=True)]
+    documents = []
+    for prompt, target in zip(prompts, targets, strict=True):
+        ids = np.array([*prompt.token_ids, *target, tokenizer.eos_token_id], np.int32)
+        documents.append(Document(ids, np.arange(len(ids)) >= len(prompt.token_ids)))
+    return documents
 
 
 def _messages(question: Any, data: Data, place: str) -> list[dict[str, str]]:

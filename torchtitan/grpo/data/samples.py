@@ -1,8 +1,10 @@
-"""Prompts and samples, which prompts, engines, rewards and packing exchange."""
+"""Prompts and samples, which prompts, engines, rewards and packing exchange; conversations for supervised training."""
 
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Literal
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -14,7 +16,7 @@ class Prompt:
     Attributes:
         index: Position in its dataset, with a mixture in all of them. It is stable over runs, so seeds and resumes can
             use it.
-        token_ids: The rendered prompt as the model sees it.
+        token_ids: The rendered prompt as the model sees it. Its length is what limits are about.
         text: The rendered prompt as text.
         answer: The reference answer, "" if the dataset has none.
         columns: All columns of the dataset's row, as JSON values, for reward functions.
@@ -29,6 +31,30 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     functions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """What the model sees in one pass of supervised training.
+
+    Attributes:
+        token_ids: int32 [T].
+        trained: bool [T], True for tokens to learn.
+    """
+
+    token_ids: np.ndarray
+    trained: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation(Prompt):
+    """A row to learn from. `token_ids` are those of its longest document.
+
+    Attributes:
+        documents: Usually one; see `chat.rendered`.
+    """
+
+    documents: tuple[Document, ...] = ()
 
 
 @dataclass

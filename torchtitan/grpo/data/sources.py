@@ -72,8 +72,8 @@ def load_rows(data: Data, held_out: bool, validation_prompts: int, asked: Set[st
     if held_out:
         return replace(rows, positions=kept)
     rows = replace(rows, positions=range(count - kept_back))
-    asked = asked | {question(rows.rows[i], data.prompt_column) for i in kept}
-    return _without_questions(rows, asked, data.prompt_column) if asked else rows
+    asked = asked | {question(rows.rows[i], data.question_column) for i in kept}
+    return _without_questions(rows, asked, data.question_column) if asked else rows
 
 
 def _load(data: Data, path: str, split: str, key: str, extra: int) -> DatasetRows:

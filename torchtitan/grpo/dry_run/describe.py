@@ -1,11 +1,12 @@
-"""The text of `grpo_train.py --dry_run`: what a run would do, without starting it."""
+"""The text of `--dry_run`: what a run would do, without starting it."""
 
 import os
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
+from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.resolved import toml_lines
-from torchtitan.grpo.config.tables import held_out_sets
+from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
 from torchtitan.grpo.dry_run.memory import checkpoint_bytes, memory_bytes, sent_bytes
 
@@ -13,7 +14,7 @@ _TIGHT = 0.9
 """Share of the device's memory from which on what is not counted may no longer fit."""
 
 
-def describe(config: JobConfig, world_size: int | None = None, dry_run: str = "") -> str:
+def describe(config: JobConfig, world_size: int | None = None, dry_run: str = "", job: Job = "grpo") -> str:
     """The configuration as TOML, then batch, memory and disk arithmetic as TOML comments.
 
     The whole text is a TOML file. Saved and given as `--job.config_file`, it makes the same run.
@@ -21,13 +22,15 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
     Args:
         world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
         dry_run: The machine, as `--dry_run` names it; see `target.find_target`.
+        job: What runs on this configuration.
 
     Raises:
         UserError: The model folder cannot be read.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     target = find_target(dry_run, config)
-    comments = ["", *batch_lines(config, world_size), "", *memory_lines(config, world_size, target)]
+    batch = batch_lines(config, world_size) if job == "grpo" else sft_batch_lines(config, world_size)
+    comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
     return "\n".join([*toml_lines(config), *(f"# {line}".rstrip() for line in comments)]) + "\n"
 
 
@@ -51,28 +54,58 @@ def batch_lines(config: JobConfig, world_size: int) -> list[str]:
     ]
     if config.sft.steps:
         lines.append(f"  warm start       {config.sft.steps:,} supervised steps of {config.sft.batch_size} pairs")
-    if config.data.mixture:
-        weights = sum(source.weight for source in config.data.mixture)
-        shares = ", ".join(f"{source.name} {source.weight / weights:.0%}" for source in config.data.mixture)
-        lines.append(f"  mixture          {shares}")
+    lines += _mixture_lines(config)
     if config.validation.enable:
         asked = sum(each.prompts * (1 + each.samples_per_prompt) for each in held_out_sets(config))
         lines.append(f"  validation       {asked:,} answers every {config.validation.freq} steps")
-    checkpoint = config.checkpoint
+    return lines + _checkpoint_lines(config, world_size, "grpo_train.py")
+
+
+def sft_batch_lines(config: JobConfig, world_size: int) -> list[str]:
+    """Rows, tokens and packed rows of a step of `sft_train.py`, and the totals of the run."""
+    sft, training, ranks = config.sft, config.training, data_ranks(config, world_size)
+    pairs = any(not source.data.messages_column for source in training_sources(config))
+    learned = {"all": "all turns of the assistant", "last": "the assistant's last turn"}[sft.train_on]
+    lines = [
+        "one step",
+        f"  rows             {sft.batch_size:,}, of which it learns {'the answer' if pairs else learned}",
+        f"  tokens           at most {sft.batch_size:,} x {training.seq_len} = {sft.batch_size * training.seq_len:,}",
+        f"  packed rows      of {row_tokens(config):,} tokens on {ranks} data-parallel rank{'s' * (ranks > 1)}; "
+        f"{optimizer_step_rows(config, world_size, 'sft'):,} for each rank, were all documents longest",
+        "the run",
+        f"  steps            {training.steps:,}, {training.steps * sft.batch_size:,} rows",
+        *_mixture_lines(config),
+    ]
+    if config.validation.enable:
+        rows = sum(each.prompts for each in held_out_sets(config))
+        lines.append(f"  validation       {rows:,} held-out rows every {config.validation.freq} steps")
+    return lines + _checkpoint_lines(config, world_size, "sft_train.py")
+
+
+def _mixture_lines(config: JobConfig) -> list[str]:
+    if not config.data.mixture:
+        return []
+    weights = sum(source.weight for source in config.data.mixture)
+    shares = ", ".join(f"{source.name} {source.weight / weights:.0%}" for source in config.data.mixture)
+    return [f"  mixture          {shares}"]
+
+
+def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[str]:
+    checkpoint, lines = config.checkpoint, []
     if checkpoint.enable:
         kept = checkpoint.keep_latest_k or "all"
         lines.append(f"  checkpoints      every {checkpoint.interval} steps and at the end, the newest {kept} kept")
     else:
         lines.append("  checkpoints      OFF: the trained weights are not saved ([checkpoint] enable)")
     if world_size == 1:
-        lines.append("  processes        1; for N of them: WORLD_SIZE=N python grpo_train.py --dry_run ...")
+        lines.append(f"  processes        1; for N of them: WORLD_SIZE=N python {script} --dry_run ...")
     return lines
 
 
-def memory_lines(config: JobConfig, world_size: int, target: Target | None = None) -> list[str]:
+def memory_lines(config: JobConfig, world_size: int, target: Target | None = None, job: Job = "grpo") -> list[str]:
     """`memory_bytes` at its peak as a table with a sum, the sums at other moments, and the disk for checkpoints."""
     target = target or this_machine()
-    memory = memory_bytes(config, world_size, target)
+    memory = memory_bytes(config, world_size, target, job)
     peak, parameters = memory.peak, memory.parameters
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     lines = [f"memory of one rank on {target.name}, for {parameters:,} parameters on {processes}"]

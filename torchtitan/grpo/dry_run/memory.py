@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
+from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import Target, this_machine
 from torchtitan.grpo.policy.gradients import reduces_once
 
@@ -140,7 +141,7 @@ def kept_activations(config: JobConfig, block: BlockActivations, layers: int) ->
     return whole * block.input + (layers - whole) * block.saved, block.saved - block.input if whole else 0
 
 
-def memory_bytes(config: JobConfig, world_size: int, target: Target | None = None) -> Memory:
+def memory_bytes(config: JobConfig, world_size: int, target: Target | None = None, job: Job = "grpo") -> Memory:
     """What one of `world_size` ranks holds at each moment of a step.
 
     Assumes that sharded tensors divide evenly and that rows are full.
@@ -156,7 +157,7 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     source = resolve_model(config.model, config.training.seq_len)
     with torch.device("meta"):
         model = source.build()
-    rank = _Rank(config, world_size, source.model_args, model, target or this_machine())
+    rank = _Rank(config, world_size, source.model_args, model, target or this_machine(), job)
     moments = {
         "log-probabilities' backward": rank.logprobs_backward(),
         "last block's backward": rank.block_backward(rank.layers),
@@ -172,9 +173,12 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
 class _Rank:
     """The sizes of one rank's parts, and which parts it holds at which moment."""
 
-    def __init__(self, config: JobConfig, world_size: int, args: "ModelArgs", model: nn.Module, target: Target) -> None:
+    def __init__(
+        self, config: JobConfig, world_size: int, args: "ModelArgs", model: nn.Module, target: Target, job: Job
+    ) -> None:
         training, parallelism = config.training, config.parallelism
         self.config, self.args, self.target = config, args, target
+        self.publishes = job == "grpo"
         self.held, self.computed, self.reduced = (
             TORCH_DTYPE_MAP[name].itemsize
             for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
@@ -184,7 +188,7 @@ class _Rank:
         self.replicated = parallelism.data_parallel_replicate_degree > 1
         self.uses_fsdp = ranks > 1 or training.mixed_precision_param != training.dtype
         self.never_resharded = parallelism.fsdp_reshard_after_forward == "never"
-        self.several_rows = optimizer_step_rows(config, world_size) > 1
+        self.several_rows = optimizer_step_rows(config, world_size, job) > 1
         once = reduces_once(training.reduce_gradients, model)
         self.reduced_once = self.uses_fsdp and self.several_rows and once
         self.compiled = config.compile.enable
@@ -217,11 +221,15 @@ class _Rank:
         state_away = offload.optimizer_states == "host" or (in_window and offload.offload_optimizer_states_for_logprob)
         reference_here = self.config.grpo.kl_coef and (in_window or offload.reference_weights == "device")
         sent = sent_bytes(self.config, self.target)
-        return {
+        parts = {
             "weights": self.local * self.held,
             "AdamW state": 0 if state_away else 2 * self.local * self.held,
             # The reference has no backward, after which FSDP2 would free what it gathered for the forward.
             "reference model": self.local * self.held + self._gathered(0) if reference_here else 0,
+        }
+        if not self.publishes:
+            return parts
+        return parts | {
             "snapshots": self.local * sent * (2 if sync.async_weight_update else 1),
             "buckets, at most": min(_bucket_share(self.config, self.target), self.parameters * sent),
         }

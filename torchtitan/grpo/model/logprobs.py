@@ -49,6 +49,25 @@ def token_logprobs(
         logprobs [T] and entropy [T], both differentiable in hidden and weight. Second derivatives are not available.
         The weight's gradient is summed over chunks in hidden's dtype.
     """
+    arguments = hidden, weight, targets, temperature
+    logprobs, entropy, _ = token_predictions(
+        *arguments, chunk_tokens=chunk_tokens, mesh=mesh, compile=compile, kept_bytes=kept_bytes
+    )
+    return logprobs, entropy
+
+
+def token_predictions(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    chunk_tokens: int = 1024,
+    mesh: DeviceMesh | None = None,
+    compile: bool = False,
+    kept_bytes: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`token_logprobs`, and whether each target is a likeliest token: bool [T], exact at a temperature of 1."""
     if not temperature > 0:
         raise ValueError(f"log-probabilities need a temperature above 0, got {temperature}")
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
@@ -69,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         compile: bool,
         kept_bytes: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         local_targets, is_local = _localize(targets, weight.shape[0], group)
@@ -92,11 +111,15 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        is_likeliest = target_logit >= highest
+        ctx.mark_non_differentiable(is_likeliest)
+        return logprobs, entropy, is_likeliest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(hidden.dtype)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
-from torchtitan.grpo.model.logprobs import token_logprobs
+from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
 from torchtitan.grpo.policy.rows import Microbatch
 from torchtitan.models.attention import VarlenMetadata
@@ -130,8 +130,12 @@ def _packed_forward(
     tp_mesh: DeviceMesh | None,
     compile: bool,
     kept_bytes: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`."""
+    predictions: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
+
+    With `predictions` also whether the target is a likeliest token, bool [answer tokens].
+    """
     # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
     longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
     if compile:  # and not for each number of documents either
@@ -151,6 +155,5 @@ def _packed_forward(
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     hidden = hidden[0].index_select(0, row.answer_positions)
-    return token_logprobs(
-        hidden, weight, row.targets, temperature, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes
-    )
+    compute = token_predictions if predictions else token_logprobs
+    return compute(hidden, weight, row.targets, temperature, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)

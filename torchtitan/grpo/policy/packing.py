@@ -2,8 +2,9 @@
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,10 +83,13 @@ def _row_cost(row: PackedRow, attention_tokens: float) -> float:
 
 
 def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
-    if not sample.prompt_ids:
+    if not len(sample.prompt_ids):
         raise ValueError(f"sample {index} has an empty prompt: no position predicts its first answer token")
     for name, values in (
-        ("sampler log-probabilities", sample.sampler_logprobs),
+        (
+            "sampler log-probabilities",
+            sample.answer_ids if sample.sampler_logprobs is None else sample.sampler_logprobs,
+        ),
         ("ages", sample.ages or sample.answer_ids),
         ("servers", sample.servers or sample.answer_ids),
         ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
@@ -181,25 +185,39 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Pa
     pad_positions = np.minimum(np.arange(padding) % PADDING_DOCUMENT_TOKENS, documents.max(initial=2) - 1)
     ints["positions"][:] = np.append(positions, pad_positions)
     ints["sample_index"][:] = np.append(np.repeat(np.array(row, np.int64), documents), np.full(padding, -1))
-    tokens = (ids for s, end in zip(laid, ends, strict=True) for ids in (s.prompt_ids, s.answer_ids[: end - 1]))
-    ints["tokens"][:length] = np.fromiter(chain.from_iterable(tokens), np.int64, length)
+    tokens = [ids for s, end in zip(laid, ends, strict=True) for ids in (s.prompt_ids, s.answer_ids[: end - 1])]
+    ints["tokens"][:length] = _flat(tokens, np.int64, length)
 
     trained = np.ones(answers.sum(), bool)  # over answer tokens, as `lay` gets them
-    if any(s.loss_mask for s in laid):
-        masks = (s.loss_mask[:end] if s.loss_mask else [True] * end for s, end in zip(laid, ends, strict=True))
-        trained = np.fromiter(chain.from_iterable(masks), bool, len(trained))
+    if any(s.loss_mask is not None for s in laid):
+        masks = [
+            np.ones(end, bool) if s.loss_mask is None else np.asarray(s.loss_mask[:end], bool)
+            for s, end in zip(laid, ends, strict=True)
+        ]
+        trained = _flat(masks, bool, len(trained))
     where = (positions >= np.repeat(prompts - 1, documents)).nonzero()[0][trained]
 
-    def lay(values: np.ndarray, answer_values: Iterable[list]) -> None:
+    def lay(values: np.ndarray, answer_values: Iterable[Any]) -> None:
         """Put one value per answer token where it is predicted, less those that are not trained."""
-        parts = (part[:end] for part, end in zip(answer_values, ends, strict=True))
-        values[where] = np.fromiter(chain.from_iterable(parts), values.dtype, len(trained))[trained]
+        parts = [part[:end] for part, end in zip(answer_values, ends, strict=True)]
+        values[where] = _flat(parts, values.dtype, len(trained))[trained]
 
     lay(ints["targets"], (s.answer_ids for s in laid))
-    lay(ints["ages"], (s.ages or [0] * end for s, end in zip(laid, ends, strict=True)))
     ints["servers"][:] = -1
-    lay(ints["servers"], (s.servers or [0] * end for s, end in zip(laid, ends, strict=True)))
-    lay(floats["sampler_logprobs"], (s.sampler_logprobs for s in laid))
+    ints["servers"][where] = 0
+    if any(s.ages for s in laid):
+        lay(ints["ages"], (s.ages or [0] * end for s, end in zip(laid, ends, strict=True)))
+    if any(s.servers for s in laid):
+        lay(ints["servers"], (s.servers or [0] * end for s, end in zip(laid, ends, strict=True)))
+    if any(s.sampler_logprobs for s in laid):
+        lay(floats["sampler_logprobs"], (s.sampler_logprobs or [0.0] * end for s, end in zip(laid, ends, strict=True)))
     floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
     floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
     return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats))
+
+
+def _flat(parts: Sequence[Any], dtype: np.dtype | type, length: int) -> np.ndarray:
+    """The values of all parts end to end. Arrays are copied as blocks; of lists, one element at a time."""
+    if parts and all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts, dtype=dtype)
+    return np.fromiter(chain.from_iterable(parts), dtype, length)

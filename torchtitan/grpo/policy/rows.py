@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,33 +19,34 @@ FLOAT_ROWS = ("advantages", "weights", "sampler_logprobs")
 
 @dataclass
 class PackedSample:
-    """One prompt and answer with what the loss needs.
+    """One prompt and answer with what the loss needs. Arrays, in place of lists, are packed several times as fast.
 
     Attributes:
         advantage: Of the whole answer.
         weight: Of each trained token in the step's global sum (`losses.token_weights`).
-        sampler_logprobs: One per answer token; zeros for supervised training.
+        sampler_logprobs: One per answer token. None means zeros, for supervised training.
         ages: One per answer token: version in training minus version that sampled it. Empty means zeros.
         loss_mask: One per answer token. False marks context that an environment gave, which is not trained. None
             trains all.
         servers: One per answer token, see `SamplerCheck.numbers`. Empty means zeros.
     """
 
-    prompt_ids: list[int]
-    answer_ids: list[int]
+    prompt_ids: list[int] | np.ndarray
+    answer_ids: list[int] | np.ndarray
     advantage: float
     weight: float
-    sampler_logprobs: list[float]
+    sampler_logprobs: list[float] | None
     ages: list[int] = field(default_factory=list)
-    loss_mask: list[bool] | None = None
+    loss_mask: list[bool] | np.ndarray | None = None
     servers: list[int] = field(default_factory=list)
 
-    @property
+    @cached_property
     def trained_end(self) -> int:
         """Answer tokens up to the last trained one; 0 if none is trained."""
         if self.loss_mask is None:
             return len(self.answer_ids)
-        return len(self.loss_mask) - self.loss_mask[::-1].index(True) if True in self.loss_mask else 0
+        trained = np.asarray(self.loss_mask, bool).nonzero()[0]
+        return int(trained[-1]) + 1 if len(trained) else 0
 
     @property
     def document_tokens(self) -> int:

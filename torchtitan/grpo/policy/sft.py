@@ -1,49 +1,103 @@
-"""Supervised warm start: a few steps on pairs of prompt and answer, so that GRPO starts with some reward."""
+"""Supervised fine-tuning: conversations as samples, their loss, one optimizer step.
 
-from collections.abc import Callable, Iterator
+The warm start of a GRPO run and `sft_train.py` share all of it.
+"""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.job_config import Sft
+from torchtitan.grpo.data.samples import Document
 from torchtitan.grpo.policy.finite import FiniteSteps
 from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow, PackedSample
 
 
-def as_packed_samples(pairs: list[tuple[list[int], list[int]]]) -> list[PackedSample]:
-    """Pairs of prompt and target token ids as samples whose weighted sum is the mean loss per target token."""
-    weight = 1 / max(1, sum(len(target) for _, target in pairs))
-    return [PackedSample(prompt, target, 1.0, weight, [0.0] * len(target)) for prompt, target in pairs]
+def supervised_samples(documents: Sequence[Document]) -> list[PackedSample]:
+    """Documents as samples whose weighted sum is the mean loss per trained token of all of them."""
+    trained = sum(int(document.trained.sum()) for document in documents)
+    samples = []
+    for document in documents:
+        # The first token is predicted by none. What precedes the first trained one is the prompt.
+        first = max(1, int(np.argmax(document.trained)))
+        ids, mask = document.token_ids, document.trained[first:]
+        samples.append(PackedSample(ids[:first], ids[first:], 1.0, 1 / max(1, trained), None, loss_mask=mask))
+    return samples
+
+
+def supervised_loss(model: nn.Module, row: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The row's share of the batch's mean loss in nats per trained token, and sums for `token_metrics`."""
+    logprobs, _, is_likeliest = model(row, temperature=1.0, predictions=True)
+    loss = -(row.weights * logprobs).sum()
+    return loss, {
+        "loss": loss.detach(),
+        "tokens": torch.full_like(loss, len(logprobs), requires_grad=False),
+        "right": is_likeliest.sum(),
+    }
+
+
+def supervised_step(
+    model: nn.Module,
+    rows: Sequence[Microbatch],
+    max_norm: float,
+    finite_steps: FiniteSteps,
+    step: Callable[[], None],
+    reduce_once: bool,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """One optimizer step, from zeroed gradients. Nothing here waits for the device.
+
+    Args:
+        rows: This rank's, with the global normaliser in their weights.
+        step: The optimizer's.
+        reduce_once: See `accumulate_gradients`.
+
+    Returns:
+        Sums over this rank's rows, and the gradient norm of all ranks. Both are still on the device.
+    """
+    sums = accumulate_gradients(model, rows, lambda _, row: supervised_loss(model, row), reduce_once)
+    norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
+    if finite_steps.allow(norm):
+        step()
+    return sums, norm
+
+
+def token_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Loss in nats per trained token, and the share of them that were the likeliest, from sums over all ranks."""
+    return {"loss": sums["loss"], "token_accuracy": sums["right"] / max(sums["tokens"], 1.0)}
+
+
+def summed(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Sums by name over several rows."""
+    sums: dict[str, Tensor] = {}
+    for part in parts:
+        sums = {name: sums[name] + value if name in sums else value for name, value in part.items()}
+    return sums
 
 
 def supervised_steps(
     model: nn.Module, next_rows: Callable[[], list[PackedRow]], sft: Sft, max_norm: float, device: torch.device
-) -> Iterator[torch.Tensor]:
-    """Take `sft.steps` AdamW steps at a constant learning rate.
+) -> Iterator[Tensor]:
+    """`sft.steps` AdamW steps at a constant learning rate, with an optimizer of their own.
 
     Args:
         model: Takes packed rows, see `model.packed.make_packed`.
-        next_rows: This rank's rows of the next batch, with the global normaliser in their weights.
+        next_rows: This rank's rows of the next batch.
 
     Yields:
         This rank's part of each step's loss (their sum over data ranks is nats per target token).
     """
-
-    def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logprobs, _ = model(row, temperature=1.0)
-        loss = -(row.weights * logprobs).sum()
-        return loss, {"loss": loss.detach()}
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=sft.lr, weight_decay=0.0)
     finite_steps = FiniteSteps([optimizer], device)
-    for _ in range(sft.steps):
+    ahead = next_rows() if sft.steps else []
+    for left in reversed(range(sft.steps)):
         optimizer.zero_grad()
-        step_loss = accumulate_gradients(model, [row.to(device) for row in next_rows()], loss_of, False)["loss"]
-        norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        if finite_steps.allow(norm):
-            optimizer.step()
+        rows = [row.to(device) for row in ahead]
+        sums, _ = supervised_step(model, rows, max_norm, finite_steps, optimizer.step, False)
+        ahead = next_rows() if left else []  # while the device computes
         finite_steps.metrics()
-        yield step_loss
+        yield sums["loss"]
     optimizer.zero_grad()

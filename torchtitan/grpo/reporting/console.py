@@ -26,6 +26,14 @@ FIELDS = (
     ("age", "rollout/age_mean", "{:.1f}", 4, 6),
 )
 """What a line says of a step, as far as it is known. The age is that of the tokens, with `[async_grpo]`."""
+SFT_FIELDS = (
+    ("loss", "train/loss", "{:.4f}", 8, 0),
+    ("held-out", "validation/loss", "{:.4f}", 9, 1),
+    ("accuracy", "validation/token_accuracy", "{:.3f}", 9, 6),
+    ("tokens/s", "throughput/tokens_per_s_per_gpu", "{:,.0f}", 9, 5),
+    ("s/step", "time/step_s", "{:.2f}", 7, 2),
+)
+"""The same for supervised fine-tuning. Tokens are those of one GPU."""
 _STAGE_LEAVES, _VERDICT_LEAVES, _SHARES_LEAVE = 3, 4, 7
 
 LINE_CHARS = 144
@@ -36,6 +44,8 @@ ROWS_PER_HEADER = 20
 _RECENT_STEPS = 10
 """The ETA is the median length of this many steps, times the steps left."""
 
+Field = tuple[str, str, str, int, int]
+"""An entry of `FIELDS`."""
 Stage = Callable[[], tuple[str | None, float]]
 """What the trainer does now, None between stages, and for how many seconds."""
 
@@ -81,6 +91,7 @@ class Console:
 
     Attributes:
         stage: For the live line.
+        fields: What a line says: `FIELDS` or `SFT_FIELDS`. Only with the first it says what bounds the step.
     """
 
     def __init__(self, config: JobConfig, total_steps: int) -> None:
@@ -89,7 +100,7 @@ class Console:
         started = time.monotonic()
         self.stage: Stage = lambda: (None, time.monotonic() - started)
         self._shaped = config.grpo.overlong_buffer_tokens > 0 and config.grpo.overlong_penalty > 0
-        self._fields = [field for field in FIELDS if field[0] != "age" or config.async_grpo.enabled]
+        self.fields = tuple(field for field in FIELDS if field[0] != "age" or config.async_grpo.enabled)
         self._held_out: dict[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._last_step_at: float | None = None
@@ -116,11 +127,11 @@ class Console:
         known = self._held_out | values
         warnings, eta = step_warnings(values, self._shaped), self._eta(step, values)
         parts = [(f"step {step}/{self._total_steps}", 0), *[(f"  eta {eta}", 0)] * bool(eta)]
-        for label, name, form, _, leaves in self._fields:
+        for label, name, form, _, leaves in self.fields:
             if name in known:
                 parts.append((f"  {label} {form.format(known[name])}", leaves))
         if self._terminal is None:
-            logger.info(fitted([*parts, (warnings, 0), *_verdict(step, values)], LINE_CHARS))
+            logger.info(fitted([*parts, (warnings, 0), *self._verdict(step, values)], LINE_CHARS))
             return
         news = held_out or step in (1, self._total_steps) or warnings != self._live[1]
         self._live, self._terminal.done = (parts, warnings), step
@@ -141,13 +152,13 @@ class Console:
     def _print_row(self, step: int, values: dict[str, float], eta: str, warnings: str) -> None:
         step_chars = len(f"{self._total_steps}/{self._total_steps}")
         if self._rows % ROWS_PER_HEADER == 0:
-            labels = "".join(f"{label:>{width + 2}}" for label, _, _, width, _ in self._fields)
+            labels = "".join(f"{label:>{width + 2}}" for label, _, _, width, _ in self.fields)
             self._terminal.print((f"{'step':>{step_chars}}{'eta':>10}{labels}  verdict", "bold"))
         self._rows, self._row_at = self._rows + 1, time.monotonic()
         row = f"{f'{step}/{self._total_steps}':>{step_chars}}{eta:>10}"
-        for _, name, form, width, _ in self._fields:
+        for _, name, form, width, _ in self.fields:
             row += f"{form.format(values[name]) if name in values else '':>{width + 2}}"
-        bound = fitted(_verdict(step, values), self._terminal.width - len(row) - len(warnings))
+        bound = fitted(self._verdict(step, values), self._terminal.width - len(row) - len(warnings))
         self._terminal.print((row, ""), (warnings, "red"), (bound, "green"))
 
     def _eta(self, step: int, values: dict[str, float]) -> str:
@@ -162,8 +173,7 @@ class Console:
             return ""
         return duration((self._total_steps - step) * statistics.median(self._step_seconds))
 
-
-def _verdict(step: int, values: dict[str, float]) -> list[Part]:
-    """Nothing bounds step 0: it is only validated."""
-    bound, _, shares = verdict(values if step else {}).partition(" ")
-    return [(f"  {bound}", _VERDICT_LEAVES), (f" {shares}", _SHARES_LEAVE)] if bound else []
+    def _verdict(self, step: int, values: dict[str, float]) -> list[Part]:
+        """Nothing bounds step 0: it is only validated."""
+        bound, _, shares = verdict(values if step and self.fields is not SFT_FIELDS else {}).partition(" ")
+        return [(f"  {bound}", _VERDICT_LEAVES), (f" {shares}", _SHARES_LEAVE)] if bound else []

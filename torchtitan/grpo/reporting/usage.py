@@ -39,12 +39,13 @@ class Usage:
         answer_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens) / 1e12}
 
-    def metrics(self, step: dict[str, Any], times: dict[str, float], fleet: Fleet) -> dict[str, float]:
+    def metrics(self, step: dict[str, Any], times: dict[str, float], fleet: Fleet | None) -> dict[str, float]:
         """Speeds of the step, memory and GPU hours now.
 
         Args:
             step: The step's other metrics. Without `train/tokens` no step was trained, and there are no speeds.
             times: Its seconds, from `Ledger.close_step`.
+            fleet: Whose GPU hours count too.
         """
         result = speeds(step, times, self._ranks, self._peak_flops)
         return (result | self._memory() | self._cost(fleet)) if self._on_gpu else result
@@ -61,8 +62,8 @@ class Usage:
             "memory/alloc_retries": stats["num_alloc_retries"],
         }
 
-    def _cost(self, fleet: Fleet) -> dict[str, float]:
-        servers = sum(server.control.workers for server in fleet.servers) if self._servers_have_gpus else 0
+    def _cost(self, fleet: Fleet | None) -> dict[str, float]:
+        servers = sum(server.control.workers for server in fleet.servers) if fleet and self._servers_have_gpus else 0
         now = time.monotonic()
         self._gpu_hours += (now - self._counted_until) / 3600 * (self._ranks + servers)
         self._counted_until = now
@@ -79,8 +80,9 @@ def speeds(step: dict[str, Any], times: dict[str, float], ranks: int, peak_flops
     step_s, update_s = times.get("time/step_s"), times.get("time/train_s")
     if "train/tokens" not in step or not step_s or not update_s:
         return {}
-    result = {
-        "throughput/answer_tokens_per_s": step.get("rollout/answer_tokens", 0) / step_s,
+    sampled = step.get("rollout/answer_tokens")  # supervised training samples none
+    result = {} if sampled is None else {"throughput/answer_tokens_per_s": sampled / step_s}
+    result |= {
         "throughput/answer_tokens_per_s_per_gpu": step["train/answer_tokens"] / step_s / ranks,
         "throughput/tokens_per_s_per_gpu": step["train/tokens"] / step_s / ranks,
         "throughput/update_tokens_per_s_per_gpu": step["train/tokens"] / update_s / ranks,

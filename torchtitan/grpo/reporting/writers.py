@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.resolved import FILE as CONFIG_FILE
 from torchtitan.grpo.config.resolved import toml_lines
-from torchtitan.grpo.reporting.console import SFT_PREFIX, Console, Stage
+from torchtitan.grpo.reporting.console import SFT_PREFIX, Console, Field, Stage
 from torchtitan.grpo.reporting.prometheus import PrometheusEndpoint
 from torchtitan.grpo.reporting.wandb_run import WandbRun
 from torchtitan.tools.logging import logger
@@ -169,10 +169,11 @@ class MetricsLogger:
             self._prometheus.update({axis: step, **values})
         self._console.log(step, values, prefix)
 
-    def show_stage(self, stage: Stage) -> None:
-        """Show on a terminal what the trainer does now, as `Ledger.now` says it."""
+    def show_stage(self, stage: Stage, fields: tuple[Field, ...] = ()) -> None:
+        """Show on a terminal what the trainer does now, as `Ledger.now` says it; with `fields`, these of a step."""
         if self.enabled:
             self._console.stage = stage
+            self._console.fields = fields or self._console.fields
 
     def _to_dashboards(self, step: int, axis: str, values: dict[str, float]) -> None:
         if self._config.enable_tensorboard:

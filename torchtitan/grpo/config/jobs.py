@@ -1,0 +1,95 @@
+"""The two jobs, and which keys each reads. One TOML file may serve both."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torchtitan.grpo.config.keys import TABLES, keys, label, show
+from torchtitan.grpo.errors import UserError
+
+Job = Literal["grpo", "sft"]
+"""`grpo_train.py`, or supervised fine-tuning by `sft_train.py`."""
+
+UNREAD: dict[Job, tuple[str, ...]] = {
+    "grpo": ("data.messages_column", "data.tools_column", "sft.train_on"),
+    "sft": (
+        "grpo",
+        "async_grpo",
+        "rollout",
+        "weight_sync",
+        "reward",
+        "offload.offload_optimizer_states_for_logprob",
+        "offload.reference_weights",
+        "data.answer_pattern",
+        "data.curriculum",
+        "data.max_prompt_tokens",
+        "data.reward_column",
+        "metrics.samples_per_step",
+        "metrics.validation_samples",
+        "validation.samples_per_prompt",
+        "validation.temperature",
+        "validation.top_p",
+        "validation.min_p",
+    ),
+}
+"""Sections and keys without effect. They may be set, since the other job reads them."""
+
+_OF_TABLES: dict[Job, tuple[str, ...]] = {
+    "grpo": (),
+    "sft": ("functions", "samples_per_prompt", "temperature", "top_p", "min_p", "max_answer_tokens"),
+}
+"""The same for keys that only tables have."""
+
+
+def without_unread(given: dict[str, Any], job: Job) -> tuple[dict[str, Any], list[str]]:
+    """What the job reads of the checked keys by path, and the sections and keys that it does not read."""
+    names = {*_OF_TABLES[job], *(path.removeprefix("data.") for path in UNREAD[job] if path.startswith("data."))}
+    left_out = {entry for path in given if (entry := _covering(path, UNREAD[job]))}
+    kept = {path: value for path, value in given.items() if not _covering(path, UNREAD[job])}
+    for path in TABLES:
+        if path in kept:
+            kept[path] = [{k: v for k, v in table.items() if k not in names} for table in kept[path]]
+    return kept, [f"[{each}]" if each not in keys() else label(each) for each in UNREAD[job] if each in left_out]
+
+
+def check_job(given: dict[str, Any], job: Job) -> list[str]:
+    """Keys of the warm start that a user may take for those of the SFT job, and a default that is made for GRPO."""
+    if job == "grpo":
+        return []
+    messages = []
+    if given.get("sft.steps"):
+        messages.append(
+            f"[sft] steps = {show(given['sft.steps'])} is the length of GRPO's warm start: set [training] steps for "
+            "this job, and leave it out (or --sft.steps 0)"
+        )
+    if given.get("sft.lr", keys()["sft.lr"].default) != keys()["sft.lr"].default:
+        messages.append(
+            f"[sft] lr = {show(given['sft.lr'])} is the learning rate of GRPO's warm start: set [optimizer] lr for "
+            f"this job, and leave it out (or --sft.lr {keys()['sft.lr'].default:g})"
+        )
+    if "optimizer.lr" not in given:
+        messages.append(
+            f"[optimizer] lr is missing: its default of {keys()['optimizer.lr'].default:g} is made for GRPO; for SFT "
+            "of a whole model 1e-5 is usual"
+        )
+    return messages
+
+
+def check_same_job(state: dict[str, Any], job: Job) -> None:
+    """Refuse to resume from a checkpoint of the other job.
+
+    Args:
+        state: What the trainer saved. That of an SFT job has "conversations".
+
+    Raises:
+        UserError: It is of the other job.
+    """
+    saved_by: Job = "sft" if "conversations" in state else "grpo"
+    if saved_by != job:
+        raise UserError(
+            f"the checkpoint is of {saved_by}_train.py: start in another [job] dump_folder, with the checkpoint's "
+            "folder hf as [model] hf_assets_path"
+        )
+
+
+def _covering(path: str, entries: Iterable[str]) -> str:
+    return next((entry for entry in entries if path == entry or path.startswith(f"{entry}.")), "")

@@ -1,0 +1,165 @@
+"""Conversations rendered by any chat template, with the exact places of what the assistant says."""
+
+import json
+import re
+from typing import Any
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from torchtitan.grpo.data.samples import Document
+from torchtitan.grpo.errors import UserError
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+"""[first, end) in characters."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatRenderer:
+    """Turns a conversation into documents whose trained tokens are the assistant's turns, each with its end token.
+
+    A template that marks the turns by `{% generation %}` says itself which tokens these are. For others, a turn is what
+    the rendered text gains by its message, after the generation prompt. The end of line that many templates write
+    behind the end token is not trained, since no server samples it.
+
+    Some templates render a turn differently once others follow: Qwen3's removes the thinking. Then each turn is a
+    document of its own, with the history as the template renders it when that turn is next.
+
+    Args:
+        end_ids: Tokens that end a turn, from `end_token_ids`.
+        last_only: Train the last turn of the assistant only.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: list[int], last_only: bool) -> None:
+        self._tokenizer, self._end_ids, self._last_only = tokenizer, end_ids, last_only
+        template = tokenizer.chat_template
+        self.marked = isinstance(template, str) and bool(_GENERATION.search(template))
+
+    def documents(self, messages: list[Message], tools: list[Any] | None, place: str) -> tuple[list[Document], str]:
+        """The documents, and their rendered text.
+
+        Args:
+            messages, tools: From `conversation` and `tools_of`.
+            place: The row's name in errors.
+
+        Raises:
+            UserError: The template refuses the messages, or does not show where a turn is.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: turns[-1] + 1]  # what comes after the last turn teaches nothing
+        if self.marked:
+            documents, text = [self._by_marks(messages, tools, place)], json.dumps(messages)
+        else:
+            rendered = self._rendered(messages, turns[-1:] if self._last_only else turns, tools, place)
+            documents = [self._document(text, spans) for text, spans in rendered]
+            text = "\0".join(text for text, _ in rendered)
+        documents = [document for document in documents if document.trained.any()]
+        if not documents:
+            raise UserError(f"{place}: the chat template shows nothing of what the assistant says: leave the row out")
+        return documents, text
+
+    def _by_marks(self, messages: list[Message], tools: list[Any] | None, place: str) -> Document:
+        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = self._apply(messages, tools, place, **how)
+        ids = np.array(encoded["input_ids"], np.int32)
+        trained: np.ndarray = np.array(encoded["assistant_masks"], bool)
+        after = np.append(False, trained[:-1]) & ~trained  # the token behind each turn: some templates leave it out
+        trained |= after & np.isin(ids, self._end_ids)
+        if self._last_only and trained.any():
+            last = int(trained.nonzero()[0][-1])
+            others = (~trained[:last]).nonzero()[0]
+            trained[: int(others[-1]) + 1 if len(others) else 0] = False
+        return Document(ids, trained)
+
+    def _rendered(
+        self, messages: list[Message], turns: list[int], tools: list[Any] | None, place: str
+    ) -> list[tuple[str, list[Span]]]:
+        """The text of each document, and the spans of its trained turns."""
+
+        def render(end: int, prompt: bool) -> str:
+            return self._apply(messages[:end], tools, place, tokenize=False, add_generation_prompt=prompt)
+
+        texts = []
+        for turn in turns:
+            before, after = render(turn, True), render(turn + 1, False)
+            if not after.startswith(before):
+                raise UserError(
+                    f"{place}: the chat template renders message {turn} otherwise than its generation prompt begins "
+                    "it, so its tokens cannot be told from the prompt's: give a template with {% generation %} around "
+                    "the assistant's turns by [data] chat_template_file"
+                )
+            texts.append((after, (len(before), len(after.rstrip()))))
+        whole = texts[-1][0]
+        if all(whole.startswith(text) for text, _ in texts):
+            return [(whole, [span for _, span in texts])]
+        return [(text, [span]) for text, span in texts]
+
+    def _document(self, text: str, spans: list[Span]) -> Document:
+        """A token is trained if it begins in one of the spans."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = np.array([start for start, _ in encoded["offset_mapping"]], np.int64)
+        trained: np.ndarray = np.zeros(len(starts), bool)
+        for first, end in spans:
+            trained |= (starts >= first) & (starts < end)
+        return Document(np.array(encoded["input_ids"], np.int32), trained)
+
+    def _apply(self, messages: list[Message], tools: list[Any] | None, place: str, **how: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **how)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"{place}: the chat template refuses these messages: {error}") from error
+
+
+def conversation(value: Any, system_prompt: str, drop_nulls: bool, place: str) -> list[Message]:
+    """Check the messages of a row. Tool calls, and whatever else a template reads, are kept.
+
+    Args:
+        system_prompt: `[data] system_prompt`, put before messages that have none.
+        drop_nulls: Leave out fields that are null: datasets in Arrow's format have every field in every message.
+
+    Raises:
+        UserError: They are no conversation in which the assistant answers.
+    """
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{place} must hold a list of chat messages, not {value!r}")
+    messages: list[Message] = []
+    for message in value:
+        content = message.get("content", "") if isinstance(message, dict) else 0
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f'{place} must hold {{"role": text, "content": text}} messages, not {message!r}')
+        if not isinstance(content, str | None):
+            raise UserError(f"{place}: the content of a message must be text, not {content!r}")
+        messages.append((_without_nulls(message) if drop_nulls else message) | {"content": content or ""})
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{place} has no message of the assistant: there is nothing to learn, so leave the row out")
+    if messages[0]["role"] == "assistant":
+        raise UserError(f"{place} begins with the assistant: a message that it answers must come before")
+    if system_prompt:
+        if messages[0]["role"] == "system":
+            raise UserError(f"{place} has a system message of its own: empty [data] system_prompt")
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def tools_of(value: Any, place: str) -> list[Any] | None:
+    """The tools of a row: a list, or its JSON text. None if there are none.
+
+    Raises:
+        UserError: It is neither.
+    """
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON ({error}): write a list of tools") from error
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"{place} must be a list of tools, not {tools!r}")
+    return tools or None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
