@@ -169,8 +169,8 @@ def test_supervised_targets_are_in_each_sources_own_column(prompts_of, tokenizer
     mixture, _ = prompts_of(TWO + table)
     prompts = mixture.next(30)
     pairs = sft_pairs(prompts, Data(mixture=mixture.tables), "", tokenizer)
-    for prompt, (_, target) in zip(prompts, pairs, strict=True):
-        assert tokenizer.decode(target, skip_special_tokens=True) == prompt.answer
+    for prompt, pair in zip(prompts, pairs, strict=True):
+        assert tokenizer.decode(pair.token_ids[pair.trained].tolist(), skip_special_tokens=True) == prompt.answer
 
 
 def test_reasoning_gym_tasks_are_told_apart(prompts_of):

@@ -411,10 +411,11 @@ def test_sft_targets_end_with_the_end_token(tokenizer, tmp_path):
     data = Data(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", rows), answer_pattern="#### (.+)")
     prompts = PromptSource(data, tokenizer, 0).next(2)
     assert prompts[0].answer == "2"
-    (prompt_ids, target_ids), _ = sft_pairs(prompts, data, "", tokenizer)
-    assert prompt_ids == prompts[0].token_ids
-    assert tokenizer.decode(target_ids) == "so #### 2<eos>"
-    assert tokenizer.decode(sft_pairs(prompts, data, "steps", tokenizer)[0][1]) == "1 1<eos>"
+    pair, _ = sft_pairs(prompts, data, "", tokenizer)
+    assert pair.token_ids[~pair.trained].tolist() == prompts[0].token_ids
+    assert tokenizer.decode(pair.token_ids[pair.trained].tolist()) == "so #### 2<eos>"
+    other = sft_pairs(prompts, data, "steps", tokenizer)[0]
+    assert tokenizer.decode(other.token_ids[other.trained].tolist()) == "1 1<eos>"
     with pytest.raises(UserError, match=r"no column 'stpes': set \[sft\] target_column to one of .*'steps'"):
         sft_pairs(prompts, data, "stpes", tokenizer)
 

@@ -1,8 +1,10 @@
+import dataclasses
 import itertools
 import math
 import random
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
@@ -393,3 +395,28 @@ def assert_equal(a: PackedRow, b: PackedRow) -> None:
     for f in fields(PackedRow):
         x, y = getattr(a, f.name), getattr(b, f.name)
         assert x.dtype == y.dtype and torch.equal(x, y), f.name
+
+
+def test_arrays_are_packed_as_lists_are():
+    draw = np.random.default_rng(0)
+    lists = []
+    for _ in range(40):
+        prompt, answer = draw.integers(1, 30, 2)
+        mask = [True, *(draw.random(answer - 1) < 0.5).tolist()]
+        zeros = [0.0] * int(answer)
+        lists.append(
+            PackedSample(*(draw.integers(0, 99, n).tolist() for n in (prompt, answer)), 1.0, 0.5, zeros, [], mask)
+        )
+    arrays = [
+        dataclasses.replace(
+            sample,
+            prompt_ids=np.array(sample.prompt_ids, np.int32),
+            answer_ids=np.array(sample.answer_ids, np.int32),
+            loss_mask=np.array(sample.loss_mask),
+            sampler_logprobs=None,
+        )
+        for sample in lists
+    ]
+    for of_lists, of_arrays in zip(pack(lists, 96, 2, 4), pack(arrays, 96, 2, 4), strict=True):
+        for row, other in zip(of_lists, of_arrays, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(row.to_tensors(), other.to_tensors(), strict=True))

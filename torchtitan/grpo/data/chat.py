@@ -109,7 +109,7 @@ class ChatRenderer:
     def _apply(self, messages: list[Message], tools: list[Any] | None, place: str, **how: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(messages, tools=tools, **how)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{place}: the chat template refuses these messages: {error}") from error
 
 

@@ -40,13 +40,15 @@ class PackedSample:
     loss_mask: list[bool] | np.ndarray | None = None
     servers: list[int] = field(default_factory=list)
 
-    @cached_property
+    @property
     def trained_end(self) -> int:
         """Answer tokens up to the last trained one; 0 if none is trained."""
-        if self.loss_mask is None:
+        mask = self.loss_mask
+        if mask is None:
             return len(self.answer_ids)
-        trained = np.asarray(self.loss_mask, bool).nonzero()[0]
-        return int(trained[-1]) + 1 if len(trained) else 0
+        if isinstance(mask, np.ndarray):
+            return int(mask.nonzero()[0].max(initial=-1)) + 1
+        return len(mask) - mask[::-1].index(True) if True in mask else 0
 
     @property
     def document_tokens(self) -> int:

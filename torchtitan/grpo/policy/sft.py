@@ -19,11 +19,10 @@ from torchtitan.grpo.policy.rows import Microbatch, PackedRow, PackedSample
 
 def supervised_samples(documents: Sequence[Document]) -> list[PackedSample]:
     """Documents as samples whose weighted sum is the mean loss per trained token of all of them."""
-    trained = sum(int(document.trained.sum()) for document in documents)
+    trained = sum(int(document.trained[1:].sum()) for document in documents)  # the first token is predicted by none
     samples = []
     for document in documents:
-        # The first token is predicted by none. What precedes the first trained one is the prompt.
-        first = max(1, int(np.argmax(document.trained)))
+        first = 1 + int(np.argmax(document.trained[1:]))  # what precedes it is the prompt
         ids, mask = document.token_ids, document.trained[first:]
         samples.append(PackedSample(ids[:first], ids[first:], 1.0, 1 / max(1, trained), None, loss_mask=mask))
     return samples

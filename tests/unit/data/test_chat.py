@@ -1,0 +1,192 @@
+"""Which tokens of a conversation are the assistant's: against transformers' own masks, and read as text."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
+from torchtitan.grpo.errors import UserError
+
+CHATML = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+INST = (
+    "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + '<|im_end|>' }}"
+    "{% endfor %}"
+)
+THINKING = (  # as Qwen3's: thinking is removed from turns that a user has answered
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPENS_THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "  It is 2, natürlich 🙂. "},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+END = 1
+
+
+@pytest.fixture(scope="module")
+def base():
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words.train_from_iterator(["What is the answer? It is what it is.\n\n\nuser\nassistant\nsystem\n"] * 20, trainer)
+    return words
+
+
+@pytest.fixture
+def tokenizer(base):
+    return PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", clean_up_tokenization_spaces=False)
+
+
+def documents(tokenizer, template, messages, last_only=False, tools=None):
+    tokenizer.chat_template = template
+    return ChatRenderer(tokenizer, [END], last_only).documents(messages, tools, "row 0")[0]
+
+
+def learned(tokenizer, document):
+    return tokenizer.decode(document.token_ids[document.trained].tolist())
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        (CHATML, "  It is 2, natürlich 🙂. <|im_end|>4<|im_end|>"),
+        (MARKED, "  It is 2, natürlich 🙂. <|im_end|>4<|im_end|>"),
+        (MARKED_WITHOUT_END, "  It is 2, natürlich 🙂. <|im_end|>4<|im_end|>"),
+        (INST, "  It is 2, natürlich 🙂. <|im_end|>4<|im_end|>"),
+    ],
+)
+def test_every_turn_is_learned_with_its_end_token_and_nothing_else(tokenizer, template, said):
+    talk = TALK if template != INST else TALK[1:]
+    (document,) = documents(tokenizer, template, talk)
+    whole = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
+    assert document.token_ids.tolist() == whole
+    assert learned(tokenizer, document) == said
+    (last,) = documents(tokenizer, template, talk, last_only=True)
+    assert learned(tokenizer, last) == "4<|im_end|>" and last.token_ids.tolist() == whole
+
+
+def test_prefixes_find_what_transformers_finds_by_marks(tokenizer):
+    rng = np.random.default_rng(0)
+    pieces = ["hello", " ", "\n", "1+1", "What is", "é", "🙂", "user", "<call>", "  "]
+    for _ in range(50):
+        turns = 2 * int(rng.integers(1, 5))
+        talk = [
+            {"role": ("user", "assistant")[i % 2], "content": "x" + "".join(rng.choice(pieces, rng.integers(0, 9)))}
+            for i in range(turns)
+        ]
+        (document,) = documents(tokenizer, CHATML, talk)
+        tokenizer.chat_template = MARKED
+        own = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        assert document.token_ids.tolist() == own["input_ids"]
+        assert document.trained.tolist() == [bool(mark) for mark in own["assistant_masks"]]
+
+
+def test_a_template_that_changes_earlier_turns_gives_a_document_for_each(tokenizer):
+    talk = [
+        {"role": role, "content": content}
+        for role, content in (
+            ("user", "1+1?"),
+            ("assistant", "<think>one</think>2"),
+            ("user", "2+2?"),
+            ("assistant", "<think>two</think>4"),
+        )
+    ]
+    first, second = documents(tokenizer, THINKING, talk)
+    assert learned(tokenizer, first) == "<think>one</think>2<|im_end|>"
+    assert learned(tokenizer, second) == "<think>two</think>4<|im_end|>"
+    context = tokenizer.decode(second.token_ids[~second.trained].tolist())
+    assert "<|im_start|>assistant\n2<|im_end|>" in context and "one" not in context
+    for end, document in ((2, first), (4, second)):  # each as a server would be asked at that turn
+        prompt = tokenizer.apply_chat_template(talk[: end - 1], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert document.token_ids[: len(prompt)].tolist() == prompt and not document.trained[: len(prompt)].any()
+    (last,) = documents(tokenizer, THINKING, talk, last_only=True)
+    assert last.token_ids.tolist() == second.token_ids.tolist()
+
+
+def test_tools_and_tool_calls_reach_the_template(tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    rows = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "thanks"},
+    ]
+    messages = conversation(rows, "", True, "row 0")
+    (document,) = documents(tokenizer, CHATML, messages, tools=tools_of('[{"name": "add"}]', "row 0"))
+    assert learned(tokenizer, document) == '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>2<|im_end|>'
+    text = tokenizer.decode(document.token_ids.tolist())
+    assert text.startswith('<|im_start|>tools\n[{"name": "add"}]') and "thanks" not in text
+
+
+def test_a_token_that_begins_before_the_turn_is_not_learned(tokenizer):
+    (document,) = documents(tokenizer, CHATML, [TALK[1], {"role": "assistant", "content": "\n\nIt"}])
+    assert "\n\n" in [tokenizer.decode([token]) for token in document.token_ids.tolist()], "the case of this test"
+    assert learned(tokenizer, document) == "\nIt<|im_end|>"
+
+
+def test_what_cannot_be_told_apart_is_refused(tokenizer):
+    with pytest.raises(UserError, match=r"row 0: .*message 2 otherwise .*\{% generation %\} .*chat_template_file"):
+        documents(tokenizer, OPENS_THINKING, TALK)
+    with pytest.raises(UserError, match="row 0: the chat template refuses these messages: roles"):
+        documents(tokenizer, "{{ raise_exception('roles') }}", TALK)
+    with pytest.raises(UserError, match="shows nothing of what the assistant says"):
+        documents(
+            tokenizer, "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}", TALK
+        )
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ("hello", "must hold a list of chat messages"),
+        ([], "must hold a list of chat messages"),
+        ([{"content": "x"}], 'must hold {"role": text'),
+        ([{"role": "user", "content": [{"type": "image"}]}], "content of a message must be text"),
+        (TALK[:2], "no message of the assistant"),
+        (TALK[2:], "begins with the assistant"),
+    ],
+)
+def test_rows_that_are_no_conversation_are_refused(value, said):
+    with pytest.raises(UserError, match=said):
+        conversation(value, "", False, "data.jsonl:3")
+
+
+def test_a_system_prompt_is_put_first_and_never_twice():
+    assert conversation(TALK[1:3], "Be kind.", False, "row 0")[0] == {"role": "system", "content": "Be kind."}
+    with pytest.raises(UserError, match=r"a system message of its own: empty \[data\] system_prompt"):
+        conversation(TALK, "Be kind.", False, "row 0")
+
+
+@pytest.mark.parametrize("value, said", [("{", "is not JSON"), ('{"a": 1}', "must be a list"), (3, "must be a list")])
+def test_tools_that_are_no_list_are_refused(value, said):
+    with pytest.raises(UserError, match=said):
+        tools_of(value, "row 0")
+    assert tools_of("", "row 0") is None and tools_of(None, "row 0") is None
