@@ -30,7 +30,7 @@ QUICKSTART = {
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: a build leaves files in its tree."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "grpo_train.py", "torchtitan_overlay.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "grpo_train.py", "sft_train.py", "torchtitan_overlay.py"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "torchtitan", source / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -77,7 +77,8 @@ def test_the_wheel_holds_the_project_and_nothing_of_upstream(wheel: Path) -> Non
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "torchtitan" / "grpo").rglob("*.py")}
-    assert names == ours | {"grpo_train.py", "torchtitan_overlay.py", "torchtitan/grpo/reporting/metrics.md"}
+    scripts = {"grpo_train.py", "sft_train.py", "torchtitan_overlay.py"}
+    assert names == ours | scripts | {"torchtitan/grpo/reporting/metrics.md"}
 
 
 def test_the_script_imports_from_any_folder(site: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """sft_train.py: several ranks, kill and resume, stop and resume, and what it exports."""
 
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -82,17 +81,22 @@ def test_a_killed_and_a_stopped_run_end_as_the_undisturbed_one(whole, tmp_path):
 
 
 def test_two_ranks_train_what_one_does(whole, tmp_path):
-    run = start(tmp_path / "two", ranks=2, **{"training.steps": INTERVAL, "lr_scheduler.total_steps": STEPS})
-    run.check()
-    names = ("train/loss", "train/token_accuracy", "train/answer_tokens", "validation/loss", "data/epoch", "train/lr")
-    for two, one in zip(steps(tmp_path / "two"), steps(whole), strict=False):
-        assert {n: two.get(n, -1) for n in names} == pytest.approx({n: one.get(n, -1) for n in names}, rel=1e-3), two[
-            "step"
-        ]
-    first, own = steps(tmp_path / "two")[0], steps(whole)[0]
-    assert first["train/loss"] == pytest.approx(own["train/loss"], rel=1e-6)
-    assert first["train/grad_norm"] == pytest.approx(own["train/grad_norm"], rel=1e-5)
-    assert first["train/tokens"] == own["train/tokens"]
+    # Random weights differ with the number of ranks.
+    flags = {"model.weights": "hf", "model.hf_assets_path": export(whole, 40), "training.steps": 10}
+    for ranks in (1, 2):
+        start(tmp_path / f"{ranks}", ranks, **flags).check()
+    one, two = steps(tmp_path / "1"), steps(tmp_path / "2")
+    names = (
+        "train/loss",
+        "train/grad_norm",
+        "train/token_accuracy",
+        "train/answer_tokens",
+        "train/tokens",
+        "data/epoch",
+    )
+    for name in (*names, "validation/loss", "validation/token_accuracy"):
+        expected = [line[name] for line in one if name in line]
+        assert [line[name] for line in two if name in line] == pytest.approx(expected, rel=1e-4) and expected, name
 
 
 def test_the_export_has_the_validation_loss_in_transformers(whole):
@@ -116,12 +120,3 @@ def test_the_export_has_the_validation_loss_in_transformers(whole):
     assert last["validation/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     assert last["validation/token_accuracy"] == pytest.approx(torch.cat(right).float().mean().item(), rel=1e-6)
     assert last["validation/loss"] < 0.7 * steps(whole)[9]["validation/loss"], "it has learned"
-
-
-def test_a_checkpoint_of_the_other_job_is_refused(whole, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    words = ["--job.config_file", "train_configs/quickstart.toml", "--job.dump_folder", folder, "--checkpoint.resume"]
-    run = Ranks(1, ROOT / "grpo_train.py", *words, log=tmp_path / "log", environment=environment())
-    assert run.wait(120) == 2, run.log[-4000:]
-    assert "the checkpoint is of sft_train.py: start in another [job] dump_folder" in run.log

@@ -462,7 +462,9 @@ def test_help_lists_keys_and_ends(capsys):
 def test_example_configurations_load(name, world_size, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", world_size)
-    config = load_config(["--job.config_file", f"train_configs/{name}"])
+    config = load_config(
+        ["--job.config_file", f"train_configs/{name}"], job="sft" if name.startswith("sft") else "grpo"
+    )
     given = tomllib.loads((ROOT / "train_configs" / name).read_text())
     assert config.training.steps == given["training"]["steps"]
 

@@ -8,5 +8,5 @@ groups of samples, scored                       data/, rollouts/, rewards/
   packing.py     samples -> rows of equal cost on every rank
   gradients.py   forward and backward over a step's rows
   finite.py      steps without a finite gradient are left out; weights that are not finite are not saved
-  sft.py         the supervised warm start, on the same rows
+  sft.py         loss and step of supervised fine-tuning, on the same rows; the warm start
 """
