@@ -81,11 +81,9 @@ class SftTrainer(grpo_train.Trainer):
             logger.warning(f"Nothing is left to do: the run ended at step {self.step}. Raise [training] steps to go on")
         self.offload.settle()
         if self.config.validation.enable:
-            names = [each.name for each in held_out_sets(self.config)]
-            packed = (
-                [self.rows_by_rank(each.prompts) for each in self.held_out] if self.is_rank0 else [None] * len(names)
-            )
-            self.held_out_rows = {name: self.own_rows(rows) for name, rows in zip(names, packed, strict=True)}
+            for i, table in enumerate(held_out_sets(self.config)):
+                rows = self.rows_by_rank(self.held_out[i].prompts) if self.is_rank0 else None
+                self.held_out_rows[table.name] = self.own_rows(rows)
         if self.step == 0:
             self.log(self.validate())
 

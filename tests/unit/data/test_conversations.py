@@ -106,7 +106,7 @@ def test_a_mixture_of_conversations_and_pairs_holds_out_its_own_rows(tokenizer, 
     )
     flags = ["--job.config_file", str(tmp_path / "run.toml"), "--model.hf_assets_path", str(TINY_QWEN3)]
     config = load_config(flags, job="sft")
-    assert "sft_train.py does not read [rollout], [reward], [validation] samples_per_prompt" in caplog.text
+    assert "sft_train.py does not read [rollout], [validation] samples_per_prompt" in caplog.text
 
     def make(*arguments, **split):
         return ConversationSource(*arguments, sft=config.sft, seq_len=64, end_ids=[tokenizer.eos_token_id], **split)

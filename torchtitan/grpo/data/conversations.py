@@ -75,7 +75,7 @@ class ConversationSource(PromptSource):
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
         if all(position in self._documents for position in positions):
-            return [_conversation(Prompt(position, [], ""), self._documents[position]) for position in positions]
+            return [Conversation(position, [], "", documents=self._documents[position]) for position in positions]
         conversations = self._conversations(positions)
         self._documents |= {each.index: each.documents for each in conversations}
         return list(conversations)
@@ -108,5 +108,6 @@ class ConversationSource(PromptSource):
 
 
 def _conversation(prompt: Prompt, documents: tuple[Document, ...]) -> Conversation:
+    """Just rendered: with the tokens that the limit is about."""
     longest = max((document.token_ids for document in documents), key=len)
     return Conversation(prompt.index, longest.tolist(), prompt.text, prompt.answer, prompt.columns, documents=documents)
