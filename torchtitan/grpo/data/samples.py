@@ -48,8 +48,9 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Conversation(Prompt):
-    """A row to learn from. When rows are checked, `token_ids` are those of its longest document. Later `token_ids`, text
-    and columns are empty.
+    """A row to learn from.
+
+    When rows are checked, `token_ids` are those of its longest document. Later `token_ids`, text and columns are empty.
 
     Attributes:
         documents: Usually one; see `chat.rendered`.
