@@ -24,6 +24,9 @@ INST = (
     "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + '<|im_end|>' }}"
     "{% endfor %}"
 )
+ENDS_WITH_THE_NEXT = CHATML.replace(
+    "<|im_end|>\n{% endfor %}", "{% if add_generation_prompt or not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
+)
 THINKING = (  # as Qwen3's: thinking is removed from turns that a user has answered
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
@@ -144,6 +147,11 @@ def test_tools_and_tool_calls_reach_the_template(tokenizer):
     assert learned(tokenizer, document) == '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>2<|im_end|>'
     text = tokenizer.decode(document.token_ids.tolist())
     assert text.startswith('<|im_start|>tools\n[{"name": "add"}]') and "thanks" not in text
+
+
+def test_an_end_token_that_comes_with_the_next_message_is_learned(tokenizer):
+    (document,) = documents(tokenizer, ENDS_WITH_THE_NEXT, TALK)
+    assert learned(tokenizer, document) == "  It is 2, natürlich 🙂. <|im_end|>4"
 
 
 def test_a_token_that_begins_before_the_turn_is_not_learned(tokenizer):

@@ -23,7 +23,7 @@ class ChatRenderer:
 
     A template that marks the turns by `{% generation %}` says itself which tokens these are. For others, a turn is what
     the rendered text gains by its message, after the generation prompt. The end of line that many templates write
-    behind the end token is not trained, since no server samples it.
+    behind the end token is not trained, since no server samples it. An end token that comes with the next message is.
 
     Some templates render a turn differently once others follow: Qwen3's removes the thinking. Then each turn is a
     document of its own, with the history as the template renders it when that turn is next.
@@ -36,6 +36,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: list[int], last_only: bool) -> None:
         self._tokenizer, self._end_ids, self._last_only = tokenizer, end_ids, last_only
         template = tokenizer.chat_template
+        self._special = [*end_ids, *tokenizer.all_special_ids]
         self.marked = isinstance(template, str) and bool(_GENERATION.search(template))
 
     def documents(self, messages: list[Message], tools: list[Any] | None, place: str) -> tuple[list[Document], str]:
@@ -66,8 +67,7 @@ class ChatRenderer:
         encoded = self._apply(messages, tools, place, **how)
         ids = np.array(encoded["input_ids"], np.int32)
         trained: np.ndarray = np.array(encoded["assistant_masks"], bool)
-        after = np.append(False, trained[:-1]) & ~trained  # the token behind each turn: some templates leave it out
-        trained |= after & np.isin(ids, self._end_ids)
+        trained = self._with_end_tokens(ids, trained)
         if self._last_only and trained.any():
             last = int(trained.nonzero()[0][-1])
             others = (~trained[:last]).nonzero()[0]
@@ -91,20 +91,30 @@ class ChatRenderer:
                     "it, so its tokens cannot be told from the prompt's: give a template with {% generation %} around "
                     "the assistant's turns by [data] chat_template_file"
                 )
-            texts.append((after, (len(before), len(after.rstrip()))))
+            texts.append((after, (len(before), len(after))))
         whole = texts[-1][0]
         if all(whole.startswith(text) for text, _ in texts):
             return [(whole, [span for _, span in texts])]
         return [(text, [span]) for text, span in texts]
 
     def _document(self, text: str, spans: list[Span]) -> Document:
-        """A token is trained if it begins in one of the spans."""
+        """A token is trained if it begins in one of the spans, less white space behind the last special token."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = np.array([start for start, _ in encoded["offset_mapping"]], np.int64)
+        ids, offsets = np.array(encoded["input_ids"], np.int32), encoded["offset_mapping"]
+        starts = np.array([start for start, _ in offsets], np.int64)
         trained: np.ndarray = np.zeros(len(starts), bool)
         for first, end in spans:
-            trained |= (starts >= first) & (starts < end)
-        return Document(np.array(encoded["input_ids"], np.int32), trained)
+            own = ((starts >= first) & (starts < end)).nonzero()[0]
+            special = own[np.isin(ids[own], self._special)]
+            if len(special) and not text[offsets[special[-1]][1] : end].strip():
+                own = own[own <= special[-1]]
+            trained[own] = True
+        return Document(ids, self._with_end_tokens(ids, trained))
+
+    def _with_end_tokens(self, ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
+        """Train an end token right behind a turn, too."""
+        behind = np.append(False, trained[:-1]) & ~trained
+        return trained | (behind & np.isin(ids, self._end_ids))
 
     def _apply(self, messages: list[Message], tools: list[Any] | None, place: str, **how: Any) -> Any:
         try:
