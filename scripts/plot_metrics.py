@@ -50,7 +50,7 @@ def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
 def read_curves(file: Path) -> dict[str, Curve]:
     """Every metric of one run. Supervised steps have their own axis, `sft/step`."""
     curves: dict[str, Curve] = {}
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8", errors="replace") as lines:  # a torn last line may end inside a character
         for line in lines:
             if not line.endswith("\n"):
                 continue  # still being written

@@ -98,7 +98,7 @@ def read_run(folder: Path) -> Run:
 def _records(path: Path, required: bool = True) -> list[dict[str, Any]]:
     if not required and not path.exists():
         return []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:  # a torn last line may end inside a character
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
 

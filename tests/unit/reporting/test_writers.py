@@ -276,6 +276,16 @@ def test_what_an_environment_wrote_is_found_in_the_text():
     assert given_text(sample, tokenizer()) == []
 
 
+def test_a_record_that_a_killed_run_tore_inside_a_character_is_dropped(run, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = {"step": 1, "cost/gpu_hours": 0.5}
+    path.write_bytes(json.dumps(whole).encode() + b"\n" + '{"step": 2, "answer": "\u4e09'.encode()[:-1])
+    resumed = run()
+    assert resumed.last("cost/gpu_hours") == 0.5
+    resumed.log(2, {"reward/mean": 1.0})
+    assert records(path) == [whole, {"step": 2, "reward/mean": 1.0}]
+
+
 def test_text_that_is_no_valid_unicode_is_written(run, tmp_path):
     samples = SampleLog(config_of(), tmp_path, run(), tokenizer())
     group = group_of([1.0])

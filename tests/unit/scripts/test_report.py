@@ -55,8 +55,9 @@ def folder(tmp_path):
     failed = sample(reward=None, advantage=0.0, reward_failures={"judge": "raised ValueError: <no>"})
     write(tmp_path, [failed, tool, sample(answer=HOSTILE, reward=0.0, advantage=-0.5)], "samples.jsonl")
     write(tmp_path, [sample(kind="greedy", reward=0.25)], "validation_samples.jsonl")
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "rew')
+    for name, torn in (("metrics.jsonl", b'{"step": 5, "rew'), ("samples.jsonl", '{"answer": "\u4e09'.encode()[:-1])):
+        with (tmp_path / name).open("ab") as file:  # the second ends inside a character
+            file.write(torn)
     return tmp_path
 
 

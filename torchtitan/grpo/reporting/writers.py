@@ -10,7 +10,7 @@ import os
 import re
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -84,7 +84,7 @@ class StepLines:
         """Rewrite the file without records whose `axis` is `step` or later, and without a torn last line."""
         kept_path = self.path.with_name(self.path.name + ".tmp")
         dropped = 0
-        with self.path.open(encoding="utf-8") as old, kept_path.open("w", encoding="utf-8") as kept:
+        with _readable(self.path) as old, kept_path.open("w", encoding="utf-8") as kept:
             for line in old:
                 if line.endswith("\n") and json.loads(line).get(axis, step - 1) < step:
                     kept.write(line)
@@ -100,7 +100,7 @@ class StepLines:
 
     def last(self, name: str) -> float:
         """The newest number under a name in the whole file, 0 if there is none. A torn last line is passed over."""
-        with self.path.open(encoding="utf-8") as lines:
+        with _readable(self.path) as lines:
             newest = deque((line for line in lines if line.endswith("\n") and f'"{name}":' in line), maxlen=1)
         return json.loads(newest[0])[name] if newest else 0.0
 
@@ -112,6 +112,11 @@ class StepLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _readable(path: Path) -> TextIO:
+    """A torn last line may end inside a character."""
+    return path.open(encoding="utf-8", errors="replace")
 
 
 class MetricsLogger:
