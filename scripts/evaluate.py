@@ -5,8 +5,8 @@
     python scripts/evaluate.py models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
 
 MODEL is a checkpoint or a Hugging Face folder. Held-out sets, rewards and lengths are those of the configuration: every
-other flag is one of the trainer's, as in `--validation.prompts 500 --validation.samples_per_prompt 16`. Results go to
-result.json, answers.jsonl and config.toml in a new folder. docs/evaluation.md explains the numbers.
+other flag is one of the trainer's, as in `--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go
+to result.json, answers.jsonl and config.toml in a new folder. docs/evaluation.md explains the numbers.
 
 Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else. The server is stopped in
 each case.
@@ -14,6 +14,7 @@ each case.
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import platform
@@ -33,17 +34,20 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import torch  # noqa: E402
+from transformers import PreTrainedTokenizerBase  # noqa: E402
 
 import torchtitan_overlay  # noqa: E402, F401
 from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG  # noqa: E402
 from torchtitan.grpo.config.contradictions import check_contradictions  # noqa: E402
 from torchtitan.grpo.config.load import load_config  # noqa: E402
 from torchtitan.grpo.config.machine import raise_file_limit  # noqa: E402
-from torchtitan.grpo.config.resolved import toml_lines  # noqa: E402
-from torchtitan.grpo.config.tables import held_out_set, held_out_sets  # noqa: E402
+from torchtitan.grpo.config.resolved import resolved, toml_lines  # noqa: E402
+from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets, training_sources  # noqa: E402
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers  # noqa: E402
-from torchtitan.grpo.data.load import load_held_out  # noqa: E402
+from torchtitan.grpo.data.load import load_held_out, load_training  # noqa: E402
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer  # noqa: E402
+from torchtitan.grpo.data.sources import question  # noqa: E402
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device  # noqa: E402
 from torchtitan.grpo.engines.fleet import Fleet  # noqa: E402
 from torchtitan.grpo.engines.protocol import SamplingParams  # noqa: E402
@@ -57,6 +61,7 @@ from torchtitan.grpo.rollouts.collector import Collector  # noqa: E402
 from torchtitan.grpo.rollouts.environment import load_environment  # noqa: E402
 from torchtitan.grpo.rollouts.held_out import answer_held_out  # noqa: E402
 from torchtitan.grpo.stopping import end_within, run_and_exit, stop_in_time  # noqa: E402
+from torchtitan.tools.logging import logger  # noqa: E402
 
 TRAINER_ONLY = {
     "parallelism.data_parallel_replicate_degree": "1",
@@ -138,6 +143,50 @@ def read_config(arguments: argparse.Namespace, flags: list[str], folder: Path) -
         )
     config.validation.enable = True
     return config
+
+
+def check_not_trained_on(
+    config: JobConfig, sets: list[HeldOut], folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Hold what would be asked against what a checkpoint's own run trained on.
+
+    A run holds the last `[validation] prompts` rows out. Another number or size asks rows that it has trained on. Sets
+    with rows of their own may be anything.
+
+    Raises:
+        UserError: A set of held-out rows asks what the run trained on.
+    """
+    saved = folder.parent / RUN_CONFIG
+    values = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+    own = {path: value for path, value in values.items() if path.startswith(("data.", "validation."))}
+    tables = zip(sets, held_out_sets(config), strict=True)
+    asks = [(each, table.data.prompt_column) for each, table in tables if not table.own_rows]
+    now = resolved(config)
+    if not asks or all(now[path] == value for path, value in own.items() if path in now):
+        return
+    run = copy.deepcopy(config)
+    for path, value in own.items():
+        section, _, name = path.partition(".")
+        if path in now:
+            setattr(getattr(run, section), name, value)
+    try:
+        fill_tables(run)
+        trained = load_training(run, tokenizer, load_held_out(run, tokenizer) if run.validation.enable else [])
+    except UserError as error:
+        logger.warning(f"Not checked whether this checkpoint's run trained on what is asked: {error}")
+        return
+    columns = {source.data.prompt_column for source in training_sources(run)}
+    known = {question(prompt.columns, column) for prompt in trained.first(len(trained)) for column in columns}
+    for each, column in asks:
+        repeated = sum(question(prompt.columns, column) in known for prompt in each.prompts)
+        if repeated:
+            name = f" of set {each.name!r}" if each.name else ""
+            raise UserError(
+                f"{repeated} of the {len(each.prompts)} held-out prompts{name} are some that this checkpoint's run "
+                f"trained on: it held out [validation] prompts = {run.validation.prompts}"
+                f"{'' if run.validation.enable else ', and enable = false'}. Restore the [data] and [validation] keys "
+                f"of {saved}, or name other rows by --jsonl or [[validation.sets]]"
+            )
 
 
 def _name(path: Path) -> str:
@@ -306,7 +355,9 @@ def print_table(result: dict[str, Any]) -> None:
 def evaluate(arguments: argparse.Namespace, flags: list[str], resources: contextlib.ExitStack) -> None:
     folder = model_folder(arguments.model)
     config = read_config(arguments, flags, folder)
-    sets = load_held_out(config, load_tokenizer(str(folder), config.data.chat_template_file))
+    tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
+    sets = load_held_out(config, tokenizer)
+    check_not_trained_on(config, sets, folder, tokenizer)
     rewards = resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not config.rollout.environment)
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / arguments.model.resolve().name)

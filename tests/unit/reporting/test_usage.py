@@ -9,7 +9,7 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
-from torchtitan.grpo.reporting.usage import Usage, speeds
+from torchtitan.grpo.reporting.usage import Usage, own_server_gpus, speeds
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,17 @@ def test_speeds_are_per_rank_and_over_the_step_or_the_update():
     mfu = {"throughput/mfu": 0.5, "throughput/step_mfu": 0.125}
     assert speeds(step, times, 2, 1e12) == on_cpu | mfu
     assert speeds({}, times, 2, 1e12) == {}, "step 0 trains nothing"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "own"),
+    [(2, (), 1), (1, (), 0), (2, ("--rollout.embedded_device", "cpu"), 0), (2, ("--rollout.urls", "http://a:1"), 0)],
+)
+def test_an_embedded_server_on_a_gpu_of_its_own_costs_that_gpu(gpus, flags, own, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3), *flags])
+    assert own_server_gpus(config, torch.device("cuda:0"), 1) == own
 
 
 def test_a_cpu_has_no_memory_and_no_cost(usage):

@@ -1,11 +1,16 @@
 """scripts/evaluate.py: which model, which configuration, where results go. tests/integration/test_train.py runs it."""
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from scripts import evaluate
 from tests.helpers import ROOT, TINY_QWEN3
+from torchtitan.grpo.config.resolved import resolved
+from torchtitan.grpo.data.load import load_held_out
+from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.errors import UserError
 
 QUICKSTART = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
@@ -52,6 +57,30 @@ def test_rows_that_the_run_trained_on_are_not_asked(tmp_path):
     (held_out,) = config.validation.sets
     assert (held_out.name, held_out.own_rows, held_out.data.path) == ("my_set", True, str(path))
     assert held_out.samples_per_prompt == config.validation.samples_per_prompt
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [({"prompts": "6"}, True), ({"path": "b.jsonl", "prompts": "6"}, False), ({"prompts": "3"}, False), ({}, False)],
+)
+def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, first in (("a", 0), ("b", 100)):
+        rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(first, first + 12)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config_with(path="a.jsonl", prompts="4"):
+        data = "--data.source", "jsonl", "--data.path", path, "--data.prompt_template", f"{prompts}: {{prompt}}"
+        return config_of(*data, "--validation.enable", "--validation.prompts", prompts)
+
+    Path("run_config.json").write_text(json.dumps(resolved(config_with())))
+    config = config_with(**asked)
+    tokenizer = load_tokenizer(str(TINY_QWEN3))
+    check = partial(evaluate.check_not_trained_on, config, load_held_out(config, tokenizer), tmp_path / "hf", tokenizer)
+    if not refused:
+        return check()
+    with pytest.raises(UserError, match=r"2 of the 6 held-out prompts .* trained on: .*\[validation\] prompts = 4"):
+        check()
 
 
 def test_an_unknown_flag_is_named(tmp_path):

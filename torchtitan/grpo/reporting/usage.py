@@ -1,11 +1,14 @@
 """What the trainers' devices did in a step: tokens and FLOPs a second, memory, GPU hours."""
 
+import os
 import time
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.engines.embedded.spawn import choose_device
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.policy.rows import PackedRow
@@ -31,6 +34,7 @@ class Usage:
         self._peak_flops = get_peak_flops(device_module.get_device_name(self._device)) if self._on_gpu else 0.0
         self._gpu_hours, self._counted_until = spent_gpu_hours, _STARTED
         self._servers_have_gpus = config.rollout.engine != "embedded"
+        self._own_server_gpus = own_server_gpus(config, self._device, ranks)
 
     def work(self, minibatches: list[list[list[PackedRow]]]) -> dict[str, float]:
         """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`."""
@@ -63,11 +67,22 @@ class Usage:
         }
 
     def _cost(self, fleet: Fleet | None) -> dict[str, float]:
-        servers = sum(server.control.workers for server in fleet.servers) if fleet and self._servers_have_gpus else 0
+        servers = self._own_server_gpus * len(fleet.servers) if fleet else 0  # a replay has none
+        if fleet and self._servers_have_gpus:
+            servers = sum(server.control.workers for server in fleet.servers)
         now = time.monotonic()
         self._gpu_hours += (now - self._counted_until) / 3600 * (self._ranks + servers)
         self._counted_until = now
         return {"cost/gpu_hours": self._gpu_hours}
+
+
+def own_server_gpus(config: JobConfig, device: torch.device, ranks: int) -> int:
+    """GPUs of the embedded server that a run starts: none if it shares a trainer's, which counts already."""
+    rollout = config.rollout
+    if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
+        return 0
+    trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return int(choose_device(rollout.embedded_device, device, trainers_here)[1])
 
 
 def speeds(step: dict[str, Any], times: dict[str, float], ranks: int, peak_flops: float) -> dict[str, float]:
