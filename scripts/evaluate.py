@@ -49,8 +49,8 @@ from torchtitan.grpo.data.load import load_held_out, load_training  # noqa: E402
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer  # noqa: E402
 from torchtitan.grpo.data.sources import question  # noqa: E402
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device  # noqa: E402
-from torchtitan.grpo.engines.fleet import Fleet  # noqa: E402
-from torchtitan.grpo.engines.protocol import SamplingParams  # noqa: E402
+from torchtitan.grpo.engines.fleet import Fleet, FleetError  # noqa: E402
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams  # noqa: E402
 from torchtitan.grpo.engines.registry import ENGINES, make_server  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
 from torchtitan.grpo.log_lines import init_log_lines  # noqa: E402
@@ -77,6 +77,18 @@ TRAINER_ONLY = {
 """Keys about the trainer's processes and servers, which an evaluation has not, and values that ask for nothing."""
 STOP_S = 15.0
 """How long a server may take to stop before it is killed."""
+GUARD = f"""
+exec 3<&0
+trap : TERM  # it is the server's
+"$@" < /dev/null 3<&- &
+server=$!
+(trap '' TERM; exec > /dev/null 2>&1; read -r -u 3; kill -TERM 0; sleep {STOP_S:g} 3<&-; kill -KILL 0) &
+wait $server
+status=$?
+while kill -0 $server 2> /dev/null; do wait $server; status=$?; done
+exit $status
+"""
+"""Runs a server in this process group, and ends the group when stdin ends: this script may be killed."""
 PACKAGES = ("torchtitan-grpo", "torchtitan", "torch", "transformers", "math-verify", "reasoning-gym")
 
 
@@ -224,10 +236,11 @@ def served(config: JobConfig, arguments: argparse.Namespace, folder: Path, log: 
         script = REPOSITORY / "scripts" / f"serve_{arguments.engine}.sh"
         command = ["bash", str(script), str(folder), "--port", str(arguments.server_port)]
         command += [] if torch.cuda.is_available() else ["--cpu"]
+        command += shlex.split(arguments.server_flags)
         with log.open("wb") as output:  # a group of its own: Ctrl-C reaches this script alone
             process = subprocess.Popen(
-                [*command, *shlex.split(arguments.server_flags)],
-                stdin=subprocess.DEVNULL,
+                ["bash", "-c", GUARD, "guard", *command],
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
@@ -254,13 +267,21 @@ def stop_group(process: subprocess.Popen) -> None:
         process.wait(STOP_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def answer(
-    config: JobConfig, urls: list[str], sets: list[HeldOut], rewards: RewardRunner, resources: contextlib.ExitStack
+    config: JobConfig,
+    urls: list[str],
+    sets: list[HeldOut],
+    rewards: RewardRunner,
+    resources: contextlib.ExitStack,
+    path: Path,
 ) -> tuple[list[HeldOutAnswers], dict[str, str]]:
-    """Ask servers that have the model's weights: the scored answers, and each server's software version."""
+    """Ask servers that have the model's weights: the scored answers, and each server's software version.
+
+    The answers to a set are written to `path` at once, so those outlive a server that dies later.
+    """
     rollout, assets = config.rollout, config.model.hf_assets_path
     tokenizer = load_tokenizer(assets, config.data.chat_template_file)
     end_ids = end_token_ids(tokenizer, assets)
@@ -286,11 +307,17 @@ def answer(
     stop = (*end_ids, *rollout.stop_token_ids)
     params = SamplingParams(1, 0.0, rollout.max_answer_tokens, stop, config.debug.seed or 0)
     software = {server.url: server.control.software_version() for server in fleet.servers}
-    return answer_held_out(collector, sets, params), software
+    answers: list[HeldOutAnswers] = []
+    for each in sets:
+        own = answer_held_out(collector, [each], params)
+        write_answers(path, own, config)
+        answers += own
+    return answers, software
 
 
 def write_answers(path: Path, answers: list[HeldOutAnswers], config: JobConfig) -> None:
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    """Append them to a JSONL file."""
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         for of_set in answers:
             for kind, groups in (("greedy", of_set.greedy), ("sampled", of_set.sampled)):
                 for sample in (sample for group in groups for sample in group):
@@ -363,8 +390,7 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / arguments.model.resolve().name)
     began = time.time()
     urls = resources.enter_context(served(config, arguments, folder, out / "server.log"))
-    answers, software = answer(config, urls, sets, rewards, resources)
-    write_answers(out / "answers.jsonl", answers, config)
+    answers, software = answer(config, urls, sets, rewards, resources, out / "answers.jsonl")
     check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
     result = {
         "model": str(arguments.model),
@@ -400,6 +426,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (EngineError, FleetError) as error:
+        print(f"error: {error}; there is no result, answers.jsonl has the sets before", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the server is stopped", file=sys.stderr)
         return 130

@@ -1,6 +1,11 @@
 """scripts/evaluate.py: which model, which configuration, where results go. tests/integration/test_train.py runs it."""
 
 import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -8,11 +13,13 @@ import pytest
 
 from scripts import evaluate
 from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.servers import group_members
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.load import load_held_out
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.errors import UserError
 
+EVALUATES = {"stdin": subprocess.PIPE, "process_group": 0}
 QUICKSTART = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
 
 
@@ -86,6 +93,35 @@ def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused,
 def test_an_unknown_flag_is_named(tmp_path):
     with pytest.raises(UserError, match=r"--validation\.promts: did you mean --validation\.prompts"):
         config_of(*QUICKSTART, "--validation.promts", "3")
+
+
+@pytest.mark.parametrize("end", ["stdin", "signal"])
+def test_a_server_ends_with_its_workers_when_the_script_stops_it_or_is_killed(end):
+    server = "sleep 1000 & (trap '' TERM; echo up; sleep 1000) & wait"  # a worker that ignores SIGTERM
+    guard = evaluate.GUARD.replace(f"sleep {evaluate.STOP_S:g}", "sleep 0.3")
+    command = ["bash", "-c", guard, "guard", "bash", "-c", server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **EVALUATES) as process:
+        try:
+            assert process.stdout.readline() == b"up\n"
+            assert len(group_members(process.pid)) > 2
+            if end == "stdin":  # as the kernel closes it when the script is killed
+                process.stdin.close()
+                process.wait(10)
+            else:
+                evaluate.stop_group(process)
+            deadline = time.monotonic() + 10
+            while group_members(process.pid):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_guard_ends_with_the_servers_status():
+    with subprocess.Popen(["bash", "-c", evaluate.GUARD, "guard", "bash", "-c", "exit 7"], **EVALUATES) as process:
+        assert process.wait(10) == 7
+        evaluate.stop_group(process)
 
 
 def test_results_never_overwrite_others(tmp_path):
