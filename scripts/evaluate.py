@@ -54,6 +54,7 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams  # noqa
 from torchtitan.grpo.engines.registry import ENGINES, make_server  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
 from torchtitan.grpo.log_lines import init_log_lines  # noqa: E402
+from torchtitan.grpo.model_identity import identity_of_folder  # noqa: E402
 from torchtitan.grpo.reporting.estimates import estimates, final_answer, is_right  # noqa: E402
 from torchtitan.grpo.rewards.failures import check_failures  # noqa: E402
 from torchtitan.grpo.rewards.runner import RewardRunner  # noqa: E402
@@ -291,7 +292,7 @@ def answer(
     longest = max(len(p.token_ids) + each.max_answer_tokens for each in sets for p in each.prompts)
     for server in fleet.servers:
         server.control.wait_healthy(rollout.start_timeout_seconds)
-        server.control.check(longest, end_ids[0])
+        server.control.check(longest, end_ids[0], trained=identity_of_folder(assets))
         fleet.admit(server, -1)  # the weights that it was started with
     collector = Collector(
         fleet,
