@@ -1,12 +1,15 @@
 """Scoring: the built-in functions, and reward functions that hang, raise or crash."""
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from tests.helpers import ROOT
 from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.sources import load_rows
@@ -34,6 +37,12 @@ def hang(text, prompt):
     if text == "hang":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
         time.sleep(600)
+    return 1.0
+
+def runs_program(text, prompt):
+    with subprocess.Popen(["sleep", "600"]) as program:
+        with open(prompt.columns["log"], "w") as log:
+            log.write(f"{program.pid} ")
     return 1.0
 
 def raises(text, prompt):
@@ -380,6 +389,44 @@ def test_a_function_may_score_a_groups_answers_at_once(functions):
         runner.score(samples)  # the slow group has 5 times 0.2 s
     assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, 55.0]
     assert samples[4].reward_failures == {names[0]: "returned None: return a number on every path"}
+
+
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, f"process {pid} is left"
+        time.sleep(0.02)
+
+
+def test_programs_that_a_function_has_started_end_with_its_time(functions, tmp_path):
+    log = tmp_path / "log"
+    (sample,) = make_samples("x", columns={"log": str(log)})
+    with RewardRunner(Reward(functions=[f"{functions}:runs_program"], workers=1, timeout_seconds=1.0)) as runner:
+        runner.score([sample])
+        assert sample.reward is None
+        wait_until_gone(int(log.read_text()))
+
+
+def test_a_worker_that_scores_ends_with_a_trainer_that_is_killed(functions, tmp_path):
+    log = tmp_path / "log"
+    program = f"""if True:
+        from torchtitan.grpo.config.job_config import Reward
+        from torchtitan.grpo.data.samples import Prompt, Sample
+        from torchtitan.grpo.rewards.runner import RewardRunner
+        runner = RewardRunner(Reward(functions=["{functions}:runs_program"], workers=1, timeout_seconds=600.0))
+        print(runner._workers[0]._process.pid, flush=True)
+        runner.score([Sample(Prompt(0, [1], "?", "", {{"log": {str(log)!r}}}), [1], [0.0], [0], "stop")])
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as trainer:
+        worker = int(trainer.stdout.readline())
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.read_text().endswith(" ")):
+            assert trainer.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        trainer.kill()
+    wait_until_gone(worker)
+    wait_until_gone(int(log.read_text()))
 
 
 def test_nothing_is_scored_twice_after_a_crash(functions, tmp_path):

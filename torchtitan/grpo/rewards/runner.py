@@ -26,7 +26,7 @@ from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import is_async, resolve, source, takes_group
-from torchtitan.grpo.rewards.worker import SECRET, Call, Score, serve, too_slow
+from torchtitan.grpo.rewards.worker import SECRET, Call, Score, kill_group, serve, too_slow
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0
@@ -232,7 +232,7 @@ class RewardWorker:
             if one_by_one or len(suspects) == 1:
                 scores[suspects[0]] = [Score(0.0, failure)] * len(calls[suspects[0]].texts)
             one_by_one = one_by_one or len(suspects) > 1
-            self._process.kill()
+            kill_group(self._process)
             self._start()
         return [scores[number] for number in range(len(calls))]
 
@@ -284,7 +284,7 @@ class RewardWorker:
         """Kill the process for good."""
         with self._lock:
             self._closed = True
-            self._process.kill()
+            kill_group(self._process)
             self._process.join(timeout=5.0)
 
     def _start(self) -> None:

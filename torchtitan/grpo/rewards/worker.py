@@ -9,12 +9,15 @@ Plain functions run one after another. Coroutines then run all at the same time,
 import asyncio
 import contextlib
 import importlib
+import multiprocessing
 import os
 import re
 import signal
+import threading
 import traceback
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from torchtitan.grpo.data.samples import Prompt
@@ -67,8 +70,11 @@ def serve(connection: Connection, names: list[str], pattern: str, timeout_s: flo
     """
     for name in hidden:
         os.environ.pop(name, None)
+    os.setpgid(0, 0)  # the group of this process and of programs that a function starts: they end together
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
-    # torchrun sends SIGTERM to the whole group. Not SIG_IGN: programs that a function starts would inherit it.
+    # Slurm sends SIGTERM to every process. Not SIG_IGN: programs that a function starts would inherit it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     functions = [_Function(name, pattern, timeout_s) for name in names]
     loop = asyncio.Runner()  # the same for all calls: clients of web services belong to the loop of their first use
@@ -85,6 +91,20 @@ def serve(connection: Connection, names: list[str], pattern: str, timeout_s: flo
                     connection.send((number, function.scores(call)))
             if awaited:
                 loop.run(_all(awaited))
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """A trainer that is killed kills no worker. One that scores would not see the end of its pipe."""
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def kill_group(process: BaseProcess) -> None:
+    """Kill a worker process, with programs that its functions have started, if it still runs."""
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):  # it has no group yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
