@@ -101,7 +101,7 @@ def _end_with(parent: BaseProcess) -> None:
 
 def kill_group(process: BaseProcess) -> None:
     """Kill a worker process, with programs that its functions have started, if it still runs."""
-    if process.is_alive():
+    if process.pid is not None and process.is_alive():
         with contextlib.suppress(ProcessLookupError):  # it has no group yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
