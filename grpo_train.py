@@ -43,10 +43,12 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError, refuse
+from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model, parallel_dims
 from torchtitan.grpo.model.source import load_hf_weights, resolve_and_check, write_hf_config
+from torchtitan.grpo.nodes import Nodes
 from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.policy import losses
 from torchtitan.grpo.policy.advantages import group_advantages, less_penalties
@@ -69,7 +71,6 @@ from torchtitan.grpo.reporting.step_metrics import (
 from torchtitan.grpo.reporting.usage import Usage
 from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
 from torchtitan.grpo.reporting.writers import MetricsLogger
-from torchtitan.grpo.restarts import store_of_this_attempt
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
@@ -118,6 +119,7 @@ class Trainer:
         self.seed = config.debug.seed or 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
         self.resources = contextlib.ExitStack()
+        self.nodes = self.resources.enter_context(Nodes(config))
         try:
             # Bad input is refused before a process group or a server exists.
             self._read_inputs()
@@ -429,6 +431,7 @@ class Trainer:
         with store_of_this_attempt():
             dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
         self.resources.push(leave_process_groups)
+        self.nodes.settle()
         self.dims = parallel_dims(config, dist.get_world_size())
         dist_utils.set_determinism(self.dims, self.device, config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard

@@ -1,4 +1,4 @@
-"""torchrun's agent whose ranks are forked, not started anew: `agent.py RANKS SCRIPT [arguments ...]`.
+"""torchrun's agent whose ranks are forked, not started anew: `agent.py [torchrun's flags] SCRIPT [arguments ...]`.
 
 The rendezvous, the watch over the ranks and the handling of signals are torchrun's. Only the imports are spared: the
 process that runs this file has them.
@@ -31,11 +31,11 @@ def rank(script: str, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    count, script, *arguments = sys.argv[1:]
-    flags = ["--nproc-per-node", count, "--start-method", "fork", "--rdzv-backend", "c10d"]
-    flags += ["--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "chaos", "--local-addr", "127.0.0.1"]
-    config, _, _ = config_from_args(get_args_parser().parse_args([*flags, script]))
-    elastic_launch(config, rank)(script, arguments)
+    flags = ["--start-method", "fork", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
+    flags += ["--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "chaos"]
+    given = get_args_parser().parse_args([*flags, *sys.argv[1:]])
+    config, _, _ = config_from_args(given)
+    elastic_launch(config, rank)(given.training_script, given.training_script_args)
 
 
 if __name__ == "__main__":

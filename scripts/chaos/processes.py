@@ -99,7 +99,7 @@ class Trainer:
                     [*command, str(script), *words], cwd=ROOT, env=variables, stdout=log, stderr=log, process_group=0
                 )
         elif launcher == "agent":
-            arguments = [ranks, script, *words]
+            arguments = ["--nproc-per-node", ranks, script, *words]
             self._process = Ranks(1, HERE / "agent.py", *arguments, log=self.log_path, environment=variables)
         else:
             self._process = Ranks(ranks, script, *words, log=self.log_path, environment=variables)

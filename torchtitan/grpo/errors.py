@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Iterable
 
-_REFUSED = 2
+REFUSED = 2
+"""Exit status of a run with bad input."""
 _OTHERS_S = 10.0
 """How long torchrun may take to stop the other ranks after rank 0 has ended."""
 
@@ -19,6 +20,10 @@ class UserError(ValueError):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.raised_at = time.time()
+
+
+class UserErrorOfAllRanks(UserError):
+    """A UserError that every rank raises with the same words."""
 
 
 def refuse(error: UserError) -> int:
@@ -34,13 +39,14 @@ def refuse(error: UserError) -> int:
     if path and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(_OTHERS_S)
-    said = f"error{f' on rank {rank}' if rank else ''}: {error}"
+    of_all_ranks = isinstance(error, UserErrorOfAllRanks)
+    said = f"error{f' on rank {rank}' if rank and not of_all_ranks else ''}: {error}"
     print(said, file=sys.stderr, flush=True)
     if path:
         left = {"message": said, "extraInfo": {"timestamp": str(int(error.raised_at))}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": left}, file)
-    return _REFUSED
+    return REFUSED
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -32,6 +32,8 @@ FAILED_S = 60.0
 """Time to close after an error, which the other ranks have not seen yet, and after the last step."""
 STOPPED = 75
 """Exit status of a run that was asked to stop and has saved its last step. It is EX_TEMPFAIL: run it again."""
+STATUS_FOLDER = "TORCHTITAN_GRPO_STATUS_FOLDER"
+"""Environment variable of `launch`: the folder where each rank leaves the attempt and its exit status."""
 ECHO_S = 3.0
 """A signal so soon after the first is the same one: torchrun and Slurm pass on what their processes got already."""
 _INTERRUPT = signal.SIGALRM
@@ -229,6 +231,9 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 def _leave(status: int, words: str) -> NoReturn:
+    if folder := os.environ.get(STATUS_FOLDER):
+        with contextlib.suppress(OSError), open(os.path.join(folder, os.environ["RANK"]), "w") as file:
+            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {status}")
     sys.stdout.flush()
     print(words, end="\n" if words else "", file=sys.stderr, flush=True)
     os._exit(status)

@@ -299,6 +299,20 @@ def test_weights_names_and_whole_text_for_own_functions(functions):
     assert samples[2].rewards["exact_match"] == 0.0, "an answer that the pattern does not find is no answer"
 
 
+def test_a_random_reward_does_not_depend_on_what_was_scored_before(tmp_path, monkeypatch):
+    """So a resumed run repeats it."""
+    text = "import random\nimport numpy\ndef noise(text, prompt): return random.random() + 2 * numpy.random.random()\n"
+    (tmp_path / "noisy_rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scores = []
+    for order, workers in (("abcd", 1), ("dcbda", 2)):
+        samples = make_samples(*order)
+        with RewardRunner(Reward(functions=["noisy_rewards:noise"], workers=workers)) as runner:
+            runner.score(samples)
+        scores.append({sample.text: sample.reward for sample in samples})
+    assert scores[0] == scores[1] and len(set(scores[0].values())) == 4
+
+
 def test_hang_costs_its_own_limit_and_no_other_score(functions):
     hang = f"{functions}:hang"
     samples = make_samples("a", "hang", "b", "hang", "c")

@@ -14,7 +14,8 @@ There is one folder per checkpoint under `[job] dump_folder`/`[checkpoint] folde
 All files are written into `step-20.tmp`, and one rename makes it `step-20`. A folder with the suffix, or without
 `complete.json`, is not a checkpoint.
 
-    checkpointer.py    save and load: which steps, in which order, and what follows from a failure
+    checkpointer.py    which steps are saved, in which order, and what follows from a failure
+    loading.py         which checkpoint a run continues from, and its state
     host_copy.py       `[checkpoint] async_mode`: weights and optimizer state in host memory, while a thread writes them
     export.py          the Hugging Face folder from DCP's files
     marker.py          complete.json: written, read, checked against the files

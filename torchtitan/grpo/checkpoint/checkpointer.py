@@ -2,15 +2,13 @@
 
 import concurrent.futures
 import copy
-import functools
 import io
-import itertools
 import json
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,10 +23,10 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
 from torchtitan.grpo.checkpoint.export import read_hf
 from torchtitan.grpo.checkpoint.host_copy import HostCopy
-from torchtitan.grpo.checkpoint.hyperparameters import kept
-from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, flush, markers, measured, step_of
-from torchtitan.grpo.checkpoint.random_states import random_states, seed_all, set_random_states
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes
+from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
+from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured, step_of
+from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
@@ -36,14 +34,6 @@ from torchtitan.tools.logging import logger
 
 _LEFT_S = 30.0
 """After an error, longest wait for the checkpoint that is being written. `stopping.FAILED_S` is for all that closes."""
-
-
-class TrainerState(Protocol):
-    """The other state of a run, as data that JSON preserves: string keys, lists, no tuples."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -140,8 +130,10 @@ class Checkpointer:
         self.together = Together(timeout_s)
         self.rank, self.world_size = self.together.rank, self.together.world_size
         self.device = next(model.parameters()).device
+        self.loader = Loader(
+            self.folder, checkpoint_cfg.load_step, self.together, trainer_state, self.run_config, seed, self.device
+        )
         self._saved_step = 0
-        self._torn_steps: set[int] = set()
         self._failed_saves = 0
         self._validated: tuple[int, dict[str, float]] = (0, {})
         self._measured: dict[str, float] = {}
@@ -239,7 +231,7 @@ class Checkpointer:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of the folder."""
-        steps = [step for step in complete_steps(self.folder) if step not in self._torn_steps]
+        steps = [step for step in complete_steps(self.folder) if step not in self.loader.torn_steps]
         return self.folder / f"step-{steps[-1]}" if steps else None
 
     def report(self) -> None:
@@ -270,7 +262,8 @@ class Checkpointer:
         checkpoints go.
 
         Learning rate and other settings of the optimizer and its schedule stay those of the configuration. The log
-        names each key whose value has changed, and which value holds.
+        names each key whose value has changed, and which value holds. Without a checkpoint, Python's and NumPy's random
+        generators are seeded.
 
         A torn checkpoint is never loaded. Without `load_step` it is named in the log, and the one before is taken: what
         is lost is trained again.
@@ -285,7 +278,13 @@ class Checkpointer:
             UserError: All checkpoints are torn, or that of `load_step` is. It is of another model or optimizer.
         """
         self.finish()
-        step = self._load_latest() if self.cfg.enable and self.cfg.resume else 0
+        step = 0
+        if self.cfg.enable and self.cfg.resume:
+            step = self.loader.load(self.states, self._collect_states, self.optimizers, self.lr_schedulers)
+        if step:
+            self._saved_step = step
+        else:  # torch's generators are seeded already: weights may have been drawn
+            seed_python(self.seed)
         if self.rank == 0:
             self._announce()
         return step
@@ -354,7 +353,7 @@ class Checkpointer:
                 shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
             raise
         write_s = time.monotonic() - started
-        self._torn_steps.discard(taken.step)
+        self.loader.torn_steps.discard(taken.step)
         if self.rank == 0:
             self._drop_old(taken.step)
             logger.info(f"Saved checkpoint {path} in {write_s:.1f} s")
@@ -425,7 +424,7 @@ class Checkpointer:
     def _drop_old(self, saved: int) -> None:
         """Torn checkpoints do not count: a whole one must not make room for them."""
         keep = self.cfg.keep_latest_k
-        older = [s for s in complete_steps(self.folder) if s not in {saved, *self._torn_steps}]
+        older = [s for s in complete_steps(self.folder) if s not in {saved, *self.loader.torn_steps}]
         best = self._best()
         spared = step_of(best[0]) if best else None
         try:
@@ -441,10 +440,8 @@ class Checkpointer:
             shutil.rmtree(path, ignore_errors=True)
 
     def _best(self) -> tuple[Path, float] | None:
-        steps = [step for step in complete_steps(self.folder) if step not in self._torn_steps]
+        steps = [step for step in complete_steps(self.folder) if step not in self.loader.torn_steps]
         return best_of([self.folder / f"step-{step}" for step in steps], self.cfg.keep_best)
-
-    # ------------------------------------------------------------------------------------------------ loading
 
     def _announce(self) -> None:
         cfg = self.cfg
@@ -456,84 +453,5 @@ class Checkpointer:
         every = f"every {cfg.interval} steps and at the end"
         logger.info(f"Checkpoints go to {self.folder}, {every}; {kept}{best} are kept")
 
-    def _load_latest(self) -> int:
-        marker = self._choose()
-        if marker is None:
-            logger.info(f"No complete checkpoint in {self.folder}: starting at step 0")
-            return 0
-        path = self._folder_of(marker.step)
-        if "reference" in self.states and "reference" not in marker.states:
-            raise UserError(f"checkpoint {path} has no reference model: set [grpo] kl_coef = 0, as when it was written")
-        states = self._collect_states()
-        try:
-            self.together.collectively(
-                f"reading {path / 'dcp'}",
-                lambda: dcp.load(states, checkpoint_id=path / "dcp", process_group=self.together.group),
-            )
-            with kept(self.optimizers, self.lr_schedulers):
-                self.together.locally(f"restoring {path}", lambda: self._restore(path, marker, states))
-        except StageFailed as error:
-            raise UserError(
-                f"checkpoint {path} cannot be loaded: it is of another model or optimizer (then restore [model] and "
-                f"[optimizer], or set a new [job] dump_folder), or it is torn (then delete {path}). {error}"
-            ) from error
-        self._saved_step = marker.step
-        logger.info(f"Loaded checkpoint {path}")
-        self._name_changes(path)
-        return marker.step
-
-    def _name_changes(self, path: Path) -> None:
-        if self.rank != 0:
-            return
-        if not (path / RUN_CONFIG).is_file():
-            return logger.info(f"{path} was written without {RUN_CONFIG}: changed keys cannot be named")
-        for line in changes(json.loads((path / RUN_CONFIG).read_text(encoding="utf-8")), self.run_config):
-            logger.warning(f"Changed since the checkpoint: {line}")
-
     def _folder_of(self, step: int) -> Path:
         return self.folder / f"step-{step}"
-
-    def _choose(self) -> Marker | None:
-        """The newest whole checkpoint, or `load_step`'s. Every rank checks its share of the bytes."""
-        found, torn = self.together.locally(f"looking for checkpoints in {self.folder}", self._look)[0]
-        for path, marker in reversed(found.items()):
-            check = functools.partial(damages, path, marker, self.rank, self.world_size)
-            problems = list(itertools.chain(*self.together.locally(f"checking {path}", check)))
-            if not problems:
-                for other, what in torn.items() if self.rank == 0 else ():
-                    older = step_of(other) < marker.step
-                    say = logger.warning if older else logger.error
-                    say(f"checkpoint {other} is torn: {what}. The run continues from {path}. Delete {other}")
-                if not marker.checksums:
-                    logger.warning(f"{path} has no checksums, so only the sizes of its files were checked")
-                return marker
-            torn[path] = problems[0]
-            self._torn_steps.add(marker.step)
-        if torn:
-            said = "; ".join(f"checkpoint {path} is torn: {what}" for path, what in torn.items())
-            explicit = self.cfg.load_step >= 0
-            others = "choose another by [checkpoint] load_step" if explicit else "start in another [job] dump_folder"
-            raise UserError(f"{said}. Restore the file from a copy, or {others}")
-        return None
-
-    def _look(self) -> tuple[dict[Path, Marker], dict[Path, str]]:
-        """On rank 0, `candidates`."""
-        if self.rank != 0:
-            return {}, {}
-        for path in self.folder.glob("step-*"):
-            if not (path / MARKER).is_file():
-                logger.warning(f"{path} is incomplete and is not loaded")
-        return candidates(self.folder, self.cfg.load_step)
-
-    def _restore(self, path: Path, marker: Marker, states: dict[str, Any]) -> None:
-        for name, state in self.states.items():
-            state.load_state_dict(states[name])
-        self.trainer_state.load_state_dict(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
-        if marker.world_size == self.world_size:  # last, so that nothing draws random numbers in between
-            set_random_states(torch.load(path / f"rng-rank-{self.rank}.pt", weights_only=True), self.device)
-        else:
-            seed_all(self.seed, marker.step)
-            logger.warning(
-                f"{path} was written by {marker.world_size} ranks and is loaded by {self.world_size}: weights and "
-                "optimizer state are exact, random states are derived from the seed"
-            )

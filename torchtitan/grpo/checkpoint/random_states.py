@@ -33,6 +33,11 @@ def set_random_states(state: dict[str, Any], device: torch.device) -> None:
 def seed_all(seed: int, step: int) -> None:
     """Seed every rank the same, as torchtitan does, because DTensor draws must agree over the mesh."""
     derived = int.from_bytes(hashlib.sha256(f"{seed}/{step}".encode()).digest()[:4], "big")
-    random.seed(derived)
-    np.random.seed(derived)
+    seed_python(derived)
     torch.manual_seed(derived)
+
+
+def seed_python(seed: int) -> None:
+    """Seed Python's and NumPy's own generators, which a curriculum or an environment may use. 32 bits."""
+    random.seed(seed)
+    np.random.seed(seed)

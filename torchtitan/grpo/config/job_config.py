@@ -82,8 +82,9 @@ class Training:
 
 @dataclass
 class Parallelism:
-    data_parallel_replicate_degree: Annotated[int, Range(at_least=1)] = 1
-    """Copies of the model. Above 1, with shards in each copy, is HSDP."""
+    data_parallel_replicate_degree: Annotated[int, Range(at_least=0)] = 0
+    """Copies of the model. Above 1, with shards in each copy, is HSDP. 0: one copy for each node if it fits there by
+    the estimate of `--dry_run`, else one over all ranks; on one node always one."""
     tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
     """Ranks that share each layer."""
 

@@ -112,7 +112,7 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
 def _check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
     parallel = config.parallelism
     replicate, shard, tensor = (
-        parallel.data_parallel_replicate_degree,
+        parallel.data_parallel_replicate_degree or 1,  # 0 is settled later, and always divides
         parallel.data_parallel_shard_degree,
         parallel.tensor_parallel_degree,
     )

@@ -5,6 +5,7 @@
       batch       answers, tokens, optimizer steps and packed rows of a step
       memory      the table of memory.py, on the machine of config/target.py
       disk        of the checkpoints
+    copies.py     copies of the model on several nodes: one for each, if it fits
     memory.py     bytes of one rank at each moment of a step; the peak is the need
 
 Nothing here touches a GPU or a server. Of the model folder only config.json is read.

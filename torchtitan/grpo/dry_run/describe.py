@@ -8,10 +8,8 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
+from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
 from torchtitan.grpo.dry_run.memory import checkpoint_bytes, memory_bytes, sent_bytes
-
-_TIGHT = 0.9
-"""Share of the device's memory from which on what is not counted may no longer fit."""
 
 
 def describe(config: JobConfig, world_size: int | None = None, dry_run: str = "", job: Job = "grpo") -> str:
@@ -28,9 +26,13 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
         UserError: The model folder cannot be read.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    target = find_target(dry_run, config)
+    target, nodes = find_target(dry_run, config), node_count(world_size)
+    copies = choose_copies(config, world_size, nodes, target, job=job)
+    config.parallelism.data_parallel_replicate_degree = copies.degree
     batch = batch_lines(config, world_size) if job == "grpo" else sft_batch_lines(config, world_size)
     comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
+    if nodes > 1:
+        comments[:0] = ["", f"{world_size} ranks on {nodes} nodes", f"  {copies.describe(world_size)}"]
     return "\n".join([*toml_lines(config), *(f"# {line}".rstrip() for line in comments)]) + "\n"
 
 
@@ -98,7 +100,8 @@ def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[s
     else:
         lines.append("  checkpoints      OFF: the trained weights are not saved ([checkpoint] enable)")
     if world_size == 1:
-        lines.append(f"  processes        1; for N of them: WORLD_SIZE=N python {script} --dry_run ...")
+        how = f"WORLD_SIZE=N python {script} --dry_run ...; on nodes of L each: LOCAL_WORLD_SIZE=L too"
+        lines.append(f"  processes        1; for N of them: {how}")
     return lines
 
 
@@ -116,7 +119,7 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     others = sorted((moment for moment in memory.moments if moment != peak), key=memory.total, reverse=True)
     lines += [f"  {'':<28}{_mib(memory.total(moment)):>14}  {moment}" for moment in others]
     share = memory.total(peak) / target.memory_bytes
-    verdict = "does NOT fit" if share > 1 else "is tight" if share > _TIGHT else "fits"
+    verdict = "does NOT fit" if share > 1 else "is tight" if share > TIGHT else "fits"
     lines.append(f"  {'of the device':<28}{_mib(target.memory_bytes):>14}  {share:.0%}: it {verdict}")
     lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
     if memory.checkpoint_copy:

@@ -184,8 +184,9 @@ class _Rank:
             for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
         )
         ranks, tensor = data_ranks(config, world_size), parallelism.tensor_parallel_degree
-        shards = ranks // parallelism.data_parallel_replicate_degree
-        self.replicated = parallelism.data_parallel_replicate_degree > 1
+        copies = parallelism.data_parallel_replicate_degree or 1
+        shards = ranks // copies
+        self.replicated = copies > 1
         self.uses_fsdp = ranks > 1 or training.mixed_precision_param != training.dtype
         self.never_resharded = parallelism.fsdp_reshard_after_forward == "never"
         self.several_rows = optimizer_step_rows(config, world_size, job) > 1

@@ -31,10 +31,13 @@ from torchtitan.tools.utils import set_default_dtype
 
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
-    """The run's mesh: data parallelism (sharded, replicated or both) and tensor parallelism."""
+    """The run's mesh: data parallelism (sharded, replicated or both) and tensor parallelism.
+
+    `[parallelism] data_parallel_replicate_degree` = 0 is one copy of the model here: `nodes` settles it before.
+    """
     parallelism = config.parallelism
     return ParallelDims(
-        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree or 1,
         dp_shard=parallelism.data_parallel_shard_degree,
         cp=1,
         tp=parallelism.tensor_parallel_degree,

@@ -8,11 +8,14 @@ Plain functions run one after another. Coroutines then run all at the same time,
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import multiprocessing
 import os
+import random
 import re
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Coroutine
@@ -136,6 +139,7 @@ class _Function:
 
     def scores(self, call: Call) -> list[Score]:
         text = call.texts[0]
+        _seed_generators(call)
         if self._regex is not None and not call.is_final:
             matches = list(self._regex.finditer(text))
             if not matches:
@@ -174,6 +178,15 @@ class _Function:
             at = ([frame for frame in frames if frame.filename == self._file] or frames)[-1]
             where = f" ({at.filename}:{at.lineno})"
         return [Score(0.0, f"raised {type(error).__name__}: {error}"[:FAILURE_CHARS] + where)] * len(call.texts)
+
+
+def _seed_generators(call: Call) -> None:
+    """Random numbers that a function draws depend on the call alone, not on the worker or on the calls before it."""
+    content = repr((call.function, call.prompt.index, call.texts)).encode(errors="backslashreplace")
+    seed = int.from_bytes(hashlib.sha256(content).digest()[:4], "big")
+    random.seed(seed)
+    if "numpy" in sys.modules:  # a function's: importing it here would slow the start
+        sys.modules["numpy"].random.seed(seed)
 
 
 def _score(value: Any) -> Score:

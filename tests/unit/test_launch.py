@@ -1,0 +1,76 @@
+"""`python -m torchtitan.grpo.launch`: torchrun whose end is the run's."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
+
+SCRIPT = """
+import os, sys, time
+from torchtitan.grpo.errors import UserError, refuse
+from torchtitan.grpo.stopping import run_and_exit, stop_in_time, STOPPED, Stopped
+def main():
+    ends, rank = sys.argv[1], os.environ["RANK"]
+    if ends == "refused":
+        return refuse(UserError("[grpo] lr: unknown"))
+    if ends == "killed" and rank == "1":
+        os.kill(os.getpid(), 9)
+    if ends == "raises":
+        raise RuntimeError("broken on purpose")
+    if ends == "well":
+        return 0
+    if ends == "fails first" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        return 75
+    stop_in_time()
+    print("waits", flush=True)
+    try:
+        time.sleep(0 if ends == "fails first" else 60)
+    except SystemExit:
+        raise Stopped(STOPPED, "stopped and saved" * (rank == "0")) from None
+    return 0
+run_and_exit(main)
+"""
+
+
+def launched(folder: Path, ends: str, *flags: str) -> Ranks:
+    (folder / "script.py").write_text(SCRIPT)
+    words = ["--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", *flags, folder / "script.py", ends]
+    environment = {name: value for name, value in os.environ.items() if name != "LOGLEVEL"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return Ranks(1, "torchtitan.grpo.launch", *words, log=folder / "log.txt", environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("ends", "flags", "status", "said"),
+    [
+        ("well", [], 0, ""),
+        ("refused", [], 2, r"error: [grpo] lr: unknown"),
+        ("killed", [], 137, "error: rank 1 on {host} (process {pid}) was killed by SIGKILL"),
+        ("fails first", ["--max-restarts", "1"], 0, "waits\nwaits"),
+    ],
+)
+def test_the_exit_status_is_the_runs_and_nothing_is_said_twice(ends, flags, status, said, tmp_path):
+    run = launched(tmp_path, ends, *flags)
+    assert run.wait(60) == status, run.log
+    words = run.log.strip().split()
+    wanted = said.split()
+    assert len(words) == len(wanted), run.log
+    assert all(a == b or b.startswith(("{", "({")) or b == "{pid})" for a, b in zip(words, wanted, strict=True)), (
+        run.log
+    )
+
+
+def test_a_run_that_is_stopped_ends_with_its_own_status(tmp_path):
+    run = launched(tmp_path, "when stopped")
+    deadline = time.monotonic() + 60
+    while run.log.count("waits") < 2:
+        assert run.poll() is None and time.monotonic() < deadline, run.log
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 75, run.log
+    assert run.log.splitlines() == ["waits", "waits", "stopped and saved"]

@@ -1,0 +1,156 @@
+"""Finding the checkpoint to continue from, and restoring it."""
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.grpo.checkpoint.hyperparameters import kept
+from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, step_of
+from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes
+from torchtitan.grpo.checkpoint.together import StageFailed, Together
+from torchtitan.grpo.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+class TrainerState(Protocol):
+    """The other state of a run, as data that JSON preserves: string keys, lists, no tuples."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Loader:
+    """Restores a run from its newest whole checkpoint, or from `[checkpoint] load_step`'s.
+
+    Args:
+        folder: Of the checkpoints.
+        load_step: `[checkpoint] load_step`; -1 is the newest.
+        trainer_state: Every rank restores it by `load_state_dict`.
+        run_config, seed: See `Checkpointer`.
+
+    Attributes:
+        torn_steps: The steps whose checkpoints were found to be torn.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        load_step: int,
+        together: Together,
+        trainer_state: TrainerState,
+        run_config: dict[str, Any],
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.torn_steps: set[int] = set()
+        self._folder, self._load_step, self._together = folder, load_step, together
+        self._trainer_state, self._run_config = trainer_state, run_config
+        self._seed, self._device = seed, device
+
+    def load(
+        self,
+        states: dict[str, Stateful],
+        collect: Callable[[], dict[str, Any]],
+        optimizers: OptimizersContainer,
+        lr_schedulers: LRSchedulersContainer,
+    ) -> int:
+        """Restore `states` and the trainer's state. Collective.
+
+        Args:
+            collect: The state dictionaries of `states`, which DCP reads into. Called on every rank.
+
+        Returns:
+            The step of the checkpoint; 0 if there is none.
+
+        Raises:
+            UserError: See `Checkpointer.load_latest`.
+        """
+        marker = self._choose()
+        if marker is None:
+            logger.info(f"No complete checkpoint in {self._folder}: starting at step 0")
+            return 0
+        path = self._folder / f"step-{marker.step}"
+        if "reference" in states and "reference" not in marker.states:
+            raise UserError(f"checkpoint {path} has no reference model: set [grpo] kl_coef = 0, as when it was written")
+        read, together = collect(), self._together
+        try:
+            together.collectively(
+                f"reading {path / 'dcp'}",
+                lambda: dcp.load(read, checkpoint_id=path / "dcp", process_group=together.group),
+            )
+            with kept(optimizers, lr_schedulers):
+                together.locally(f"restoring {path}", lambda: self._restore(path, marker, states, read))
+        except StageFailed as error:
+            raise UserError(
+                f"checkpoint {path} cannot be loaded: it is of another model or optimizer (then restore [model] and "
+                f"[optimizer], or set a new [job] dump_folder), or it is torn (then delete {path}). {error}"
+            ) from error
+        logger.info(f"Loaded checkpoint {path}")
+        self._name_changes(path)
+        return marker.step
+
+    def _name_changes(self, path: Path) -> None:
+        if self._together.rank != 0:
+            return
+        if not (path / RUN_CONFIG).is_file():
+            return logger.info(f"{path} was written without {RUN_CONFIG}: changed keys cannot be named")
+        for line in changes(json.loads((path / RUN_CONFIG).read_text(encoding="utf-8")), self._run_config):
+            logger.warning(f"Changed since the checkpoint: {line}")
+
+    def _choose(self) -> Marker | None:
+        """The newest whole checkpoint, or `load_step`'s. Every rank checks its share of the bytes."""
+        together = self._together
+        found, torn = together.locally(f"looking for checkpoints in {self._folder}", self._look)[0]
+        for path, marker in reversed(found.items()):
+            check = functools.partial(damages, path, marker, together.rank, together.world_size)
+            problems = list(itertools.chain(*together.locally(f"checking {path}", check)))
+            if not problems:
+                for other, what in torn.items() if together.rank == 0 else ():
+                    older = step_of(other) < marker.step
+                    say = logger.warning if older else logger.error
+                    say(f"checkpoint {other} is torn: {what}. The run continues from {path}. Delete {other}")
+                if not marker.checksums:
+                    logger.warning(f"{path} has no checksums, so only the sizes of its files were checked")
+                return marker
+            torn[path] = problems[0]
+            self.torn_steps.add(marker.step)
+        if torn:
+            said = "; ".join(f"checkpoint {path} is torn: {what}" for path, what in torn.items())
+            explicit = self._load_step >= 0
+            others = "choose another by [checkpoint] load_step" if explicit else "start in another [job] dump_folder"
+            raise UserError(f"{said}. Restore the file from a copy, or {others}")
+        return None
+
+    def _look(self) -> tuple[dict[Path, Marker], dict[Path, str]]:
+        """On rank 0, `candidates`."""
+        if self._together.rank != 0:
+            return {}, {}
+        for path in self._folder.glob("step-*"):
+            if not (path / MARKER).is_file():
+                logger.warning(f"{path} is incomplete and is not loaded")
+        return candidates(self._folder, self._load_step)
+
+    def _restore(self, path: Path, marker: Marker, states: dict[str, Stateful], read: dict[str, Any]) -> None:
+        for name, state in states.items():
+            state.load_state_dict(read[name])
+        self._trainer_state.load_state_dict(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
+        rank, world_size = self._together.rank, self._together.world_size
+        if marker.world_size == world_size:  # last, so that nothing draws random numbers in between
+            set_random_states(torch.load(path / f"rng-rank-{rank}.pt", weights_only=True), self._device)
+        else:
+            seed_all(self._seed, marker.step)
+            logger.warning(
+                f"{path} was written by {marker.world_size} ranks and is loaded by {world_size}: weights and "
+                "optimizer state are exact, random states are derived from the seed"
+            )

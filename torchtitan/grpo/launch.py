@@ -1,0 +1,71 @@
+"""torchrun with clean ends: `python -m torchtitan.grpo.launch [torchrun's flags] grpo_train.py [arguments ...]`.
+
+Flags, agent and rendezvous are torchrun's own. Two things differ:
+
+- The exit status is the run's: 75 if it was stopped and has saved, 2 if it was refused. torchrun's is 1 for both.
+- A rank that has failed has said why. Nothing follows but one line, if it was killed or failed otherwise.
+
+LOGLEVEL=WARNING brings torchrun's own log back.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import parse_args, run
+
+from torchtitan.grpo.errors import REFUSED
+from torchtitan.grpo.stopping import STATUS_FOLDER, STOPPED
+
+_FAILED = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run the ranks of this node to their end.
+
+    Returns:
+        0; the status of a run that was stopped or refused; 128 plus the number of the signal that ended the first rank
+        that failed, or this process; else that rank's status.
+    """
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="torchtitan-grpo-") as folder:
+        os.environ[STATUS_FOLDER] = folder
+        try:
+            run(parse_args(arguments))
+        except ChildFailedError as error:
+            return _said(*error.get_first_failure())
+        except SignalException as ended:
+            return STOPPED if _saved(Path(folder)) else 128 + ended.sigval
+        except RendezvousError as error:
+            print(f"error: the nodes of the run did not meet: {error}", file=sys.stderr)
+            return _FAILED
+    return 0
+
+
+def _saved(folder: Path) -> bool:
+    """Whether the newest attempt was stopped and has saved, by what its ranks have left in the folder."""
+    left = [path.read_text().split() for path in folder.iterdir()]
+    newest = max((int(attempt) for attempt, _ in left), default=0)
+    return [str(newest), str(STOPPED)] in left
+
+
+def _said(rank: int, failure: ProcessFailure) -> int:
+    """Print how a rank ended, unless it has said so itself, and return its status as a shell counts."""
+    if failure.exitcode in (STOPPED, REFUSED):
+        return failure.exitcode
+    status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    how = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else f"ended with {status}"
+    print(f"error: rank {rank} on {socket.gethostname()} (process {failure.pid}) {how}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

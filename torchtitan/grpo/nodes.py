@@ -1,0 +1,177 @@
+"""What the nodes of a run owe one another: the same folder, the same mesh, and a sign of life."""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.target import this_machine
+from torchtitan.grpo.dry_run.copies import choose_copies
+from torchtitan.grpo.errors import UserErrorOfAllRanks
+from torchtitan.grpo.joining import tell_waiting_ranks
+from torchtitan.grpo.stopping import stop
+from torchtitan.tools.logging import logger
+
+_PREFIX = "torchtitan-grpo/nodes"
+_ANSWER_S = 120.0
+"""Longest wait for another rank's word in `settle`, where all ranks do the same."""
+_VISIBLE_S = 30.0
+"""How long a network file system may take to show a file that another node has made."""
+_FOLDER_S = 2.0
+"""The same for the folder itself, which rank 0 has made long before."""
+_POLL_S = 0.1
+_BEAT_S = 2.0
+_SILENCE_S = 120.0
+"""A node that is silent for so long has lost its power or its network. Its sockets do not tell."""
+_GONE_S = 30.0
+"""How long a rank may take to end by itself after torchrun's store is gone."""
+
+
+class Nodes:
+    """The run's nodes. Enter it before anything that only rank 0 may fail in; `settle` once the ranks have joined.
+
+    After an error on rank 0 before that, the ranks that wait for it are told (`joining.tell_waiting_ranks`).
+
+    Args:
+        silence_s: Longest time without a sign of life from a node.
+    """
+
+    def __init__(self, config: JobConfig, silence_s: float = _SILENCE_S) -> None:
+        self._config, self._silence_s = config, silence_s
+        self._settled = False
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._closed.set()
+        if error is not None and not self._settled and os.environ.get("RANK", "0") == "0":
+            tell_waiting_ranks(error)
+
+    def settle(self) -> None:
+        """Check that all nodes see rank 0's folder of checkpoints. Settle how many copies of the model there are.
+
+        Collective over the default group's store. Where `[parallelism] data_parallel_replicate_degree` is 0, every
+        rank's configuration gets the number that rank 0 has chosen. From here on, each node watches the others.
+
+        Raises:
+            UserErrorOfAllRanks: On every rank: a node does not see the folder, or cannot write to it.
+            TimeoutError: Another rank does not answer.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        answer: dict[str, Any] = {"ranks_here": int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), "problem": ""}
+        with self._witness() if rank == 0 and world_size > 1 else contextlib.nullcontext() as witness:
+            if rank == 0:
+                store.set("witness", json.dumps(witness))
+            witness = _get(store, "witness", "rank 0")
+            if witness and rank != 0 and local_rank == 0:
+                answer["problem"] = self._look_for(witness, rank)
+            store.set(f"rank-{rank}", json.dumps(answer | {"local_rank": local_rank}))
+            if rank == 0:
+                answers = [_get(store, f"rank-{other}", f"rank {other}") for other in range(world_size)]
+                store.set("verdict", json.dumps(self._verdict(answers)))
+        verdict = _get(store, "verdict", "rank 0")
+        self._settled = True
+        if verdict["problems"]:
+            store.set(f"told-{rank}", "")
+            for other in range(world_size if rank == 0 else 0):  # they may need this process for the store
+                with contextlib.suppress(TimeoutError):
+                    _get(store, f"told-{other}", f"rank {other}", _POLL_S * 50, parse=False)
+            raise UserErrorOfAllRanks("; ".join(verdict["problems"]))
+        self._config.parallelism.data_parallel_replicate_degree = verdict["copies"]
+        heads = verdict["heads"]
+        if len(heads) > 1 and rank in heads:
+            threading.Thread(target=self._watch, args=(heads,), name="node-watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def _witness(self) -> Any:
+        """A file in the folder of checkpoints, with a name that no node has looked up before. Its name and path."""
+        if not self._config.checkpoint.enable:
+            yield None
+            return
+        folder = self._folder()
+        path = folder / f"witness-{secrets.token_hex(8)}"
+        path.touch()
+        try:
+            yield {"name": path.name, "of": f"{socket.gethostname()}:{folder.absolute()}"}
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _folder(self) -> Path:
+        return Path(self._config.job.dump_folder) / self._config.checkpoint.folder
+
+    def _look_for(self, witness: dict[str, str], rank: int) -> str:
+        """What is wrong with the folder on this node; "" if nothing is."""
+        folder, deadline = self._folder(), time.monotonic() + _VISIBLE_S
+        who = f"rank {rank} on {socket.gethostname()}"
+        change = "set [job] dump_folder to a folder that all nodes share (NFS, Lustre, ...)"
+        if not folder.is_dir():
+            deadline = time.monotonic() + _FOLDER_S
+        while not (folder / witness["name"]).exists():
+            if time.monotonic() > deadline:
+                return f"{who} does not see rank 0's checkpoints {witness['of']} in {folder.absolute()}: {change}"
+            time.sleep(_POLL_S)
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            return f"{who} cannot write to {folder.absolute()} ({error}): {change}"
+        return ""
+
+    def _verdict(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: what all ranks do."""
+        world_size, sizes = len(answers), {answer["ranks_here"] for answer in answers}
+        heads = [rank for rank, answer in enumerate(answers) if answer["local_rank"] == 0]
+        copies = choose_copies(self._config, world_size, len(heads), this_machine(), even=len(sizes) == 1)
+        if len(heads) > 1:
+            logger.info(f"{world_size} ranks on {len(heads)} nodes. {copies.describe(world_size)}")
+        problems = [answer["problem"] for answer in answers if answer["problem"]]
+        return {"problems": problems, "copies": copies.degree, "heads": heads}
+
+    def _watch(self, heads: list[int]) -> None:
+        """In a thread of each node's first rank (`heads`): give signs of life, and end the run if a node gives none."""
+        store = dist.PrefixStore(f"{_PREFIX}/beat", dist.distributed_c10d._get_default_store().clone())
+        rank, keys = dist.get_rank(), [str(head) for head in heads]
+        began = time.monotonic()
+        seen: dict[str, tuple[bytes, float]] = dict.fromkeys(keys, (b"", began))
+        try:
+            for count in range(sys.maxsize):
+                store.set(str(rank), str(count))
+                for key in keys:
+                    said = store.get(key) if store.check([key]) else b""
+                    if said != seen[key][0]:
+                        seen[key] = said, time.monotonic()
+                silent = [key for key in keys if time.monotonic() - seen[key][1] > self._silence_s]
+                if silent:
+                    break
+                if self._closed.wait(_BEAT_S):
+                    return
+            what = f"the node of rank {' and '.join(silent)} has not been heard of for {self._silence_s:g} s"
+        except RuntimeError:
+            if self._closed.wait(_GONE_S):
+                return
+            what = "torchrun's store is gone, and with it the node that held it"
+        print(f"error on rank {rank}: {what}: the run ends", file=sys.stderr, flush=True)
+        stop(1)
+
+
+def _get(store: dist.Store, key: str, whom: str, limit_s: float = _ANSWER_S, parse: bool = True) -> Any:
+    """The JSON value of a key that `whom` sets."""
+    deadline = time.monotonic() + limit_s
+    while not store.check([key]):  # not `wait`, which signals do not interrupt
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {limit_s:g} s for {whom} while the nodes of the run settled")
+        time.sleep(0.01)
+    return json.loads(store.get(key)) if parse else None
