@@ -1,6 +1,7 @@
 """What the nodes of a run owe one another: the same folder, the same mesh, and a sign of life."""
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ from torchtitan.grpo.stopping import stop
 from torchtitan.tools.logging import logger
 
 _PREFIX = "torchtitan-grpo/nodes"
+_BEATS = f"{_PREFIX}/beat"
 _ANSWER_S = 120.0
 """Longest wait for another rank's word in `settle`, where all ranks do the same."""
 _VISIBLE_S = 30.0
@@ -141,30 +143,41 @@ class Nodes:
         return {"problems": problems, "copies": copies.degree, "heads": heads}
 
     def _watch(self, heads: list[int]) -> None:
-        """In a thread of each node's first rank (`heads`): give signs of life, and end the run if a node gives none."""
-        store = dist.PrefixStore(f"{_PREFIX}/beat", dist.distributed_c10d._get_default_store().clone())
-        rank, keys = dist.get_rank(), [str(head) for head in heads]
-        began = time.monotonic()
-        seen: dict[str, tuple[bytes, float]] = dict.fromkeys(keys, (b"", began))
-        try:
-            for count in range(sys.maxsize):
-                store.set(str(rank), str(count))
-                for key in keys:
-                    said = store.get(key) if store.check([key]) else b""
-                    if said != seen[key][0]:
-                        seen[key] = said, time.monotonic()
-                silent = [key for key in keys if time.monotonic() - seen[key][1] > self._silence_s]
-                if silent:
-                    break
-                if self._closed.wait(_BEAT_S):
-                    return
-            what = f"the node of rank {' and '.join(silent)} has not been heard of for {self._silence_s:g} s"
-        except RuntimeError:
-            if self._closed.wait(_GONE_S):
-                return
-            what = "torchrun's store is gone, and with it the node that held it"
-        print(f"error on rank {rank}: {what}: the run ends", file=sys.stderr, flush=True)
-        stop(1)
+        """In a thread of each node's first rank (`heads`): end the run if a node gives no sign of life."""
+        rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store().clone()
+        if why := watch(dist.PrefixStore(_BEATS, store), rank, heads, self._closed, self._silence_s):
+            print(f"error on rank {rank}: {why}: the run ends", file=sys.stderr, flush=True)
+            stop(1)
+
+
+def watch(
+    store: dist.Store, rank: int, heads: list[int], closed: threading.Event, silence_s: float, gone_s: float = _GONE_S
+) -> str:
+    """Give signs of life in the store, until another node gives none.
+
+    Args:
+        heads: The first rank of each node. They all do this.
+
+    Returns:
+        What has happened; "" if it was `closed` first.
+    """
+    seen: dict[int, tuple[bytes, float]] = {}
+    try:
+        for count in itertools.count():
+            store.set(str(rank), str(count))
+            for head in heads:
+                said = store.get(str(head)) if store.check([str(head)]) else b""
+                if head not in seen or said != seen[head][0]:
+                    seen[head] = said, time.monotonic()
+            silent = [str(head) for head in heads if time.monotonic() - seen[head][1] > silence_s]
+            if silent:
+                return f"the node of rank {' and '.join(silent)} has not been heard of for {silence_s:g} s"
+            if closed.wait(min(_BEAT_S, silence_s / 4)):
+                return ""
+    except RuntimeError:  # from the store
+        if not closed.wait(gone_s):
+            return "torchrun's store is gone, and with it the node that held it"
+    return ""
 
 
 def _get(store: dist.Store, key: str, whom: str, limit_s: float = _ANSWER_S, parse: bool = True) -> Any:
