@@ -1,0 +1,116 @@
+"""scripts/slurm_grpo.sbatch where there is no Slurm: its commands are stand-ins that run everything on this machine."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.helpers.trainer_runs import processes_of
+
+SBATCH = ROOT / "scripts" / "slurm_grpo.sbatch"
+STAND_INS = {
+    "srun": """
+        number=1
+        while [[ $1 == -* ]]; do
+            case $1 in --nodes) number=$2; shift 2 ;; --*=*) shift ;; *) shift 2 ;; esac
+        done
+        pids=()
+        for ((task = 0; task < number; task++)); do setsid "$@" & pids+=($!); done
+        trap 'for pid in "${pids[@]}"; do kill -TERM "$pid"; done' TERM
+        status=0
+        for pid in "${pids[@]}"; do
+            while kill -0 "$pid" 2>/dev/null; do code=0; wait "$pid" || code=$?; done
+            [ "$code" -gt "$status" ] && status=$code
+        done
+        exit $status""",
+    "scontrol": """
+        if [ "$1" = hostnames ] || [ "$2" = hostnames ]; then printf 'gpu%s\\n' 1 2 3; exit; fi
+        if [ "$1" = show ]; then echo "JobState=$STATE"; exit; fi
+        echo "scontrol $*" >> "$RECORD" """,
+    "python": """
+        echo "python $*" >> "$RECORD"
+        trap 'exit 75' TERM
+        [ -z "${ENDS:-}" ] || exit "$ENDS"
+        while :; do sleep 0.05; done""",
+}
+
+
+class Job:
+    """The script as Slurm runs it, with trainers and servers that only wait. Their command lines name the folder."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder, self.record = folder, folder / "record"
+        (folder / "scripts").mkdir()
+        server = 'echo "serve $*, key of ${#VLLM_API_KEY}" >> "$RECORD"; exec bash -c "while :; do sleep 0.05; done" "$@"\n'
+        (folder / "scripts" / "serve_vllm.sh").write_text(server)
+        for name, text in STAND_INS.items():
+            (folder / name).write_text("#!/usr/bin/env bash\n" + text)
+            (folder / name).chmod(0o755)
+        slurm = {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NODELIST": "gpu[1-3]",
+            "SLURM_GPUS_ON_NODE": "2",
+            "STATE": "RUNNING",
+        }
+        own = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(self.record), "MODEL": str(folder / "model")}
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                ["bash", SBATCH, str(folder / "run.toml"), "--training.steps", "5"],
+                cwd=folder,
+                env=os.environ | slurm | own | variables,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+
+    def lines(self, word: str) -> list[str]:
+        text = self.record.read_text() if self.record.exists() else ""
+        return sorted(line for line in text.splitlines() if line.startswith(word))
+
+    def wait_for(self, word: str, number: int) -> None:
+        deadline = time.monotonic() + 20
+        while len(self.lines(word)) < number:
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        status = self.process.wait(20)
+        deadline = time.monotonic() + 5
+        while left := processes_of(self.folder):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+        return status
+
+
+@pytest.mark.parametrize(("state", "status"), [("RUNNING", 0), ("CANCELLED", 75)])
+def test_a_job_whose_time_is_up_saves_and_is_queued_again_unless_it_was_cancelled(state, status, tmp_path):
+    job = Job(tmp_path, STATE=state, SERVER_FLAGS="--max-model-len 4096", INTERFACE="")
+    job.wait_for("python", 2)
+    job.wait_for("serve", 2)
+    (trainer,) = set(job.lines("python"))
+    port = 10001 + 711 * 20
+    urls = f"http://gpu3:{port},http://gpu3:{port + 1}"
+    assert trainer.startswith("python -m torchtitan.grpo.launch --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d ")
+    assert f"--rdzv-endpoint gpu1:{port - 1} --rdzv-id 4711.0" in trainer
+    assert f"--rollout.engine vllm --rollout.urls {urls} --rollout.api_key_env VLLM_API_KEY" in trainer
+    assert trainer.endswith("--training.steps 5") and "--checkpoint.resume auto" in trainer
+    served = f"serve {tmp_path}/model --host 0.0.0.0 --expose --port"
+    flags = "--max-model-len 4096, key of 32"
+    assert job.lines("serve") == [f"{served} {port} --gpu 0 {flags}", f"{served} {port + 1} --gpu 1 {flags}"]
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.end() == status, (tmp_path / "log").read_text()
+    assert job.lines("scontrol") == ["scontrol requeue 4711"] * (state == "RUNNING")
+
+
+def test_a_failed_run_ends_the_job_and_its_servers(tmp_path):
+    job = Job(tmp_path, ENDS="1")
+    assert job.end() == 1 and not job.lines("scontrol")
+
+
+def test_a_job_without_a_node_to_train_on_is_refused(tmp_path):
+    job = Job(tmp_path, SERVER_NODES="3")
+    assert job.end() == 2 and "none is left to train" in (tmp_path / "log").read_text()
