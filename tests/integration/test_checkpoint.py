@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,6 +118,17 @@ def test_two_ranks_resume_exactly_and_one_rank_takes_over_their_weights(tmp_path
     # Weights, AdamW state and schedule are exact on one rank too. Its random numbers differ from the two ranks'.
     assert alone["digests"]["2"] == straight["digests"]["2"]
     assert len(alone["losses"]) == 3
+
+
+def test_pythons_and_numpys_generators_are_seeded_at_the_start_of_a_run(tmp_path):
+    """A curriculum may use them."""
+    trainer, draws = TinyTrainer(tmp_path), []
+    for _ in range(2):
+        random.seed()
+        np.random.seed()
+        assert trainer.checkpointer.load_latest() == 0
+        draws.append((random.random(), np.random.random()))
+    assert draws[0] == draws[1]
 
 
 def test_random_states_after_a_changed_number_of_ranks_are_derived_from_seed_and_step(tmp_path):

@@ -26,7 +26,11 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subproces
     )
 
 
-@pytest.mark.parametrize("script", sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), ROOT / ".ci" / "run"]), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script",
+    sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), ROOT / ".ci" / "run"]),
+    ids=lambda path: path.name,
+)
 def test_shell_scripts_parse(script):
     result = run("bash", "-n", script)
     assert result.returncode == 0, result.stderr

@@ -45,7 +45,9 @@ class Job:
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder, self.record = folder, folder / "record"
         (folder / "scripts").mkdir()
-        server = 'echo "serve $*, key of ${#VLLM_API_KEY}" >> "$RECORD"; exec bash -c "while :; do sleep 0.05; done" "$@"\n'
+        server = (
+            'echo "serve $*, key of ${#VLLM_API_KEY}" >> "$RECORD"; exec bash -c "while :; do sleep 0.05; done" "$@"\n'
+        )
         (folder / "scripts" / "serve_vllm.sh").write_text(server)
         for name, text in STAND_INS.items():
             (folder / name).write_text("#!/usr/bin/env bash\n" + text)
