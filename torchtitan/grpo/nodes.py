@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from torchtitan.grpo.dry_run.copies import choose_copies
 from torchtitan.grpo.errors import UserErrorOfAllRanks
 from torchtitan.grpo.joining import tell_waiting_ranks
 from torchtitan.grpo.stopping import stop
+from torchtitan.grpo.weight_wire.transport import in_thread
 from torchtitan.tools.logging import logger
 
 _PREFIX = "torchtitan-grpo/nodes"
@@ -162,18 +164,25 @@ def watch(
         What has happened; "" if it was `closed` first.
     """
     seen: dict[int, tuple[bytes, float]] = {}
+
+    def exchange(count: int) -> None:
+        store.set(str(rank), str(count))
+        for head in heads:
+            said = store.get(str(head)) if store.check([str(head)]) else b""
+            if head not in seen or said != seen[head][0]:
+                seen[head] = said, time.monotonic()
+
     try:
         for count in itertools.count():
-            store.set(str(rank), str(count))
-            for head in heads:
-                said = store.get(str(head)) if store.check([str(head)]) else b""
-                if head not in seen or said != seen[head][0]:
-                    seen[head] = said, time.monotonic()
+            # In a thread: a store whose machine is down does not answer, and its client waits for half an hour.
+            in_thread(partial(exchange, count), "node-beat").result(silence_s)
             silent = [str(head) for head in heads if time.monotonic() - seen[head][1] > silence_s]
             if silent:
                 return f"the node of rank {' and '.join(silent)} has not been heard of for {silence_s:g} s"
             if closed.wait(min(_BEAT_S, silence_s / 4)):
                 return ""
+    except TimeoutError:
+        return "" if closed.is_set() else f"the node that holds torchrun's store has not answered for {silence_s:g} s"
     except RuntimeError:  # from the store
         if not closed.wait(gone_s):
             return "torchrun's store is gone, and with it the node that held it"

@@ -153,7 +153,8 @@ def read(folder: str, world: int, tokens: int, rows: int, *flags: str, monkeypat
 
 def build(config: JobConfig, world: int, trainable: bool = True) -> tuple[torch.nn.Module, Microbatch]:
     source = resolve_model(config.model, config.training.seq_len)
-    tensor, replicas = config.parallelism.tensor_parallel_degree, config.parallelism.data_parallel_replicate_degree
+    tensor = config.parallelism.tensor_parallel_degree
+    replicas = config.parallelism.data_parallel_replicate_degree or 1
     dims = ParallelDims(replicas, world // tensor // replicas, 1, tensor, 1, 1, 1, world)
     model = parallelize.build_model(source, config, dims, torch.device("cpu"), trainable=trainable)
     length = config.training.seq_len // DOCUMENTS
