@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -16,6 +17,7 @@ from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.trainer_runs import arguments, embedded_url, environment, processes_of, steps, without_times
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the only rank of each node would take the first GPU")
 AGENT = ROOT / "scripts" / "chaos" / "agent.py"
 FLAGS: dict[str, str | None] = {
     "--job.config_file": str(ROOT / "train_configs" / "quickstart.toml"),
