@@ -189,6 +189,7 @@ class SftTrainer(grpo_train.Trainer):
     # ----------------------------------------------------------------------------------------------- set-up
 
     def _read_inputs(self) -> None:
+        self.nodes.job = "sft"
         config, assets = self.config, self.config.model.hf_assets_path
         self.source = resolve_and_check(config.model, config.training.seq_len)
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import this_machine
 from torchtitan.grpo.dry_run.copies import choose_copies
 from torchtitan.grpo.errors import UserErrorOfAllRanks
@@ -48,10 +49,14 @@ class Nodes:
 
     Args:
         silence_s: Longest time without a sign of life from a node.
+
+    Attributes:
+        job: What runs. It decides how much memory a copy of the model is estimated to need.
     """
 
     def __init__(self, config: JobConfig, silence_s: float = _SILENCE_S) -> None:
         self._config, self._silence_s = config, silence_s
+        self.job: Job = "grpo"
         self._settled = False
         self._closed = threading.Event()
 
@@ -138,7 +143,7 @@ class Nodes:
         """On rank 0: what all ranks do."""
         world_size, sizes = len(answers), {answer["ranks_here"] for answer in answers}
         heads = [rank for rank, answer in enumerate(answers) if answer["local_rank"] == 0]
-        copies = choose_copies(self._config, world_size, len(heads), this_machine(), even=len(sizes) == 1)
+        copies = choose_copies(self._config, world_size, len(heads), this_machine(), len(sizes) == 1, self.job)
         if len(heads) > 1:
             logger.info(f"{world_size} ranks on {len(heads)} nodes. {copies.describe(world_size)}")
         problems = [answer["problem"] for answer in answers if answer["problem"]]
