@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -38,7 +37,6 @@ from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pair
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.disk_full import disk_full_in_one_line
 from torchtitan.grpo.dry_run.describe import describe
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
@@ -79,6 +77,7 @@ from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
+from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit, stop_in_time
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
@@ -446,20 +445,12 @@ class Trainer:
         self.max_age = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
 
     def _start_servers(self) -> None:
-        rollout = self.config.rollout
-        self.urls = rollout.urls
-        self.sync_config = self.config.weight_sync
-        if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
-            return
+        """Those of `[rollout] replicas` load while the trainer loads its own weights."""
         trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        device, reached_by_nccl = choose_device(rollout.embedded_device, self.device, trainers_here)
-        if self.sync_config.transport == "auto" and not reached_by_nccl:
-            self.sync_config = dataclasses.replace(self.sync_config, transport="gloo")
+        self.own_servers = OwnServers(self.config, self.device, trainers_here)
+        self.resources.callback(self.own_servers.close)
         if self.is_rank0:
-            dump = Path(self.config.job.dump_folder)
-            write_hf_config(self.source, self.tokenizer, dump / "served_model")
-            server = self.resources.enter_context(EmbeddedServer())
-            self.urls = [server.start(dump / "served_model", rollout, device, dump / "embedded_server.log")]
+            self.own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
     def _build(self) -> None:
         config = self.config
@@ -518,7 +509,8 @@ class Trainer:
             return server
 
         if self.is_rank0:
-            self.fleet = Fleet(self.urls, make, rollout.min_servers, rollout.urls_file)
+            self.fleet = Fleet(self.own_servers.urls, make, rollout.min_servers, self.own_servers.urls_file)
+            self.own_servers.watch(self.fleet)
             for server in self.fleet.servers:
                 server.control.wait_healthy(rollout.start_timeout_seconds)
                 server.check()
@@ -545,9 +537,10 @@ class Trainer:
                 config.reward.max_failed_fraction,
             )
         self.sampler_check = SamplerCheck(config, self.fleet if self.is_rank0 else None)
+        sync = self.own_servers.weight_sync
         self.weight_sync = WeightSync(
-            model_weights(self.model, self.source.adapter, wire_dtype(self.sync_config, self.device), self.source.tied),
-            self.sync_config,
+            model_weights(self.model, self.source.adapter, wire_dtype(sync, self.device), self.source.tied),
+            sync,
             self.fleet if self.is_rank0 else None,
             self.device,
             max_lag=(self.max_age + 1) // 2,  # answers need the other half to finish in time

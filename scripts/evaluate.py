@@ -74,6 +74,10 @@ TRAINER_ONLY = {
     "weight_sync.disk_folder": "",
     "rollout.min_servers": "1",
     "rollout.urls_file": "",
+    "rollout.replicas": "0",
+    "rollout.gpus_per_server": "1",
+    "rollout.server_python": "",
+    "rollout.server_flags": "",
 }
 """Keys about the trainer's processes and servers, which an evaluation has not, and values that ask for nothing."""
 STOP_S = 15.0

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo_train
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import Data, Reward
+from torchtitan.grpo.engines.fleet import Keeper
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.watchdog import Watchdog
 from torchtitan.grpo.rollouts.replay import Replay
@@ -30,6 +31,7 @@ class NoServers:
     """In place of fleet, collector and weight sync: there is nobody to ask, to measure or to send weights to."""
 
     servers = ()
+    keeper = Keeper()
 
     def publish(self, version: int, wait: bool = False) -> None: ...
 

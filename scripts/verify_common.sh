@@ -1,12 +1,12 @@
 # Functions of verify_grpo_cpu.sh and verify_grpo_2gpu.sh. Sourced after env.sh, never run.
 
-# begin: set `python` and `work`, a folder for everything (KEEP names one that stays). `server` and `trainer` are the
-# process groups that are stopped when the script ends or is stopped.
+# begin: set `python` and `work`, a folder for everything (KEEP names one that stays). `trainer` is the process group
+# that is stopped when the script ends or is stopped, and its servers with it.
 begin() {
     python=$(find_python)
     work=${KEEP:-$(mktemp -d)}
     mkdir -p "$work"
-    server='' trainer=''
+    trainer=''
     trap end EXIT
 }
 
@@ -19,26 +19,9 @@ stop_group() {
     wait "$1" 2>/dev/null || true # or the shell would report its end
 }
 
-stop_server() {
-    stop_group "$server" 10
-    server=''
-}
-
 end() {
     stop_group "$trainer" 35 # torchrun gives its ranks 30
-    stop_server
     [ -n "${KEEP:-}" ] || rm -rf "$work"
-}
-
-# serve ENGINE MODEL [flags ...]: start a server (vllm or sglang) in the background, for at most a day. `url` is its
-# address. The trainer waits until it answers.
-serve() {
-    local engine=$1 port
-    shift
-    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-    url=http://127.0.0.1:$port
-    timeout 86400 bash "scripts/serve_$engine.sh" "$@" --port "$port" --load-format dummy > "$work/server.log" 2>&1 &
-    server=$!
 }
 
 # train NAME RANKS [flags ...]: a run of the quickstart task with these flags, in $work/NAME.
@@ -54,7 +37,6 @@ train() {
     trainer=''
     if [ "$status" != 0 ]; then
         tail -60 "$work/$name.log"
-        if [ -f "$work/server.log" ]; then echo "== server"; tail -30 "$work/server.log"; fi
         echo "FAIL  $name: the run ended with an error"
         exit 1
     fi

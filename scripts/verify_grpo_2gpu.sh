@@ -25,8 +25,8 @@ case $mode in
 esac
 engine=${ENGINE:-vllm}
 case $engine in
-    vllm) server_flags=(--max-model-len 2048 --gpu-memory-utilization 0.6) ;;
-    sglang) server_flags=(--context-length 2048 --mem-fraction-static 0.6) ;;
+    vllm) server_flags=--gpu-memory-utilization,0.6 ;;
+    sglang) server_flags=--mem-fraction-static,0.6 ;;
     *) echo "error: ENGINE=$engine; vllm or sglang" >&2; exit 2 ;;
 esac
 cd "$(repo_root)"
@@ -49,9 +49,12 @@ flags+=(--grpo.zero_variance_groups keep --grpo.entropy_coef 0.01 "$@")
 ranks=2
 if [ "$mode" != fsdp ]; then
     ranks=1
-    url=${SERVER_URL:-}
-    [ -n "$url" ] || serve "$engine" "$model" --gpu 1 "${server_flags[@]}"
-    flags+=(--rollout.engine "$engine" --rollout.urls "$url")
+    flags+=(--rollout.engine "$engine")
+    if [ -n "${SERVER_URL:-}" ]; then
+        flags+=(--rollout.urls "$SERVER_URL")
+    else
+        flags+=(--rollout.replicas 1 --rollout.server_flags="$server_flags")
+    fi
 fi
 # The mismatch limit allows for bfloat16 in different kernels, and in async for weights up to two steps old.
 if [ "$mode" = async ]; then

@@ -38,15 +38,11 @@ for part in "$@"; do
         embedded) short_run embedded 1 ;;
         fsdp) short_run fsdp 2 ;;
         tp) short_run tp 2 --parallelism.tensor_parallel_degree 2 ;;
-        vllm)
-            serve vllm train_configs/tiny_qwen3 --cpu --max-model-len 64
-            short_run vllm 1 --rollout.engine vllm --rollout.urls "$url"
-            stop_server
-            ;;
-        sglang)
-            serve sglang train_configs/tiny_qwen3 --cpu
-            short_run sglang 1 --rollout.engine sglang --rollout.urls "$url"
-            stop_server
+        vllm | sglang)
+            venv=$("${part}_cpu_venv")
+            variable=${part^^}_PYTHON
+            if [ -z "${!variable:-}" ] && [ -x "$venv/bin/python" ]; then export "$variable=$venv/bin/python"; fi
+            short_run "$part" 1 --rollout.engine "$part" --rollout.replicas 1
             ;;
         # A low learning rate after a warm start: slightly older weights pass the mismatch check, wrong ones fail.
         async) sync_twins 1 "$steps" 0.01 --sft.steps 20 --optimizer.lr 1e-5 "${flags[@]}" ;;

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ import torch
 from tests.helpers import ROOT
 from tests.helpers.ranks import free_port
 from tests.helpers.tiny_models import with_biases
+from tests.helpers.trainer_runs import processes_of
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.server_commands import PYTHON_VARIABLE
+from torchtitan.grpo.servers.plan import PlannedServer, launches
+from torchtitan.grpo.servers.supervisor import Supervisor
 
 START_S = 180.0
 STOP_S = 20.0
@@ -172,33 +177,56 @@ def serve_embedded(folder: Path, model_dir: Path, *flags: str, port: int = 0) ->
 
 
 @contextmanager
-def serve_vllm(
-    folder: Path, model_dir: Path, *flags: str, port: int = 0, forked: bool = True
-) -> Iterator[RunningServer]:
-    """A vLLM CPU server. `folder` is for its log. Its processes are `forked`, or start anew, as users' do.
+def serve_vllm(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningServer]:
+    """A vLLM CPU server, as a user starts it. `folder` is for its log.
 
     Needs the environment variable VLLM_PYTHON: a Python with vLLM.
     """
-    if not os.environ.get("VLLM_PYTHON"):
-        pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
+    need_python("vllm")
     # vLLM's cache stays where it is: with a new one each start takes 8 s longer.
-    plugins = plugin_path(folder / "plugin")
-    if forked:
-        declare_plugin(plugins, "vllm.general_plugins", "forked", "tests.helpers.forked_engines:vllm")
-    path = os.pathsep.join([str(ROOT), str(plugins)])
-    with serve("serve_vllm.sh", folder, model_dir, *flags, port=port, PYTHONPATH=path) as server:
+    path = os.pathsep.join([str(ROOT), str(plugin_path(folder / "plugin"))])
+    with serve("serve_vllm.sh", folder, model_dir, *flags, PYTHONPATH=path) as server:
         yield server
+
+
+def need_python(engine: str) -> None:
+    """Skip the test without the environment variable that names the engine's Python."""
+    if engine in PYTHON_VARIABLE and not os.environ.get(PYTHON_VARIABLE[engine]):
+        pytest.skip(
+            f"set {PYTHON_VARIABLE[engine]} to a Python that has {engine} (scripts/install_{engine}_cpu.sh) to run this"
+        )
 
 
 @contextmanager
-def serve_sglang(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
-    """An SGLang CPU server. `folder` is for its log. Its processes are forked.
-
-    Needs the environment variable SGLANG_PYTHON: a Python with SGLang.
-    """
-    if not os.environ.get("SGLANG_PYTHON"):
-        pytest.skip("set SGLANG_PYTHON to a Python that has SGLang (scripts/install_sglang_cpu.sh) to run this")
-    plugins = declare_plugin(folder / "plugin", "sglang.srt.plugins", "forked", "tests.helpers.forked_engines:sglang")
+def supervised(engine: str, folder: Path, model_dir: Path, *flags: str) -> Iterator[Supervisor]:
+    """A CPU server as `[rollout] replicas` starts and keeps it. `folder` is for its log. Its processes are forked."""
+    need_python(engine)
+    plugins = plugin_path(folder / "plugin")
+    if engine != "embedded":
+        group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[engine]
+        declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{engine}")
     path = os.pathsep.join([str(ROOT), str(plugins)])
-    with serve("serve_sglang.sh", folder, model_dir, *flags, port=port, PYTHONPATH=path) as server:
-        yield server
+    with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+        starts = launches([PlannedServer(engine, str(model_dir), (), flags)])
+    with Supervisor(starts, folder, folder / "urls.txt", START_S) as supervisor:
+        supervisor.start()
+        supervisor.wait_healthy()
+        yield supervisor
+
+
+def server_pids(folder: Path) -> list[int]:
+    """Supervised servers, oldest first, whose command lines name the folder; neither guards nor workers."""
+    guards = [pid for pid in processes_of(folder) if "guard.py" in _command_line(pid)]
+    return sorted(pid for pid in processes_of(folder) if _parent(pid) in guards)
+
+
+def _command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0

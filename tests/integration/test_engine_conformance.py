@@ -9,12 +9,12 @@ import asyncio
 import dataclasses
 import functools
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchtitan  # noqa: F401  the overlay's shims come first
-from tests.helpers import ROOT, servers
+from tests.helpers import ROOT
 from tests.helpers.served_logprobs import answer_logprobs
-from tests.helpers.servers import RunningServer, kill_group, save_tiny_qwen2
+from tests.helpers.servers import save_tiny_qwen2, server_pids, supervised
 from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
 from torchtitan.grpo import version_names
@@ -34,6 +34,7 @@ from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
+from torchtitan.grpo.servers.supervisor import Supervisor
 from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -57,12 +58,12 @@ class Served:
     """A server of weights "A", and other weights of the same shape."""
 
     engine: str
-    running: RunningServer
+    running: Supervisor
     folders: dict[str, Path]
 
     @property
     def url(self) -> str:
-        return self.running.url
+        return self.running.urls[0]
 
     def server(self) -> Server:
         return make_server(self.engine, self.url, None, 60.0, 120.0)
@@ -117,13 +118,12 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
-    """Start a server of an engine for a folder, at a free port or at a given one."""
+def start(tmp_path_factory) -> Iterator[Callable[..., Supervisor]]:
+    """Start a server of an engine for a folder, and keep it alive."""
     with ExitStack() as stack:
 
-        def start(engine: str, model: Path, *flags: str, port: int = 0) -> RunningServer:
-            serve = getattr(servers, f"serve_{engine}")
-            return stack.enter_context(serve(tmp_path_factory.mktemp(engine), model, *flags, port=port))
+        def start(engine: str, model: Path, *flags: str) -> Supervisor:
+            return stack.enter_context(supervised(engine, tmp_path_factory.mktemp(engine), model, *flags))
 
         yield start
 
@@ -407,8 +407,8 @@ def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(serv
         assert sum(line["reward/mean"] for line in resumed) / 4 > sum(rewards[:8]) / 8 + 0.1
 
 
-def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, start):
-    """kill -9, then a new server at the same port with the first weights: the trainer sends it the newest ones."""
+def test_a_server_that_was_killed_is_started_again_and_catches_up(served: Served):
+    """kill -9. The supervisor starts it again, with the first weights: the trainer sends it the newest ones."""
     greedy = SamplingParams(1, 0.0, 12, ignore_eos=True)
 
     async def until(what: str, seen: Callable[[], bool], limit_s: float) -> float:
@@ -425,13 +425,15 @@ def test_a_server_that_was_killed_and_started_again_catches_up(served: Served, s
         await until("in traffic", lambda: server.serves(1), 30)
         [before] = await client.generate(PROMPT, greedy, "before")
 
-        await asyncio.to_thread(kill_group, served.running.process)
+        (killed,) = server_pids(served.folders["A"])
+        os.kill(killed, signal.SIGKILL)
         lost_s = await until("lost", lambda: server.lost, 20)
         assert trainer.fleet.eligible(-1) == []
         trainer.publish(2, "B")
-        port = urlsplit(served.url).port
-        served.running = await asyncio.to_thread(start, served.engine, served.folders["A"], port=port)
+        await until("restarted", lambda: served.running.restarts == 1, 20)
+        await asyncio.to_thread(served.running.wait_healthy)
         caught_up_s = await until("in traffic again", lambda: server.serves(2), 60)
+        assert server_pids(served.folders["A"]) not in ([], [killed])
         assert (server.version, server.lost) == (2, False)
         assert server.control.weight_version() in (version_name(2), None)
 

@@ -149,7 +149,7 @@ def vllm_server(folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     declare_plugin(
         folder / "plugin", "vllm.general_plugins", "counted_versions", f"{counted_versions.__name__}:register"
     )
-    with serve_vllm(folder, folders["A"], "--max-num-seqs", "16", forked=False) as server:
+    with serve_vllm(folder, folders["A"], "--max-num-seqs", "16") as server:
         yield server
 
 

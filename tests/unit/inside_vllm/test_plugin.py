@@ -1,6 +1,7 @@
 """vLLM's entry point without vLLM: versions, and what the code that runs inside vLLM may import."""
 
 import ast
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def test_any_other_version_is_named_with_the_range_and_a_remedy(version: str) ->
 def test_the_tested_range_is_the_one_that_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["vllm"] == [f"vllm{plugin.TESTED}"]
-    assert f"vllm{plugin.TESTED}" in (ROOT / "scripts" / "serve_vllm.sh").read_text()
+    assert f"vllm{plugin.TESTED}" in (ROOT / "torchtitan" / "grpo" / "server_commands.py").read_text()
 
 
 def test_token_versions_is_still_needed() -> None:
@@ -47,6 +48,18 @@ def test_token_versions_is_still_needed() -> None:
 def test_only_our_backend_is_ours(backend: str | None, ours: bool) -> None:
     transfer = None if backend is None else SimpleNamespace(backend=backend)
     assert plugin.is_configured(SimpleNamespace(weight_transfer_config=transfer)) is ours
+
+
+def test_an_engine_core_ends_with_its_parent() -> None:
+    core = "import time; from torchtitan.grpo.inside_vllm.plugin import end_with_parent; end_with_parent(); "
+    core += "print('up', flush=True); time.sleep(60)"
+    server = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {core!r}]); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", server], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "up\n"
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == ""  # the end of the pipe: the core was the last to hold it
+    parent.stdout.close()
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -49,6 +49,11 @@ def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path):
     assert (config.rollout.engine, config.rollout.urls, config.rollout.max_answer_tokens) == ("embedded", [], 7)
     started = config_of("--job.config_file", str(path), "--engine", "vllm")
     assert started.rollout.engine == "vllm" and len(started.rollout.urls) == 1
+    path.write_text(
+        path.read_text().replace('urls = ["http://a:1", "http://b:1"]', 'replicas = 2\nserver_flags = ["-x"]')
+    )
+    config = config_of("--job.config_file", str(path), *of_run)
+    assert (config.rollout.replicas, config.rollout.server_flags) == (0, [])
     given = config_of(
         "--job.config_file", str(path), "--engine", "sglang", "--url", "http://c:1", "--url", "http://d:1"
     )

@@ -18,9 +18,15 @@ from torchtitan.grpo.config.keys import LARGEST, keys, label, show
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.errors import did_you_mean
+from torchtitan.grpo.server_commands import OWN_FLAGS
 
 BUILT_IN = ("exact_match", "numeric_match", "math_verify", "reasoning_gym")
 """Reward functions without a module: those of `rewards/functions.py`."""
+_INSTEAD = {
+    "api-key": "ps shows it to everyone; name its variable in [rollout] api_key_env",
+    **dict.fromkeys(("tensor-parallel", "tp", "-tp"), "set [rollout] gpus_per_server"),
+}
+"""What to write in place of a server's flag."""
 _STOP_STRINGS_MAX = 32
 """SGLang takes no more for one request."""
 
@@ -192,19 +198,22 @@ def _check_checkpoint(config: JobConfig) -> Iterator[str]:
 
 def _check_servers(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.engine != "embedded" and not (rollout.urls or rollout.urls_file):
+    if rollout.engine != "embedded" and not (rollout.urls or rollout.urls_file or rollout.replicas):
         yield (
             f'[rollout] urls is empty: engine = "{rollout.engine}" needs the addresses of running servers, as in '
-            '["http://host:8000"]'
+            '["http://host:8000"], or replicas = 1, which starts one'
         )
+    yield from _check_replicas(config)
     if rollout.urls and rollout.urls_file:
         yield "[rollout] urls and [rollout] urls_file are both set: keep the addresses in one of them"
     if rollout.urls_file and not os.path.isfile(rollout.urls_file):
         yield f"[rollout] urls_file = {show(rollout.urls_file)} does not exist: write one base address a line into it"
-    if rollout.min_servers > max(1, len(rollout.urls)) and not rollout.urls_file:
+    servers = rollout.replicas or max(1, len(rollout.urls))
+    if rollout.min_servers > servers and not rollout.urls_file:
+        more = "raise [rollout] replicas" if rollout.replicas else "add servers to [rollout] urls"
         yield (
-            f"[rollout] min_servers = {rollout.min_servers} is over the number of servers, "
-            f"{max(1, len(rollout.urls))}: lower it, or add servers to [rollout] urls"
+            f"[rollout] min_servers = {rollout.min_servers} is over the number of servers, {servers}: lower it, or "
+            f"{more}"
         )
     if rollout.group_timeout_seconds < rollout.request_timeout_seconds:
         yield (
@@ -228,6 +237,36 @@ def _check_servers(config: JobConfig) -> Iterator[str]:
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
     yield from _check_function("rollout.environment", rollout.environment)
+
+
+def _check_replicas(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.replicas:
+        for name in ("gpus_per_server", "server_python", "server_flags"):
+            value = getattr(rollout, name)
+            if value != keys()[f"rollout.{name}"].default:
+                yield f"[rollout] {name} = {show(value)} is read with [rollout] replicas over 0 only"
+        return
+    for name in ("urls", "urls_file"):
+        if getattr(rollout, name):
+            yield (
+                f"[rollout] replicas = {rollout.replicas} and [rollout] {name} are both set: the run starts its own "
+                "servers, or uses running ones"
+            )
+    if rollout.engine == "embedded":
+        for name in ("gpus_per_server", "server_python"):
+            value = getattr(rollout, name)
+            if value != keys()[f"rollout.{name}"].default:
+                yield (
+                    f"[rollout] {name} = {show(value)} is for vllm and sglang: an embedded server runs on one device, "
+                    "in the trainer's Python"
+                )
+    own = OWN_FLAGS.get(rollout.engine, ("--model", "--host", "--port", "--device", "--parent-pid", "--expose"))
+    for flag in rollout.server_flags:
+        name = flag.partition("=")[0]
+        if name in own:
+            instead = _INSTEAD.get(name.removeprefix("--").removesuffix("-size"), "leave it out: the run sets it")
+            yield f"[rollout] server_flags has {show(name)}: {instead}"
 
 
 def _check_weight_sync(config: JobConfig) -> Iterator[str]:

@@ -332,9 +332,19 @@ class AsyncGrpo:
 @dataclass
 class Rollout:
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """Inference server. `embedded` spawns one with the run; `vllm` and `sglang` use running servers."""
+    """Inference server. `embedded` is a small one of this project, `vllm` and `sglang` are faster: docs/engines.md."""
+    replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
+    """Servers that the run starts on its machine and keeps alive, instead of `urls`: docs/servers.md. Trainers have the
+    first GPUs, servers the next ones. 0: those of `urls`, or with `embedded` and no `urls` one that nobody restarts."""
+    gpus_per_server: Annotated[int, Range(at_least=1, at_most=64)] = 1
+    """With `replicas`: GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
+    server_python: str = ""
+    """With `replicas`: the Python that has vLLM or SGLang. Empty: that of the environment variable VLLM_PYTHON or
+    SGLANG_PYTHON, else the trainer's own."""
+    server_flags: list[str] = field(default_factory=list)
+    """With `replicas`: further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
     urls: list[str] = field(default_factory=list)
-    """Base addresses of the servers, one per replica. Empty with `embedded`: one is spawned."""
+    """Base addresses of running servers."""
     urls_file: str = ""
     """Text file with one base address per line, instead of `urls`. It is read again when it changes, so servers can
     join and leave a run."""
@@ -369,7 +379,7 @@ class Rollout:
     """Longest time from a group's first request to its rewards. A late training group is counted and replaced by
     another prompt; a late held-out prompt ends the run."""
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait at the start for a server to be healthy."""
+    """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
     ones may differ by twice the other servers' mean on top. Above it, model, weights or logprobs mode differ: the

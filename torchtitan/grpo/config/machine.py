@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -19,6 +20,7 @@ from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.server_commands import ServerCommandError, engine_folder, named_python
 
 LOOPBACK = "127.0.0.1"
 """Where `[metrics] prometheus_port` is."""
@@ -39,18 +41,19 @@ def check_machine(
         world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
         gpus: Number of CUDA devices that the run sees. None asks torch.
         target: Of a dry run. If it is another machine than this one, only processes and devices are checked, and it has
-            a GPU to spare for a server.
+            enough GPUs for servers too.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if target is not None and not target.here:
-        devices = _check_devices(config, world_size, target.cuda * (world_size + 1))
-        return [*_check_ranks(config, world_size, job), *devices]
+        enough = world_size + max(1, config.rollout.replicas * config.rollout.gpus_per_server)
+        return [*_check_ranks(config, world_size, job), *_check_devices(config, world_size, target.cuda * enough)]
     gpus = torch.cuda.device_count() if gpus is None else gpus
     messages = [
         *_check_ranks(config, world_size, job),
         *_check_devices(config, world_size, gpus),
         *_check_files(config),
         *_check_dashboards(config),
+        *([] if target is not None else _check_servers_python(config)),  # a dry run starts none
     ]
     name = config.rollout.api_key_env
     if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
@@ -95,18 +98,49 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     transport = config.weight_sync.transport
     if transport == "nccl" and not gpus:
         yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
-    if config.rollout.engine != "embedded" or config.rollout.urls or config.rollout.urls_file:
+    yield from _check_replicas(config, world_size, gpus)
+    rollout = config.rollout
+    if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
         return
-    device = config.rollout.embedded_device
+    device = rollout.embedded_device
     if device == "cuda" and not gpus:
         yield '[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"'
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if transport == "nccl" and gpus and (device == "cpu" or gpus <= trainers):
+    if transport == "nccl" and gpus and (device == "cpu" or (gpus <= trainers and not rollout.replicas)):
         takes = "processes take" if trainers > 1 else "process takes"
         yield (
             '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL cannot join two processes on one '
             f'GPU, and {trainers} trainer {takes} all {gpus}; use "auto"'
         )
+
+
+def _check_replicas(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:
+    """GPUs for the servers of `replicas`, on the machine of rank 0."""
+    rollout = config.rollout
+    if not (rollout.replicas and gpus) or os.environ.get("GROUP_RANK", "0") != "0":
+        return
+    if rollout.engine == "embedded" and rollout.embedded_device == "cpu":
+        return
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    wanted = trainers + rollout.replicas * rollout.gpus_per_server
+    if wanted > gpus:
+        yield (
+            f"[rollout] replicas = {rollout.replicas} needs {wanted} GPUs, and this machine has {gpus}: {trainers} "
+            f"trainer process{'es' * (trainers > 1)} + {rollout.replicas} server{'s' * (rollout.replicas > 1)} x "
+            f"[rollout] gpus_per_server = {rollout.gpus_per_server}; lower one of them"
+        )
+
+
+def _check_servers_python(config: JobConfig) -> Iterator[str]:
+    """The servers' Python must have the engine. Only rank 0 starts servers."""
+    rollout = config.rollout
+    if not rollout.replicas or rollout.engine == "embedded" or os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        engine_folder(rollout.engine, rollout.server_python or named_python(rollout.engine) or sys.executable)
+    except ServerCommandError as error:
+        named = rollout.server_python
+        yield f"[rollout] {f'server_python = {show(named)}' if named else f'replicas = {rollout.replicas}'}: {error}"
 
 
 def _check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
@@ -171,7 +205,7 @@ def raise_file_limit() -> None:
 
 def _check_files(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    servers = max(1, len(rollout.urls))
+    servers = rollout.replicas or max(1, len(rollout.urls))
     if rollout.urls_file:
         try:
             servers = len(read_urls(rollout.urls_file))

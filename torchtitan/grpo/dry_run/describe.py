@@ -10,6 +10,7 @@ from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
 from torchtitan.grpo.dry_run.memory import checkpoint_bytes, memory_bytes, sent_bytes
+from torchtitan.grpo.servers.plan import plan_lines
 
 
 def describe(config: JobConfig, world_size: int | None = None, dry_run: str = "", job: Job = "grpo") -> str:
@@ -33,6 +34,8 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
     comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
     if nodes > 1:
         comments[:0] = ["", f"{world_size} ranks on {nodes} nodes", f"  {copies.describe(world_size)}"]
+    servers = plan_lines(config, target.cuda, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    comments += ["", *servers] if servers else []
     return "\n".join([*toml_lines(config), *(f"# {line}".rstrip() for line in comments)]) + "\n"
 
 
@@ -126,7 +129,7 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
         lines.append(f"  in each rank's host memory: {_mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
     rollout = config.rollout
-    if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file):
+    if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file or rollout.replicas):
         copy = _mib(parameters * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
     lines += _disk_lines(config, parameters)

@@ -41,6 +41,7 @@ class Server:
         in_traffic: Requests may go there.
         lost: It failed. It counts against `[rollout] min_servers` until it is admitted again.
         losses: How often it was lost.
+        lost_at: When it was, on `time.monotonic`'s clock.
         held: It gets no new requests until it is admitted again. It finishes the running ones.
         suspected: A request failed there. Weight sync's worker finds the cause, then admits or withdraws it.
         suspicions: How often that happened since it last answered a request or was lost.
@@ -60,6 +61,7 @@ class Server:
     in_traffic: bool = False
     lost: bool = False
     losses: int = 0
+    lost_at: float = 0.0
     held: bool = False
     suspected: bool = False
     suspicions: int = 0
@@ -78,6 +80,20 @@ class Server:
         return f"{self.url}: {state}, version {self.version}" + (f", {self.reason}" if self.reason else "")
 
 
+class Keeper:
+    """Who starts lost servers again. This one does not; see `servers.supervisor.Supervisor`."""
+
+    restarts = 0
+
+    def may_return(self, url: str, lost_at: float) -> bool:
+        """Whether a server that was lost then counts as left, because it is being started again. Must not wait."""
+        return False
+
+    def why_down(self, url: str) -> str:
+        """Why it is not started again, "" if nothing is to be said."""
+        return ""
+
+
 class Fleet:
     """The servers of a run, in the order of their list. Any thread may call any method; none waits.
 
@@ -92,12 +108,16 @@ class Fleet:
         min_servers: `[rollout] min_servers`, see `check`.
         urls_file: `[rollout] urls_file`, see `read_urls` and `reread`.
 
+    Attributes:
+        keeper: Who starts the servers again, if somebody does.
+
     Raises:
         UserError: The `urls_file` is bad, or lists fewer than `min_servers`.
     """
 
     def __init__(self, urls: list[str], make: Callable[[str], Server], min_servers: int = 1, urls_file: str = ""):
         self.min_servers = min_servers
+        self.keeper: Keeper = Keeper()
         self._make = make
         self._urls_file = urls_file
         self._stamp = _stamp(urls_file)
@@ -158,7 +178,8 @@ class Fleet:
             if server not in self._servers:
                 return
             before = (server.in_traffic, server.lost, server.suspected and not server.distrusted)
-            server.losses += lost and not server.lost
+            if lost and not server.lost:
+                server.losses, server.lost_at = server.losses + 1, time.monotonic()
             server.suspicions = 0 if lost else server.suspicions
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
             server.held = server.distrusted = False
@@ -168,7 +189,7 @@ class Fleet:
             logger.warning("%s is %s: %s", server.url, "lost" if server.lost else "out of traffic", server.reason)
         self._notify()
 
-    def suspect(self, server: Server, error: Exception) -> None:
+    def suspect(self, server: Server, error: Exception, what: str = "a request failed") -> None:
         """Take it out of traffic until weight sync knows why a request failed there with `error`.
 
         For a server that is out of traffic already this has no effect.
@@ -180,7 +201,7 @@ class Fleet:
             server.suspicions += 1
             if server.suspicions > 1:
                 server.back_at = time.monotonic() + min(BACKOFF_S * 2 ** (server.suspicions - 2), BACKOFF_MAX_S)
-            server.reason = _one_line(f"a request failed: {error}")
+            server.reason = _one_line(f"{what}: {error}")
         logger.warning("%s is out of traffic: %s", server.url, server.reason)
         self._notify()
 
@@ -194,7 +215,7 @@ class Fleet:
                 return
             server.in_traffic, server.lost, server.suspected, server.distrusted = False, True, True, True
             server.distrusts += 1
-            server.losses, server.suspicions = server.losses + 1, 0
+            server.losses, server.lost_at, server.suspicions = server.losses + 1, time.monotonic(), 0
             server.reason = _one_line(reason)
         logger.warning("%s is lost: %s", server.url, server.reason)
         self._notify()
@@ -212,6 +233,8 @@ class Fleet:
     def check(self) -> None:
         """Check that enough servers are left, and that weight sync still works.
 
+        A lost server that its keeper is starting again counts as left.
+
         Raises:
             FleetError: Fewer than `[rollout] min_servers` are listed and not lost.
             The error that `fail` was given.
@@ -219,9 +242,11 @@ class Fleet:
         if self._error is not None:
             raise self._error
         with self._lock:
-            lost = [server.describe() for server in self._servers if server.lost]
-            left = len(self._servers) - len(lost)
+            servers = list(self._servers)
+        gone = [server for server in servers if server.lost and not self.keeper.may_return(server.url, server.lost_at)]
+        left = len(servers) - len(gone)
         if left < self.min_servers:
+            lost = [server.describe() + self.keeper.why_down(server.url) for server in gone]
             why = "; ".join(lost) if lost else f"no other is listed in {self._list_key}"
             raise FleetError(
                 f"{left} of {left + len(lost)} servers left, [rollout] min_servers = {self.min_servers}: {why}"

@@ -5,7 +5,7 @@
     API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields
                                                     served_model: /v1/models tells the model's shape
                     api_key.ApiKeyMiddleware, if a flag names it
-    engine core     plugin.register: two hooks      bundled_outputs
+    engine core     plugin.register: two hooks      bundled_outputs; it ends with its parent
     worker          plugin.register: two hooks      transfer_engine
                                                       weight_wire.receiver: buckets in, checksums verified
                                                       direct_load, load_recording: buckets into parameters

@@ -14,7 +14,11 @@ This module imports without vLLM.
 
 import functools
 import logging
+import os
 import re
+import signal
+import threading
+import time
 from typing import Any
 
 from torchtitan.grpo.inside_vllm.backend import BACKEND
@@ -26,6 +30,8 @@ ENGINE = ("torchtitan.grpo.inside_vllm.transfer_engine", "TorchtitanGrpoEngine")
 TESTED = ">=0.25.1,<0.33"
 """vLLM versions that this project is tested with; pyproject.toml has the same."""
 _OLDEST, _NEXT = (tuple(map(int, bound.strip("<>=").split("."))) for bound in TESTED.split(","))
+
+_PARENT_POLL_S = 1.0
 
 
 def register() -> None:
@@ -92,7 +98,20 @@ def set_up_engine_core(engine: Any) -> None:
     """
     from torchtitan.grpo.inside_vllm import bundled_outputs
 
+    end_with_parent()
     bundled_outputs.install(engine)
+
+
+def end_with_parent() -> None:
+    """End this process soon after its parent, the API server. After kill -9 there, vLLM 0.32 would keep the GPU."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def untested(version: str) -> str:

@@ -213,6 +213,7 @@ def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
         "sync/missed": sum(report.missed for report in reports),
         "sync/servers_in_traffic": sum(server.in_traffic for server in servers),
         "sync/servers_lost": sum(server.lost for server in servers),
+        "sync/servers_restarted": fleet.keeper.restarts,
         "sync/version": min((server.version for server in servers if server.in_traffic), default=-1),
     }
     phases_of: dict[str, dict[str, float]] = {}

@@ -140,7 +140,8 @@ class MetricsLogger:
         self._config = config.metrics
         self._folder = Path(dump_folder)
         rollout = config.rollout
-        self._starts_server = rollout.engine == "embedded" and not (rollout.urls or rollout.urls_file)
+        others = rollout.urls or rollout.urls_file or rollout.replicas
+        self._starts_server = rollout.engine == "embedded" and not others
         self._warned: set[str] = set()
         self._lines = StepLines(self._folder / "metrics.jsonl")
         self._tensorboard: SummaryWriter | None = None

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import ipaddress
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from torchtitan.grpo.engines.embedded.model import end_token_ids, load_decode, l
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp, cache_budget_bytes
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.log_lines import init_log_lines
+from torchtitan.grpo.server_commands import ServerCommandError, check_exposure
 
 logger = logging.getLogger("torchtitan.grpo.engines.embedded")
 
@@ -43,21 +43,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--max-sequences must be at least 1 and --max-model-len at least 2")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api-key-env: the environment variable {arguments.api_key_env} is not set")
-    if not arguments.expose and not is_loopback(arguments.host):
-        parser.error(
-            f"--host {arguments.host!r} opens the server to other machines, and whoever reaches it can replace its "
-            "weights. Give --api-key-env, whose key every route but /health then asks for, or close the port to others "
-            "by a firewall; then add --expose"
-        )
-    return arguments
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address. A name counts as beyond it, except `localhost`."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        check_exposure(arguments.host, arguments.expose, "Give --api-key-env")
+    except ServerCommandError as error:
+        parser.error(str(error))
+    return arguments
 
 
 def build_app(arguments: argparse.Namespace) -> EmbeddedApp:

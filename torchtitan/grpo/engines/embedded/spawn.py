@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -57,23 +58,17 @@ class EmbeddedServer:
         Raises:
             UserError: It did not start in time. The message ends with the end of its log.
         """
-        dtype = rollout.embedded_dtype
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "bfloat16"
         log_path = Path(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="embedded-server-") as folder:
             ready = Path(folder) / f"{secrets.token_hex(8)}.json"
-            command = [sys.executable, "-c", _PROGRAM, "--model", str(model_dir)]
-            command += ["--device", device, "--dtype", dtype, "--ready-file", str(ready)]
-            command += ["--max-sequences", str(rollout.embedded_max_sequences), "--parent-pid", str(os.getpid())]
-            if rollout.api_key_env:
-                command += ["--api-key-env", rollout.api_key_env]
+            command = embedded_command(model_dir, rollout, device)
+            command += ["--ready-file", str(ready), "--parent-pid", str(os.getpid())]
             with log_path.open("ab") as log:
                 # A process group of its own: Ctrl-C reaches only the trainer, which then closes the server. Not a
                 # session of its own: Linux first divides the cores among sessions (sched_autogroup_enabled).
                 self.process = subprocess.Popen(
-                    command, env=_environment(), stdout=log, stderr=subprocess.STDOUT, process_group=0
+                    command, env=server_environment(), stdout=log, stderr=subprocess.STDOUT, process_group=0
                 )
             deadline = time.monotonic() + rollout.start_timeout_seconds
             while not ready.exists():
@@ -111,18 +106,30 @@ class EmbeddedServer:
         raise UserError(f"the embedded server {what}; its log {log_path} ends with:\n{tail}")
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment without torchrun's variables for its workers, and with this package importable.
+def embedded_command(model_dir: str | Path, rollout: Rollout, device: str) -> list[str]:
+    """The command line of an embedded server, without its port. Arguments as for `EmbeddedServer.start`."""
+    dtype = rollout.embedded_dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    command = [sys.executable, "-c", _PROGRAM, "--model", str(model_dir), "--device", device, "--dtype", dtype]
+    command += ["--max-sequences", str(rollout.embedded_max_sequences)]
+    return [*command, *(["--api-key-env", rollout.api_key_env] if rollout.api_key_env else [])]
+
+
+def server_environment() -> dict[str, str]:
+    """This process's environment without torchrun's variables, and with this package importable.
 
     OpenMP threads sleep instead of spinning while they wait. Trainer and server share the cores, and on 2 busy cores
     more spinning threads than cores made decoding 10 times slower.
     """
-    env = dict(os.environ)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
-        env.pop(name, None)
-    for name in ("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    env = {name: value for name, value in env.items() if not name.startswith("TORCHELASTIC_")}
+    env = without_torchrun(os.environ)
     env.setdefault("OMP_WAIT_POLICY", "passive")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, env.get("PYTHONPATH")]))
     return env
+
+
+def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables that torchrun gives to its workers."""
+    names = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    names |= {"GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
+    return {k: v for k, v in environ.items() if k not in names and not k.startswith("TORCHELASTIC_")}

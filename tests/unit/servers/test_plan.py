@@ -1,0 +1,127 @@
+"""Which commands `[rollout] replicas` stands for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import TINY_QWEN3
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.machine import check_machine
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.server_commands import visible_devices
+from torchtitan.grpo.servers.__main__ import parse_arguments, planned
+from torchtitan.grpo.servers.plan import plan_lines, planned_servers
+
+
+def configured(*flags: str) -> JobConfig:
+    """As for a dry run, which looks for no engine."""
+    return load_config(["--model.hf_assets_path", str(TINY_QWEN3), *flags], "h100")
+
+
+def value(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_trainers_have_the_first_gpus_and_servers_the_next_ones(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = configured("--rollout.engine", "vllm", "--rollout.replicas", "2", "--rollout.gpus_per_server", "2")
+    servers = planned_servers(config, cuda=True, trainers_here=3)
+    assert [server.gpus for server in servers] == [(3, 4), (5, 6)]
+    argv = servers[1].argv(20001)
+    assert value(argv, "--tensor-parallel-size") == "2" and value(argv, "--port") == "20001"
+    assert value(argv, "--load-format") == "dummy" and value(argv, "--host") == "127.0.0.1"
+    assert int(value(argv, "--max-model-len")) == config.training.seq_len
+    assert servers[1].environment()["CUDA_VISIBLE_DEVICES"] == "5,6"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1")
+    assert servers[0].environment()["CUDA_VISIBLE_DEVICES"] == "4,3"
+
+
+def test_an_embedded_server_may_be_on_the_cpu_beside_trainers_on_gpus():
+    flags = ["--rollout.replicas", "2", "--rollout.embedded_device"]
+    assert [server.gpus for server in planned_servers(configured(*flags, "cpu"), True, 2)] == [(), ()]
+    on_gpus = planned_servers(configured(*flags, "auto"), True, 2)
+    assert [value(server.argv(1), "--device") for server in on_gpus] == ["cuda:2", "cuda:3"]
+    assert value(planned_servers(configured(*flags, "auto"), False, 2)[0].argv(1), "--device") == "cpu"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_key_of_the_run_is_the_servers_and_in_no_command_line(engine, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "hush")
+    monkeypatch.setenv(f"{engine.upper()}_API_KEY", "another")
+    monkeypatch.setenv("RANK", "0")
+    flags = ["--rollout.engine", engine, "--rollout.replicas", "1"]
+    (server,) = planned_servers(configured(*flags, "--rollout.api_key_env", "MY_KEY"), True, 1)
+    assert server.environment()[f"{engine.upper()}_API_KEY"] == "hush"
+    assert "hush" not in " ".join(server.argv(1)) and "RANK" not in server.environment()
+    assert "--middleware" in server.argv(1) or engine == "sglang"
+    (server,) = planned_servers(configured(*flags), True, 1)
+    assert f"{engine.upper()}_API_KEY" not in server.environment()
+
+
+def test_flags_of_the_file_come_last_and_the_dry_run_shows_them():
+    words = "--rollout.server_flags=--gpu-memory-utilization,0.5"
+    config = configured("--rollout.engine", "vllm", "--rollout.replicas", "2", words)
+    title, first, second = plan_lines(config, True, 1)
+    assert title.startswith("servers: 2, kept alive, with logs in ")
+    assert first.startswith("  0, GPU 1: ") and first.endswith(" --load-format dummy --gpu-memory-utilization 0.5")
+    assert second.startswith("  1, GPU 2: ") and "--skip-tokenizer-init" not in second
+    assert plan_lines(configured(), True, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "says"),
+    [
+        (
+            ["--rollout.replicas", "3"],
+            3,
+            "replicas = 3 needs 4 GPUs, and this machine has 3: 1 trainer process + 3",
+        ),
+        (["--rollout.replicas", "1", "--rollout.gpus_per_server", "2"], 2, "needs 3 GPUs"),
+        (["--rollout.replicas", "1", "--rollout.gpus_per_server", "2"], 3, ""),
+    ],
+)
+def test_too_few_gpus_are_refused_with_the_sum(flags, gpus, says, monkeypatch):
+    monkeypatch.setenv("RANK", "1")  # rank 0 also looks for the engine
+    messages = [m for m in check_machine(configured("--rollout.engine", "vllm", *flags), 1, gpus) if "replicas" in m]
+    assert (len(messages) == 1 and says in messages[0]) if says else not messages
+
+
+def test_a_python_without_the_engine_is_refused(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho; echo False\n")
+    python.chmod(0o755)
+    flags = ["--model.hf_assets_path", str(TINY_QWEN3), "--rollout.engine", "sglang", "--rollout.replicas", "1"]
+    with pytest.raises(
+        UserError, match=rf"\[rollout\] server_python = \"{python}\": {python} has no SGLang; set SGLANG"
+    ):
+        load_config([*flags, "--rollout.server_python", str(python)])
+    with pytest.raises(UserError, match=r"\[rollout\] server_python = \"/no/python\": /no/python does not run"):
+        load_config([*flags, "--rollout.server_python", "/no/python"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--host", "10.0.0.7"], "opens the server to other machines"),
+        (["--host", "0.0.0.0", "--expose"], "no address that a trainer can use"),
+        (["--api_key_env", "NOT_SET"], "NOT_SET is not set"),
+        (["--replicas", "0"], "at least 1"),
+    ],
+)
+def test_the_command_refuses(words, says, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments([str(TINY_QWEN3), "--engine", "vllm", "--urls_file", "urls", *words])
+    assert says in capsys.readouterr().err
+
+
+def test_the_command_counts_gpus_from_the_first_and_passes_flags_on():
+    words = [str(TINY_QWEN3), "--engine", "sglang", "--urls_file", "urls", "--replicas", "2", "--first_gpu", "4"]
+    servers = planned(parse_arguments([*words, "--host", "10.0.0.7", "--expose", "--", "--random-seed", "3"]))
+    assert [server.gpus for server in servers] == [(4,), (5,)]
+    assert servers[0].argv(1)[-2:] == ["--random-seed", "3"] and value(servers[0].argv(1), "--host") == "10.0.0.7"
+
+
+def test_devices_count_among_the_visible_ones():
+    assert visible_devices([0, 2], {}) == "0,2"
+    assert visible_devices([1, 2], {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}) == "GPU-b,GPU-c"

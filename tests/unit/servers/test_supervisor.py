@@ -1,0 +1,235 @@
+"""Supervisor and guard with small real processes. tests/integration/test_own_servers.py has them in a run."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.servers import group_members, processes_of, server_pids
+from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
+from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.servers import supervisor as supervisor_module
+from torchtitan.grpo.servers.supervisor import PORTS, Launch, Supervisor
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+
+# A server with two workers, one in its process group and one that has left it. Neither hears SIGTERM.
+PROGRAM = """
+import http.server, os, signal, subprocess, sys, threading, time
+role, folder, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if role == "worker":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pause()
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_): pass
+print("starting", role, flush=True)
+if role == "crashes" and os.path.exists(os.path.join(folder, "crash")):
+    sys.exit("out of memory")
+if role == "silent":
+    signal.pause()
+if role == "workers":
+    for own_group in (False, True):
+        subprocess.Popen([sys.executable, "-I", "-S", __file__, "worker", folder, "0"], start_new_session=own_group)
+server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy)
+if role == "crashes":
+    threading.Timer(0.4, lambda: (print("out of memory", flush=True), os._exit(3))).start()
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
+    """Start a supervisor of such servers."""
+    (tmp_path / "server.py").write_text(PROGRAM)
+    for name, seconds in {
+        "BACKOFF_S": 0.1,
+        "BACKOFF_MAX_S": 0.2,
+        "GRACE_S": 0.5,
+        "HEALTH_S": 0.2,
+        "RETURN_S": 0.0,
+    }.items():
+        monkeypatch.setattr(supervisor_module, name, seconds)
+    started: list[Supervisor] = []
+
+    def start(*roles: str, start_timeout_s: float = 20.0) -> Supervisor:
+        def launch(i: int, role: str) -> Launch:
+            words = [sys.executable, "-I", "-S", str(tmp_path / "server.py"), role, str(tmp_path)]
+            return Launch(str(i), lambda port: ([*words, str(port)], dict(os.environ)), HttpControl)
+
+        launches = [launch(i, role) for i, role in enumerate(roles)]
+        started.append(Supervisor(launches, tmp_path / "logs", tmp_path / "urls.txt", start_timeout_s))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def until(what: str, seen: Callable[[], object], limit_s: float = 10.0) -> float:
+    started = time.monotonic()
+    while not seen():
+        assert time.monotonic() < started + limit_s, f"not within {limit_s} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def test_a_server_that_is_killed_comes_back_at_its_address_and_its_workers_do_not_outlive_it(supervise, tmp_path):
+    ended: list[str] = []
+    keeps = supervise("workers", "plain")
+    keeps.on_end = lambda url, why: ended.append(f"{url} {why}")
+    keeps.wait_healthy()
+    first, second = keeps.urls
+    assert (tmp_path / "urls.txt").read_text() == f"{first}\n{second}\n"
+    assert not keeps.may_return(first, time.monotonic() - 1000), "it serves"
+    (killed, _) = before = server_pids(tmp_path)
+    workers = set(processes_of(tmp_path)) - set(before)
+    os.kill(killed, signal.SIGKILL)
+    until("noticed", lambda: ended, 5)
+    assert keeps.may_return(first, time.monotonic() - 1000)
+    assert ended == [f"{first} server 0 ended with SIGKILL"]
+    until("started again", lambda: keeps.restarts == 1 and len(server_pids(tmp_path)) == 2)
+    keeps.wait_healthy()
+    assert keeps.urls == [first, second] and keeps.restarts == 1
+    assert before[1] in server_pids(tmp_path), "the other server goes on"
+    left = workers & set(processes_of(tmp_path))
+    assert len(left) == 1, "of the first server's guard and workers; the other's guard is there"
+    keeps.close()
+    assert processes_of(tmp_path) == [] and not (tmp_path / "urls.txt").exists()
+
+
+def test_a_guard_that_is_killed_leaves_no_server_behind(supervise, tmp_path):
+    keeps = supervise("plain")
+    keeps.wait_healthy()
+    (server,) = server_pids(tmp_path)
+    (guard,) = set(processes_of(tmp_path)) - {server}
+    os.kill(guard, signal.SIGKILL)
+    until("the server is gone", lambda: not group_members(guard), 5)
+    until("started again", lambda: keeps.restarts == 1 and server_pids(tmp_path))
+    keeps.wait_healthy()
+
+
+def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
+    """The guard alone: nobody is left to tell it."""
+    (tmp_path / "server.py").write_text(PROGRAM)
+    guard = Path(supervisor_module.__file__).with_name("guard.py")
+    words = [sys.executable, "-I", "-S", str(tmp_path / "server.py"), "workers", str(tmp_path), "0"]
+    owner = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-I', '-S', {str(guard)!r}, str(os.getpid()), '0.3', *{words!r}], "
+        "process_group=0)\n"
+        "time.sleep(100)"
+    )
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", owner])
+    try:
+        until("server and workers run", lambda: len(processes_of(tmp_path)) == 5)  # and owner and guard
+        process.kill()
+        process.wait()
+        gone_s = until("nothing is left", lambda: not processes_of(tmp_path), 5)
+        assert gone_s < 3
+    finally:
+        process.kill()
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_never_serves_is_named_with_its_log(supervise, tmp_path):
+    keeps = supervise("plain", "silent", start_timeout_s=1.0)
+    said = r"server 1 \(http://127\.0\.0\.1:\d+\) did not serve within 1 s \(\[rollout\] start_timeout_seconds\) before"
+    with pytest.raises(UserError, match=said + r".*its log .*/logs/1\.log ends with:\nstarting silent"):
+        keeps.wait_healthy()
+    assert keeps.restarts == 0 and len(server_pids(tmp_path)) == 1
+
+
+def test_a_program_that_does_not_exist_is_named(tmp_path):
+    launch = Launch("0", lambda port: (["/no/such/program"], dict(os.environ)), HttpControl)
+    with Supervisor([launch], tmp_path, tmp_path / "urls.txt", 10.0) as keeps:
+        keeps.start()
+        with pytest.raises(
+            UserError, match=r"ended with exit status 127 before it served.*\n/no/such/program: No such"
+        ):
+            keeps.wait_healthy()
+
+
+def test_a_server_that_crashes_again_and_again_stays_down_and_ends_the_run(supervise, tmp_path):
+    keeps = supervise("crashes")
+    keeps.wait_healthy()
+    fleet = Fleet(keeps.urls, lambda url: Server(url, HttpControl(url)))
+    fleet.keeper = keeps
+    (tmp_path / "crash").touch()
+    until("ended", lambda: keeps.may_return(keeps.urls[0], 0.0))
+    fleet.withdraw(fleet.servers[0], "nobody listens there")
+    fleet.check()  # it will return
+    until("given up", lambda: keeps.why_down(keeps.urls[0]), 20)
+    assert keeps.restarts == supervisor_module.RESTARTS_MAX
+    with pytest.raises(
+        FleetError, match=r"0 of 1 servers left.*\n.*for the 6th time in \d+ s, and is not started(.*\n)+"
+    ):
+        fleet.check()
+    assert (tmp_path / "logs" / "0.log").read_text().count("starting crashes") == 6
+    with pytest.raises(UserError, match="out of memory"):
+        keeps.check()
+
+
+def test_a_lost_server_that_is_well_counts_as_left_for_a_while(supervise, monkeypatch):
+    """What is wrong may show first in a request, and its feeding takes time."""
+    monkeypatch.setattr(supervisor_module, "RETURN_S", 1.0)
+    keeps = supervise("plain")
+    keeps.wait_healthy()
+    (url,), now = keeps.urls, time.monotonic()
+    assert keeps.may_return(url, now)
+    until("too late", lambda: not keeps.may_return(url, now), 3)
+    assert not keeps.may_return("http://127.0.0.1:1", now)
+
+
+def test_a_server_that_hangs_is_started_again(supervise, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "HUNG_S", 0.5)
+    monkeypatch.setattr("torchtitan.grpo.engines.http_control._HEALTH_REQUEST_S", 0.3)
+    keeps = supervise("plain")
+    keeps.wait_healthy()
+    (server,) = server_pids(tmp_path)
+    os.kill(server, signal.SIGSTOP)
+    until("started again", lambda: keeps.restarts and server_pids(tmp_path) not in ([], [server]))
+    keeps.wait_healthy()
+
+
+def test_a_taken_port_is_not_given_to_a_server(supervise):
+    with socket.socket() as taken:
+        port = next(port for port in PORTS if _binds(taken, port))
+        first, second = supervise("plain"), supervise("plain")
+        assert len({*first.urls, *second.urls, f"http://127.0.0.1:{port}"}) == 3
+        first.wait_healthy()
+        second.wait_healthy()
+
+
+def _binds(listener: socket.socket, port: int) -> bool:
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+def test_ports_are_outside_those_of_connections():
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert PORTS.stop <= low
+
+
+def test_close_ends_threads_and_is_quick(supervise):
+    keeps = supervise("plain", "plain")
+    started = time.monotonic()
+    keeps.close()
+    assert time.monotonic() - started < 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("server ")]

@@ -1,0 +1,11 @@
+"""Servers that are started and kept alive here, by a run (`[rollout] replicas`) or by themselves.
+
+    plan.py            `[rollout]` to one command, GPUs and environment per server; `--dry_run` prints it
+    own.py             what a run starts: these servers, or one embedded server without supervision, or none
+    supervisor.py      a thread per server: start, wait for health, restart with backoff, write the list of addresses
+    guard.py           the process between a supervisor and a server, which leaves no process behind
+    __main__.py        `python -m torchtitan.grpo.servers`: servers for a trainer elsewhere
+
+The flags of vLLM and SGLang are in server_commands.py beside this folder. What becomes of a server that is lost and
+returns is engines/fleet.py's and weight_sync/'s business: it gets the newest weights first, and then requests.
+"""

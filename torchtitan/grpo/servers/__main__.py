@@ -1,0 +1,100 @@
+"""python -m torchtitan.grpo.servers MODEL --urls_file FILE: keep servers alive for a trainer that runs elsewhere.
+
+The trainer names FILE, or a copy of it, in [rollout] urls_file. Flags after `--` go to the engine.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.log_lines import init_log_lines
+from torchtitan.grpo.server_commands import ServerCommandError, check_exposure
+from torchtitan.grpo.servers.plan import LOG_FOLDER, PlannedServer, launches
+from torchtitan.grpo.servers.supervisor import Supervisor
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    end = argv.index("--") if "--" in argv else len(argv)
+    summary, _, more = __doc__.partition(": ")[2].partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.grpo.servers", description=f"{summary}\n\n{more}", allow_abbrev=False
+    )
+    parser.add_argument("model", help="folder with config.json, a tokenizer and weights")
+    parser.add_argument("--engine", choices=list(ENGINES), required=True)
+    parser.add_argument("--replicas", type=int, default=1, help="number of servers")
+    parser.add_argument("--urls_file", type=Path, required=True, help="list of their addresses, which this writes")
+    parser.add_argument("--log_folder", type=Path, help="folder for their logs; default: servers, beside the list")
+    parser.add_argument("--gpus_per_server", type=int, default=1, help="several: tensor parallelism")
+    parser.add_argument("--first_gpu", type=int, default=0, help="GPU of the first server; the others have the next")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+    parser.add_argument("--server_python", default="", help="Python that has the engine; default: VLLM_PYTHON, ...")
+    parser.add_argument("--start_timeout_seconds", type=float, default=300.0, help="longest wait for health")
+    parser.add_argument("--host", default="127.0.0.1", help="address that trainers reach; beyond loopback add --expose")
+    parser.add_argument("--expose", action="store_true", help="let other machines reach the servers")
+    parser.add_argument("--api_key_env", default="", help="variable with the API key that servers ask for")
+    arguments = parser.parse_args(argv[:end])
+    if arguments.replicas < 1 or arguments.gpus_per_server < 1 or arguments.first_gpu < 0:
+        parser.error("--replicas and --gpus_per_server must be at least 1, --first_gpu at least 0")
+    if arguments.host in ("", "0.0.0.0", "::"):
+        parser.error(f"--host {arguments.host!r} is no address that a trainer can use: name this machine's own")
+    if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
+        parser.error(f"--api_key_env: the environment variable {arguments.api_key_env} is not set")
+    if not os.path.isfile(os.path.join(arguments.model, "config.json")):
+        parser.error(f"{arguments.model} has no config.json: name a Hugging Face model folder")
+    try:
+        check_exposure(arguments.host, arguments.expose, "Give --api_key_env")
+    except ServerCommandError as error:
+        parser.error(str(error))
+    arguments.flags = argv[end + 1 :]
+    return arguments
+
+
+def planned(arguments: argparse.Namespace) -> list[PlannedServer]:
+    each = 0 if arguments.cpu else arguments.gpus_per_server
+    return [
+        PlannedServer(
+            arguments.engine,
+            os.path.abspath(arguments.model),
+            tuple(range(arguments.first_gpu + i * each, arguments.first_gpu + (i + 1) * each)),
+            tuple(arguments.flags),
+            arguments.server_python,
+            arguments.host,
+            rollout=Rollout(api_key_env=arguments.api_key_env),
+        )
+        for i in range(arguments.replicas)
+    ]
+
+
+def main(argv: list[str]) -> int:
+    init_log_lines()
+    arguments = parse_arguments(argv)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        logs = arguments.log_folder or arguments.urls_file.parent / LOG_FOLDER
+        with Supervisor(
+            launches(planned(arguments)),
+            logs,
+            arguments.urls_file,
+            arguments.start_timeout_seconds,
+            arguments.host,
+            "--start_timeout_seconds",
+        ) as supervisor:
+            supervisor.start()
+            while not stop.wait(1.0):
+                supervisor.check()
+    except (UserError, ServerCommandError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""Which servers are started: the command, the GPUs and the environment of each."""
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.config.tables import longest_tokens
+from torchtitan.grpo.engines.embedded.spawn import embedded_command, server_environment, without_torchrun
+from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.server_commands import (
+    KEY_VARIABLE,
+    LOOPBACK,
+    ServerCommand,
+    ServerCommandError,
+    engine_folder,
+    is_loopback,
+    named_python,
+)
+from torchtitan.grpo.servers.supervisor import PORTS, Launch
+
+MODEL_FOLDER = "served_model"
+LOG_FOLDER = "servers"
+"""In the run's folder."""
+_CONTROL_S = 60.0
+
+
+@dataclass(frozen=True)
+class PlannedServer:
+    """One server.
+
+    Attributes:
+        model: Folder with config.json and tokenizer.
+        gpus: Indices among the visible CUDA devices; empty: the CPU.
+        flags: Further flags of the engine.
+        python: The Python that has the engine; "" for `named_python`, else this one.
+        max_model_len, has_tokenizer: As in `ServerCommand`.
+        rollout: `embedded_*` and `api_key_env` are used. The key itself is in no command line.
+    """
+
+    engine: str
+    model: str
+    gpus: tuple[int, ...]
+    flags: tuple[str, ...] = ()
+    python: str = ""
+    host: str = LOOPBACK
+    max_model_len: int | None = None
+    has_tokenizer: bool = False
+    rollout: Rollout = field(default_factory=Rollout)
+
+    def argv(self, port: int, folder: str = "") -> list[str]:
+        """The command line; `folder` as in `ServerCommand.argv`."""
+        if self.engine != "embedded":
+            return self._command(port).argv(folder, self._keys())
+        command = embedded_command(self.model, self.rollout, f"cuda:{self.gpus[0]}" if self.gpus else "cpu")
+        command += ["--host", self.host, "--port", str(port)]
+        return [*command, *([] if is_loopback(self.host) else ["--expose"]), *self.flags]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with what the engine needs, and its API key.
+
+        Raises:
+            ServerCommandError: A GPU is not visible.
+        """
+        if self.engine == "embedded":
+            return server_environment()
+        # A key that happens to be in the environment would be asked for, and the trainer would not send it.
+        env = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE[self.engine]}
+        return self._command(0).environment(without_torchrun(env) | self._keys())
+
+    def _keys(self) -> dict[str, str]:
+        name = self.rollout.api_key_env
+        return {KEY_VARIABLE[self.engine]: os.environ.get(name, "")} if name else {}
+
+    def _command(self, port: int) -> ServerCommand:
+        python = self.python or named_python(self.engine) or sys.executable
+        device = "cuda" if self.gpus else "cpu"
+        return ServerCommand(
+            self.engine,
+            self.model,
+            python,
+            self.host,
+            port,
+            device,
+            self.gpus,
+            self.max_model_len,
+            self.flags,
+            self.has_tokenizer,
+        )
+
+
+def launches(servers: list[PlannedServer]) -> list[Launch]:
+    """How a supervisor starts these servers.
+
+    Raises:
+        ServerCommandError: Their Python lacks the engine, or a GPU is not visible.
+    """
+    first = servers[0]
+    folder, key_name = "", first.rollout.api_key_env
+    if first.engine != "embedded":
+        folder = engine_folder(first.engine, first.python or named_python(first.engine) or sys.executable)
+    control, key = ENGINES[first.engine].control, os.environ.get(key_name) if key_name else None
+
+    def launch(index: int, server: PlannedServer, environment: dict[str, str]) -> Launch:
+        return Launch(
+            str(index), lambda port: (server.argv(port, folder), environment), lambda url: control(url, key, _CONTROL_S)
+        )
+
+    return [launch(i, server, server.environment()) for i, server in enumerate(servers)]
+
+
+def on_cuda(config: JobConfig, cuda: bool) -> bool:
+    """Whether a run's servers are on GPUs, on a machine with or without them."""
+    return cuda and not (config.rollout.engine == "embedded" and config.rollout.embedded_device == "cpu")
+
+
+def planned_servers(config: JobConfig, cuda: bool, trainers_here: int) -> list[PlannedServer]:
+    """The servers of `[rollout] replicas`. Trainers have the first GPUs, servers the next ones.
+
+    Args:
+        cuda: The machine has GPUs.
+        trainers_here: Trainer processes on it.
+    """
+    rollout = config.rollout
+    each = rollout.gpus_per_server if on_cuda(config, cuda) else 0
+    # The trainer sends the weights. vLLM's and SGLang's own limit may be far longer, and would cost memory.
+    loads = () if rollout.engine == "embedded" else ("--load-format", "dummy")
+    return [
+        PlannedServer(
+            rollout.engine,
+            os.path.abspath(os.path.join(config.job.dump_folder, MODEL_FOLDER)),
+            tuple(range(trainers_here + i * each, trainers_here + (i + 1) * each)),
+            (*loads, *rollout.server_flags),
+            rollout.server_python,
+            max_model_len=longest_tokens(config),
+            has_tokenizer=True,
+            rollout=rollout,
+        )
+        for i in range(rollout.replicas)
+    ]
+
+
+def run_launches(config: JobConfig, cuda: bool, trainers_here: int) -> list[Launch]:
+    """`launches` of a run's servers.
+
+    Raises:
+        UserError: See there.
+    """
+    try:
+        return launches(planned_servers(config, cuda, trainers_here))
+    except ServerCommandError as error:
+        raise UserError(f"[rollout] replicas = {config.rollout.replicas}: {error}") from error
+
+
+def plan_lines(config: JobConfig, cuda: bool, trainers_here: int) -> list[str]:
+    """What `--dry_run` says of the servers. Nothing is looked for on this machine."""
+    servers = planned_servers(config, cuda, trainers_here)
+    lines = [f"servers: {len(servers)}, kept alive, with logs in {config.job.dump_folder}/{LOG_FOLDER}"]
+    for i, server in enumerate(servers):
+        where = f"GPU {', '.join(map(str, server.gpus))}" if server.gpus else "CPU"
+        lines += [f"  {i}, {where}: {shlex.join(server.argv(PORTS.start + i))}"]
+    return lines if servers else []
