@@ -89,6 +89,7 @@ def test_servers_with_new_enough_weights_are_eligible_in_their_order() -> None:
 
 
 def test_withdraw_logs_a_change_once_and_lost_stays_until_admitted(caplog) -> None:
+    caplog.set_level(logging.WARNING)
     fleet = fleet_of(A, B)
     a, _ = fleet.servers
     fleet.admit(a, 1)
@@ -106,6 +107,7 @@ def test_withdraw_logs_a_change_once_and_lost_stays_until_admitted(caplog) -> No
 
 
 def test_suspicion_lasts_until_the_worker_knows(caplog) -> None:
+    caplog.set_level(logging.WARNING)
     fleet = fleet_of(A, B)
     a, b = fleet.servers
     fleet.suspect(b, RuntimeError("never admitted"))
