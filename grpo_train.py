@@ -25,17 +25,14 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.broadcast import Broadcaster, patience_s
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.run_folder import own_folder
-from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.load import load_config, take_dry_run
-from torchtitan.grpo.config.machine import default_to_one_process, raise_file_limit
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
-from torchtitan.grpo.disk_full import disk_full_in_one_line
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
@@ -77,8 +74,9 @@ from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
+from torchtitan.grpo.running import running
 from torchtitan.grpo.servers.own import OwnServers
-from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit, stop_in_time
+from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.tools.logging import logger
@@ -564,10 +562,11 @@ def main(argv: list[str], make: Callable[[JobConfig], Trainer] = Trainer, job: J
         if dry_run is not None:
             print(describe(config, dry_run=dry_run, job=job) if os.environ.get("RANK", "0") == "0" else "", end="")
             return 0
-        default_to_one_process()
-        stop_in_time(config.checkpoint.stop_seconds)
-        raise_file_limit()
-        with disk_full_in_one_line(config.job.dump_folder), make(config) as trainer, save_when_stopped(trainer):
+        if config.ray.enable:
+            from torchtitan.grpo.ray_launch.driver import drive  # only now: it imports Ray
+
+            return drive(argv, config, make, job)
+        with running(config, make) as trainer:
             trainer.train()
     except UserError as error:
         return refuse(error)

@@ -47,6 +47,7 @@ class Ranks:
     Args:
         script: A file, or the name of a module as after `python -m`.
         log: Takes what all of them print.
+        found: False leaves out the variables by which ranks find one another: one process, as without torchrun.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Ranks:
         log: Path,
         cwd: Path = ROOT,
         environment: Mapping[str, str] = os.environ,
+        found: bool = True,
     ) -> None:
         self.log_path = log
         log.write_bytes(b"")
@@ -64,7 +66,8 @@ class Ranks:
         self.processes = []
         for rank in range(ranks):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            own = (own if found else {}) | {"OMP_NUM_THREADS": 1}
             environ = dict(environment) | {name: str(value) for name, value in own.items()}
             args = (script, [str(argument) for argument in arguments], environ, cwd, log)
             self.processes.append(_starts.Process(target=_run, args=args))

@@ -7,7 +7,7 @@ from torchtitan.grpo.config.keys import label, show
 RUN_CONFIG = "run_config.json"
 """In a checkpoint: `config.resolved.resolved`."""
 
-OF_ONE_START = ("job", "checkpoint.resume", "checkpoint.load_step")
+OF_ONE_START = ("job", "ray", "checkpoint.resume", "checkpoint.load_step")
 """Sections and keys that say how a run is started, and nothing of what it does."""
 
 FROM_CHECKPOINT = {

@@ -33,7 +33,15 @@ _STOP_STRINGS_MAX = 32
 
 def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
     """Check the keys against one another. Each value is of its type and in its range already."""
-    of_both = (_check_batch, _check_offload, _check_torchtitan, _check_checkpoint, _check_data, _check_tables)
+    of_both = (
+        _check_batch,
+        _check_offload,
+        _check_torchtitan,
+        _check_checkpoint,
+        _check_data,
+        _check_tables,
+        _check_ray,
+    )
     of_grpo = (
         _check_lengths,
         _check_losses,
@@ -513,3 +521,22 @@ def _check_function(path: str, name: str) -> Iterator[str]:
     module, colon, function = name.partition(":")
     if name and not (colon and all(part.isidentifier() for part in [*module.split("."), function])):
         yield f'{label(path)}: {show(name)} must be "module:function", as in "my_package.my_module:my_function"'
+
+
+def _check_ray(config: JobConfig) -> Iterator[str]:
+    ray = config.ray
+    if ray.address.startswith("ray://"):
+        yield (
+            f"[ray] address = {show(ray.address)} is Ray Client's, which has no Compiled Graphs: run the script on a "
+            'node of the cluster with "auto" or "host:port" (port 6379 as a rule)'
+        )
+    if ray.warmup_tokens and ray.dispatch != "compiled":
+        yield (
+            f'[ray] warmup_tokens = {ray.warmup_tokens} is read with dispatch = "compiled" only, not '
+            f"{show(ray.dispatch)}: leave it out"
+        )
+    if ray.warmup_tokens > row_tokens(config):
+        yield (
+            f"[ray] warmup_tokens = {ray.warmup_tokens} is over the longest packed row, {row_tokens(config)} tokens "
+            "([training] tokens_per_microbatch, or seq_len): lower it, or set 0 for the longest"
+        )

@@ -536,6 +536,34 @@ class Sft:
 
 
 @dataclass
+class Ray:
+    enable: bool = False
+    """Run every trainer process as a Ray actor: start the script once, without torchrun (docs/ray.md). Needs the
+    `ray` package."""
+    address: str = ""
+    """Cluster to join: `auto` or `host:port`. Empty starts one on this machine, on its loopback address, which ends
+    with the run."""
+    ranks: Annotated[int, Range(at_least=0, at_most=65536)] = 0
+    """Trainer processes. 0: one for each GPU of the cluster. Without GPUs they train on CPUs."""
+    cpus_per_rank: Annotated[int, Range(at_least=1, at_most=1024)] = 1
+    """Cores that Ray reserves for each rank. Ray also sets OMP_NUM_THREADS to it, unless it is set where you start."""
+    dispatch: Literal["loop", "compiled", "remote"] = "loop"
+    """Who calls each step. `loop`: each rank runs the whole loop, as under torchrun. `compiled`: the driver, through
+    one Compiled Graph on each node. `remote`: the driver, by plain remote calls."""
+    warmup_tokens: Annotated[int, Range(at_least=0)] = 0
+    """With `compiled`: tokens of a packed row that each rank runs forwards and backwards before the first step, without
+    effect on it. 0: the longest row, so that no later step is the first to need its memory."""
+    step_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 3600.0
+    """Longest time of a step with its rollouts, validation and checkpoint, and of the start and the end. After it the
+    ranks are ended, and the error names the one that did not answer."""
+    start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
+    """Longest wait until the cluster has room for the ranks and has started their processes."""
+    max_restarts: Annotated[int, Range(at_least=0, at_most=1000)] = 3
+    """Times that a run whose rank failed, died or hung is started again, from its newest checkpoint. With `[checkpoint]
+    enable = false` it never is."""
+
+
+@dataclass
 class JobConfig:
     """Merged into torchtitan's JobConfig."""
 
@@ -558,3 +586,4 @@ class JobConfig:
     data: Data = field(default_factory=Data)
     reward: Reward = field(default_factory=Reward)
     sft: Sft = field(default_factory=Sft)
+    ray: Ray = field(default_factory=Ray)

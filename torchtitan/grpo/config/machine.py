@@ -38,18 +38,25 @@ def check_machine(
     """Check processes, devices and environment variables.
 
     Args:
-        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
+        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or [ray] ranks; 1 without them.
         gpus: Number of CUDA devices that the run sees. None asks torch.
         target: Of a dry run. If it is another machine than this one, only processes and devices are checked, and it has
             enough GPUs for servers too.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    world_size = planned_ranks(config) if world_size is None else world_size
+    if config.ray.enable and find_spec("ray") is None:
+        return [
+            "[ray] enable = true: the ray package is missing: pip install 'torchtitan-grpo[ray]' (in a checkout: "
+            "'.[ray]'), or set it to false"
+        ]
+    if config.ray.enable and "RANK" not in os.environ:  # the driver: each rank checks its own machine
+        return list(check_ranks(config, world_size, job)) if config.ray.ranks else []
     if target is not None and not target.here:
         enough = world_size + max(1, config.rollout.replicas * config.rollout.gpus_per_server)
-        return [*_check_ranks(config, world_size, job), *_check_devices(config, world_size, target.cuda * enough)]
+        return [*check_ranks(config, world_size, job), *_check_devices(config, world_size, target.cuda * enough)]
     gpus = torch.cuda.device_count() if gpus is None else gpus
     messages = [
-        *_check_ranks(config, world_size, job),
+        *check_ranks(config, world_size, job),
         *_check_devices(config, world_size, gpus),
         *_check_files(config),
         *_check_dashboards(config),
@@ -143,25 +150,32 @@ def _check_servers_python(config: JobConfig) -> Iterator[str]:
         yield f"[rollout] {f'server_python = {show(named)}' if named else f'replicas = {rollout.replicas}'}: {error}"
 
 
-def _check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
+def planned_ranks(config: JobConfig) -> int:
+    """Trainer processes: torchrun's WORLD_SIZE, else `[ray] ranks`, else 1."""
+    return int(os.environ.get("WORLD_SIZE") or (config.ray.enable and config.ray.ranks) or 1)
+
+
+def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
+    """Whether the batch and the mesh suit that number of processes."""
     parallel = config.parallelism
     replicate, shard, tensor = (
         parallel.data_parallel_replicate_degree or 1,  # 0 is settled later, and always divides
         parallel.data_parallel_shard_degree,
         parallel.tensor_parallel_degree,
     )
+    processes = "[ray] ranks" if config.ray.enable else "torchrun's --nproc-per-node"
     start = f"this run has {world_size} process{'es' if world_size > 1 else ''}"
     if shard == -1 and world_size % (replicate * tensor):
         yield (
             f"[parallelism] data_parallel_replicate_degree = {replicate} x tensor_parallel_degree = {tensor} does not "
-            f"divide the world size: {start}; change them or torchrun's --nproc-per-node"
+            f"divide the world size: {start}; change them or {processes}"
         )
         return
     if shard != -1 and replicate * shard * tensor != world_size:
         yield (
             f"[parallelism] data_parallel_replicate_degree = {replicate} x data_parallel_shard_degree = {shard} x "
             f"tensor_parallel_degree = {tensor} = {replicate * shard * tensor}, but {start}: change them or "
-            "torchrun's --nproc-per-node"
+            f"{processes}"
         )
         return
     ranks = data_ranks(config, world_size)

@@ -5,6 +5,7 @@ import os
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.jobs import Job
+from torchtitan.grpo.config.machine import planned_ranks
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
@@ -19,14 +20,14 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
     The whole text is a TOML file. Saved and given as `--job.config_file`, it makes the same run.
 
     Args:
-        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or is 1 without it.
+        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or [ray] ranks; 1 without them.
         dry_run: The machine, as `--dry_run` names it; see `target.find_target`.
         job: What runs on this configuration.
 
     Raises:
         UserError: The model folder cannot be read.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    world_size = planned_ranks(config) if world_size is None else world_size
     target, nodes = find_target(dry_run, config), node_count(world_size)
     copies = choose_copies(config, world_size, nodes, target, job=job)
     config.parallelism.data_parallel_replicate_degree = copies.degree
@@ -102,9 +103,28 @@ def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[s
         lines.append(f"  checkpoints      every {checkpoint.interval} steps and at the end, the newest {kept} kept")
     else:
         lines.append("  checkpoints      OFF: the trained weights are not saved ([checkpoint] enable)")
-    if world_size == 1:
+    if config.ray.enable:
+        lines += _ray_lines(config)
+    elif world_size == 1:
         how = f"WORLD_SIZE=N python {script} --dry_run ...; on nodes of L each: LOCAL_WORLD_SIZE=L too"
         lines.append(f"  processes        1; for N of them: {how}")
+    return lines
+
+
+def _ray_lines(config: JobConfig) -> list[str]:
+    ray = config.ray
+    cluster = f"the cluster at {ray.address}" if ray.address else "a cluster of its own on this machine"
+    ranks = f"{ray.ranks:,} on" if ray.ranks else "one for each GPU of"
+    how = {
+        "loop": "each runs the whole loop",
+        "compiled": "the driver calls each step by a Compiled Graph on each node",
+        "remote": "the driver calls each step by plain remote calls",
+    }
+    lines = [f"  Ray actors       {ranks} {cluster}; {how[ray.dispatch]}"]
+    if not ray.ranks:
+        lines.append("                   (shown for 1: set [ray] ranks to see another number)")
+    restarts = ray.max_restarts if config.checkpoint.enable else 0
+    lines.append(f"  restarts         at most {restarts}; a step may take {ray.step_timeout_seconds:,g} s")
     return lines
 
 

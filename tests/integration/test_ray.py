@@ -1,0 +1,178 @@
+"""`[ray]` on a cluster of two nodes on this machine: equal runs, and ranks that go wrong."""
+
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
+from tests.helpers.trainer_runs import (
+    arguments,
+    embedded_url,
+    environment,
+    processes_of,
+    servers_of,
+    steps,
+    train,
+    without_times,
+)
+from torchtitan.grpo.stopping import STOPPED
+
+ray = pytest.importorskip("ray", reason="needs the ray package: pip install '.[ray]'")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its two nodes have no GPUs: trains on the CPU")
+
+TWO_RANKS = {"--ray.enable": None, "--ray.ranks": "2", "--ray.start_timeout_seconds": "120"}
+LAST = 8
+STEPS = {"--training.steps": str(LAST)}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator:
+    """Two nodes with a core each, so that each gets one of two ranks."""
+    from ray.cluster_utils import Cluster
+
+    own = {"RAY_AUTH_TOKEN_PATH": str(tmp_path_factory.mktemp("ray") / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
+    own |= environment()
+    before = dict(os.environ)
+    os.environ.update(own)
+    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+        yield nodes
+    finally:
+        nodes.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def driver(cluster, folder: Path, flags: dict[str, str | None]) -> Iterator[Ranks]:
+    folder.parent.mkdir(exist_ok=True)
+    given = {"--ray.address": cluster.address} | TWO_RANKS | flags
+    log = folder.parent / f"{folder.name}.log"
+    words = arguments(folder, given)
+    run = Ranks(1, ROOT / "grpo_train.py", *words, log=log, environment=environment(), found=False)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+def rank_processes(cluster) -> list[int]:
+    """By node: the head's first, where rank 0 is, as the driver is there."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if words.startswith(b"ray::RankActor") and parent in raylets:
+            found[raylets.index(parent)] = int(path.name)
+    return [found[index] for index in sorted(found)]
+
+
+def wait_for(what: str, ready, run: Ranks, timeout_s: float = 150) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert run.poll() is None and time.monotonic() < deadline, f"{what}\n{run.log[-6000:]}"
+        time.sleep(0.05)
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint" / f"step-{step}" / "hf" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert without_times(steps(one)) == without_times(steps(other))
+    expected, got = weights(one, LAST), weights(other, LAST)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("torchrun") / "run"
+    train(folder, STEPS, ranks=2)
+    return folder
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bits_of_one_under_torchrun(cluster, under_torchrun, tmp_path):
+    """On two nodes: it is stopped with plain remote calls, and ends in the ranks' own loop."""
+    folder = tmp_path / "run"
+    flags = STEPS | {"--rollout.urls": embedded_url(), "--checkpoint.resume": "auto"}
+    with driver(cluster, folder, flags | {"--ray.dispatch": "remote"}) as run:
+        wait_for("the first step", lambda: steps(folder), run)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(90) == STOPPED, run.log
+        last = steps(folder)[-1]["step"]
+        assert f"stopped at step {last}, newest checkpoint {last} in" in run.log.splitlines()[-1]
+        assert last < LAST and not rank_processes(cluster)
+    with driver(cluster, folder, flags) as run:
+        run.check(180)
+    assert_same_run(under_torchrun, folder)
+
+
+def test_a_killed_rank_is_replaced_and_the_run_ends_as_if_nothing_had_been(cluster, under_torchrun, tmp_path):
+    """On two nodes, with a Compiled Graph on each."""
+    folder = tmp_path / "run"
+    flags = STEPS | {"--ray.dispatch": "compiled", "--rollout.urls": embedded_url()}
+    with driver(cluster, folder, flags | {"--checkpoint.interval": "1"}) as run:
+        wait_for("a checkpoint", lambda: (folder / "checkpoint" / "step-1").exists(), run)
+        os.kill(rank_processes(cluster)[1], signal.SIGKILL)
+        run.check(180)
+        assert "rank 1 (process" in run.log and "died" in run.log and "Restart 1 of 3" in run.log
+        assert "falls back" not in run.log
+    assert_same_run(under_torchrun, folder)
+
+
+def test_a_rank_that_hangs_is_named_in_time_and_nothing_is_left(cluster, tmp_path):
+    """With a server of the run's own."""
+    folder = tmp_path / "run"
+    flags = {"--training.steps": "100000", "--ray.step_timeout_seconds": "8", "--ray.max_restarts": "0"}
+    with driver(cluster, folder, flags) as run:
+        wait_for("the first step", lambda: steps(folder), run)
+        ranks = rank_processes(cluster)
+        assert len(ranks) == 2 and servers_of(folder)
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert run.wait(90) == 1
+        assert re.search(r"rank 1 \(process .*stopped by a signal\) did not answer within 8 s", run.log), run.log
+        assert re.search(r"rank 0, main thread, most recent call first:\n.*in train_step", run.log, re.DOTALL), run.log
+        assert not rank_processes(cluster)
+    deadline = time.monotonic() + 20
+    while processes_of(folder):
+        assert time.monotonic() < deadline, "the server outlives the run"
+        time.sleep(0.1)
+
+
+def test_compiled_graphs_are_not_deprecated(cluster, caplog):
+    """The day that this fails, `dispatch = "compiled"` needs another way, or an upper limit of Ray's version."""
+    from ray.dag import InputNode, MultiOutputNode
+
+    class Echo:
+        def call(self, number: int) -> int:
+            return number
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        with caplog.at_level("WARNING"), warnings.catch_warnings(), InputNode() as number:
+            warnings.simplefilter("error", DeprecationWarning)
+            warnings.simplefilter("error", FutureWarning)
+            actor = ray.remote(num_cpus=0)(Echo).remote()
+            graph = MultiOutputNode([actor.call.bind(number)]).experimental_compile()
+            assert [each.get(timeout=10) for each in graph.execute(7)] == [7]
+            graph.teardown()
+        assert "deprecat" not in caplog.text.lower()
+    finally:
+        ray.shutdown()

@@ -1,0 +1,114 @@
+"""What of `[ray]` needs no cluster: order of ranks, command lines of restarts, and which error a run ends with."""
+
+import pytest
+
+import grpo_train
+from tests.helpers import ROOT
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.ray_launch.driver import drive
+from torchtitan.grpo.ray_launch.outcome import RanksFailed, error_of, outcome_of
+from torchtitan.grpo.stopping import STOPPED, Stopped
+
+TINY = ["--model.hf_assets_path", str(ROOT / "train_configs" / "tiny_qwen3"), "--ray.enable", "--ray.ranks", "2"]
+
+
+def place(node: str, address: str, *gpus: str) -> dict:
+    return {"node": node, "address": address, "gpus": list(gpus)}
+
+
+def test_ranks_of_a_node_are_neighbours_in_order_of_their_gpus_and_the_drivers_node_comes_first():
+    cluster = pytest.importorskip("torchtitan.grpo.ray_launch.cluster", exc_type=ImportError)
+    places = [
+        place("far", "10.0.0.10", "0"),
+        place("near", "10.0.0.9", "10"),
+        place("mine", "10.0.0.200", "1"),
+        place("near", "10.0.0.9", "2"),
+        place("mine", "10.0.0.200", "0"),
+    ]
+    order = cluster.in_order(places, "mine")
+    sorted_places = [(places[i]["node"], places[i]["gpus"][0]) for i in order]
+    assert sorted_places == [("mine", "0"), ("mine", "1"), ("near", "2"), ("near", "10"), ("far", "0")]
+
+
+def test_a_restart_replaces_what_the_command_line_says_of_the_checkpoint():
+    attempts = pytest.importorskip("torchtitan.grpo.ray_launch.attempts", exc_type=ImportError)
+    given = [
+        "--checkpoint.no-resume",
+        "--grpo.group_size",
+        "4",
+        "--checkpoint.load-step=7",
+        "--debug.seed",
+        "3",
+    ]
+    argv = attempts.with_flags(given, {"checkpoint.resume": "auto", "checkpoint.load_step": "-1"})
+    assert argv[:4] == ["--grpo.group_size", "4", "--debug.seed", "3"]
+    checkpoint = load_config([*TINY, *argv]).checkpoint
+    assert (checkpoint.resume, checkpoint.load_step) == ("auto", -1)
+    assert attempts.with_flags(argv, {"checkpoint.resume": "auto", "checkpoint.load_step": "-1"}) == argv
+
+
+def test_the_class_travels_by_its_name():
+    attempts = pytest.importorskip("torchtitan.grpo.ray_launch.attempts", exc_type=ImportError)
+    assert attempts.import_path(grpo_train.Trainer) == "grpo_train:Trainer"
+
+
+def test_the_first_failure_is_the_run_s_and_counts_more_than_a_stop():
+    assert error_of({0: outcome_of(None), 1: outcome_of(None)}) is None
+    first = outcome_of(ValueError("the cause"))
+    later = outcome_of(RuntimeError("connection closed")) | {"at": first["at"] + 1}
+    stopped = outcome_of(Stopped(STOPPED, "stopped at step 3")) | {"at": first["at"] - 1}
+    error = error_of({0: later, 1: first, 2: stopped})
+    assert isinstance(error, RanksFailed)
+    assert str(error) == "rank 1 failed:\nValueError: the cause"
+    only_stopped = error_of({0: stopped, 1: outcome_of(Stopped(STOPPED))})
+    assert isinstance(only_stopped, Stopped)
+    assert (only_stopped.code, only_stopped.words) == (STOPPED, "stopped at step 3")
+    refused = error_of({0: outcome_of(UserError("[data] path"))})
+    assert isinstance(refused, UserError) and str(refused) == "[data] path"
+
+
+def test_torchrun_and_ray_are_not_both_taken(monkeypatch):
+    config = load_config(TINY)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=r"\[ray\] enable = true, and RANK is set, as by torchrun"):
+        drive([], config, grpo_train.Trainer, "grpo")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--ray.address", "ray://head:10001"], r"\[ray\] address = .*Ray Client"),
+        (["--ray.warmup_tokens", "64"], r"\[ray\] warmup_tokens = 64 is read with dispatch = \"compiled\" only"),
+        (["--ray.warmup_tokens", "4096", "--ray.dispatch", "compiled"], "over the longest packed row, 2048 tokens"),
+        (["--parallelism.data_parallel_shard_degree", "3"], r"this run has 2 processes: change them or \[ray\] ranks"),
+        (["--ray.dispatch", "graph"], "--ray.dispatch"),
+        (["--ray.step_timeout_seconds", "0"], r"\[ray\] step_timeout_seconds = 0"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(flags, words):
+    with pytest.raises(UserError, match=words):
+        load_config([*TINY, *flags])
+
+
+def test_a_dry_run_says_what_ray_would_do(capsys):
+    assert (
+        grpo_train.main(
+            [
+                *TINY,
+                "--dry_run",
+                "--training.seq_len",
+                "512",
+                "--data.max_prompt_tokens",
+                "128",
+                "--rollout.max_answer_tokens",
+                "128",
+                "--ray.dispatch",
+                "compiled",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "2 on a cluster of its own on this machine; the driver calls each step by a Compiled Graph" in said
+    assert "on 2 processes" in said

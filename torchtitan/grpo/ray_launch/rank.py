@@ -1,0 +1,184 @@
+"""One rank inside a Ray actor: the trainer, unchanged, in the main thread of its process.
+
+The main thread, because there Python handles signals (`stopping.py`), and because torch keeps CUDA's current device,
+grad mode, autocast and default dtype for each thread. Ray calls a Compiled Graph's methods in a background thread. So
+`call` hands its order over to the main thread, which waits in `serve`, and no setting has to be repeated.
+"""
+
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import Any
+
+import ray
+
+from torchtitan.grpo.config.batch import row_tokens
+from torchtitan.grpo.config.jobs import Job
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.import_path import import_function
+from torchtitan.grpo.log_lines import init_log_lines
+from torchtitan.grpo.ray_launch.outcome import outcome_of
+from torchtitan.grpo.running import running
+
+BEGIN, FINISH, WARM_UP = 0, -1, -2
+"""Orders besides the numbers of steps, which start at 1."""
+BEAT_S = 1.0
+REGISTER_S = 30.0
+KEPT_FROM_RAY = {"OMP_NUM_THREADS"}
+"""Variables that Ray sets in each worker process, and that the driver's value replaces."""
+
+Answer = int | dict[str, Any]
+"""The step that the rank has reached; or how it ended (`outcome_of`)."""
+
+
+class Rank:
+    """The methods are called one after the other, all but `call` in the main thread.
+
+    None raises. A rank that fails or stops closes its trainer and answers with its outcome.
+
+    Args:
+        agent: Actor of this node; it is told each second what this rank does.
+        own: RANK, WORLD_SIZE and the like.
+        environment: The driver's variables. Those that this process has already stay as they are.
+        argv: The command line without the program's name.
+        make: Import path of the trainer's class. It does not travel as a pickle.
+        job: What the trainer reads of the configuration.
+        folder: The driver's working directory; paths in the configuration are relative to it.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        own: dict[str, str],
+        environment: dict[str, str],
+        argv: list[str],
+        make: str,
+        job: Job,
+        folder: str,
+    ) -> None:
+        missing = {name: v for name, v in environment.items() if name not in os.environ or name in KEPT_FROM_RAY}
+        os.environ.update(missing | own)
+        os.chdir(folder)
+        self._agent, self._rank = agent, int(own["RANK"])
+        self._argv, self._make, self._job = argv, make, job
+        self._trainer: Any = None
+        self._context: Any = None
+        self._outcome: dict[str, Any] | None = None
+        self._doing = "starting"
+        self._told = threading.Event()
+        self._orders: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def start(self) -> Answer:
+        """Build the trainer."""
+        stacks = os.memfd_create("stacks")  # the agent reads it; nothing is left on a disk
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        known = self._agent.do.remote("register", self._rank, os.getpid(), stacks)
+        ray.get(known, timeout=REGISTER_S)  # before the first beat: an agent has several threads
+        threading.Thread(target=self._beat, name="ray-beat", daemon=True).start()
+        return self._answer("starting", self._start)
+
+    def train(self) -> Answer:
+        """`dispatch = "loop"`: all of the run."""
+        return self._answer("training", self._trainer.train)
+
+    def serve(self) -> None:
+        """Execute in this thread what `call` gets in another one, until FINISH or the end of the run."""
+        order = BEGIN
+        while order != FINISH and self._outcome is None:
+            order = self._orders.get()
+            self._answers.put(self._execute(order))
+
+    def call(self, order: int) -> Answer:
+        """Execute an order: BEGIN, the number of the next step, FINISH or WARM_UP."""
+        if threading.current_thread() is threading.main_thread():  # a plain remote call
+            return self._execute(order)
+        self._orders.put(order)
+        return self._answers.get()
+
+    def close(self) -> dict[str, Any]:
+        """Release everything, unless that is done; say how the run ended."""
+        self._doing = "closing"
+        return self._outcome or self._end(None)
+
+    def _start(self) -> None:
+        init_log_lines()
+        self._config = load_config(self._argv, job=self._job)
+        make = import_function("the trainer's class", self._make)
+        context = running(self._config, make)
+        self._trainer = context.__enter__()
+        self._context = context
+
+    def _execute(self, order: int) -> Answer:
+        if self._outcome is not None:
+            return self._outcome
+        trainer = self._trainer
+        if order > 0:
+            return self._answer(f"training step {order}", trainer.train_step)
+        if order == WARM_UP:
+            return self._answer("warming up", lambda: warm_up(trainer, self._config.ray.warmup_tokens))
+        return self._answer(*(("finishing", trainer.finish) if order == FINISH else ("beginning", trainer.begin)))
+
+    def _answer(self, doing: str, action: Any) -> Answer:
+        self._doing = doing
+        try:
+            action()
+        except BaseException as error:  # a signal's SystemExit too: Ray would end the process before anything is closed
+            return self._end(error)
+        self._doing = "waiting for the driver"
+        return self._trainer.step
+
+    def _end(self, error: BaseException | None) -> dict[str, Any]:
+        try:
+            if self._context is not None:
+                self._context.__exit__(*((None, None, None) if error is None else sys.exc_info()))
+        except BaseException as other:  # often what `save_when_stopped` makes of it
+            error = other
+        self._outcome = outcome_of(error)
+        sys.stdout.flush()
+        self._told.set()
+        return self._outcome
+
+    def _beat(self) -> None:
+        """Tell the agent each second, and at the end, how far this rank is."""
+        while self._outcome is None:
+            step, progress = getattr(self._trainer, "step", 0), getattr(self._trainer, "progress", None)
+            detail = progress.describe() if progress is not None and "training" in self._doing else ""
+            self._tell("beat", self._doing, step, detail)
+            self._told.wait(BEAT_S)
+        self._tell("ended", self._outcome)
+
+    def _tell(self, what: str, *values: Any) -> None:
+        self._agent.do.remote(what, self._rank, *values)
+
+
+def warm_up(trainer: Any, tokens: int) -> None:
+    """Run one packed row forwards and backwards, and drop its gradients. No weight or random state changes.
+
+    Args:
+        tokens: Length of the row; 0 for the longest that a step may have.
+    """
+    import torch
+
+    from torchtitan.grpo.policy.gradients import accumulate_gradients
+    from torchtitan.grpo.policy.packing import pack
+    from torchtitan.grpo.policy.rows import Microbatch, PackedSample
+
+    tokens = tokens or row_tokens(trainer.config)
+    longest = trainer.config.training.seq_len
+    samples = []
+    while tokens > 0:
+        document = min(tokens, longest)
+        samples.append(PackedSample([0], [0] * document, 0.0, 0.0, [0.0] * document))
+        tokens -= document
+    [[row]] = pack(samples, row_tokens(trainer.config), 1, trainer.row_multiple)
+
+    def loss_of(_: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs, _ = trainer.model(row, 1.0)
+        return (logprobs * row.weights).sum(), {}
+
+    accumulate_gradients(trainer.model, [row.to(trainer.device)], loss_of, trainer.reduce_once)
+    trainer.optimizers.zero_grad()

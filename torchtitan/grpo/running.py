@@ -1,0 +1,30 @@
+"""A trainer inside everything that a process needs around it, whoever started the process."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
+from torchtitan.grpo.config.machine import default_to_one_process, raise_file_limit
+from torchtitan.grpo.disk_full import disk_full_in_one_line
+from torchtitan.grpo.stopping import stop_in_time
+
+T = TypeVar("T", bound=Any)
+
+
+@contextlib.contextmanager
+def running(config: JobConfig, make: Callable[[JobConfig], T]) -> Iterator[T]:
+    """What `make` makes of the configuration, for as long as it trains. Call it from the main thread.
+
+    Signals are heard from here on, and the run that gets one saves before it stops. Leaving releases everything.
+
+    Raises:
+        UserError: The configuration does not fit the machine, the servers or the data; or the disk is full.
+        Stopped: The run was asked to stop.
+    """
+    default_to_one_process()
+    stop_in_time(config.checkpoint.stop_seconds)
+    raise_file_limit()
+    with disk_full_in_one_line(config.job.dump_folder), make(config) as trainer, save_when_stopped(trainer):
+        yield trainer
