@@ -32,7 +32,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its two nodes
 
 TWO_RANKS = {"--ray.enable": None, "--ray.ranks": "2", "--ray.start_timeout_seconds": "120"}
 LAST = 8
-STEPS = {"--training.steps": str(LAST)}
+STEPS = {"--training.steps": str(LAST), "--parallelism.data_parallel_replicate_degree": "1"}
+"""One copy of the model over both nodes: by default there is one on each, and one on torchrun's single node."""
 
 
 @pytest.fixture(scope="module")
