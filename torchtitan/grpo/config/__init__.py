@@ -7,7 +7,9 @@
       ranges.py         Range, which a key's annotation holds
       tables.py         [[data.mixture]] and [[validation.sets]]: what a table inherits
     load.py             reads file and flags, merges, and runs every check
-      contradictions.py what keys must satisfy together (urls.py: one address)
+      contradictions.py what keys must satisfy together
+        data_contradictions.py, server_contradictions.py
+                        of data and rewards; of servers and weight sync (urls.py: one address)
       machine.py        what they need from this machine: ranks, GPUs, variables, packages
       target.py         the machine that a dry run is about
     jobs.py             GRPO or supervised fine-tuning: which keys each reads

@@ -1,0 +1,105 @@
+"""What the keys of servers and weight sync must satisfy together."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.data_contradictions import check_function
+from torchtitan.grpo.config.keys import keys, show
+from torchtitan.grpo.config.urls import url_problem
+from torchtitan.grpo.server_commands import OWN_FLAGS
+
+_INSTEAD = {
+    "api-key": "ps shows it to everyone; name its variable in [rollout] api_key_env",
+    **dict.fromkeys(("tensor-parallel", "tp", "-tp"), "set [rollout] gpus_per_server"),
+}
+"""What to write in place of a server's flag."""
+_STOP_STRINGS_MAX = 32
+"""SGLang takes no more for one request."""
+
+
+def check_servers(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine != "embedded" and not (rollout.urls or rollout.urls_file or rollout.replicas):
+        yield (
+            f'[rollout] urls is empty: engine = "{rollout.engine}" needs the addresses of running servers, as in '
+            '["http://host:8000"], or replicas = 1, which starts one'
+        )
+    yield from _check_replicas(config)
+    if rollout.urls and rollout.urls_file:
+        yield "[rollout] urls and [rollout] urls_file are both set: keep the addresses in one of them"
+    if rollout.urls_file and not os.path.isfile(rollout.urls_file):
+        yield f"[rollout] urls_file = {show(rollout.urls_file)} does not exist: write one base address a line into it"
+    servers = rollout.replicas or max(1, len(rollout.urls))
+    if rollout.min_servers > servers and not rollout.urls_file:
+        more = "raise [rollout] replicas" if rollout.replicas else "add servers to [rollout] urls"
+        yield (
+            f"[rollout] min_servers = {rollout.min_servers} is over the number of servers, {servers}: lower it, or "
+            f"{more}"
+        )
+    if rollout.group_timeout_seconds < rollout.request_timeout_seconds:
+        yield (
+            f"[rollout] group_timeout_seconds = {rollout.group_timeout_seconds:g} is under [rollout] "
+            f"request_timeout_seconds = {rollout.request_timeout_seconds:g}: a group takes one request or more, so "
+            "raise the first or lower the second"
+        )
+    for url, times in Counter(rollout.urls).items():
+        if times > 1:
+            yield f"[rollout] urls has {show(url)} {times} times: one address per server"
+    for entry, url in enumerate(rollout.urls):
+        if problem := url_problem(url):
+            yield f"[rollout] urls, entry {entry}: {problem}"
+    for token, times in Counter(rollout.stop_token_ids).items():
+        if not 0 <= token < 2**31 or times > 1:
+            wrong = f" {times} times" if times > 1 else ": ids are 0 or more, and under 2**31"
+            yield f"[rollout] stop_token_ids has {show(token)}{wrong}"
+    for text, times in Counter(rollout.stop).items():
+        if not text or times > 1:
+            yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
+    if len(rollout.stop) > _STOP_STRINGS_MAX:
+        yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
+    yield from check_function("rollout.environment", rollout.environment)
+
+
+def _check_replicas(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.replicas:
+        for name in ("gpus_per_server", "server_python", "server_flags"):
+            value = getattr(rollout, name)
+            if value != keys()[f"rollout.{name}"].default:
+                yield f"[rollout] {name} = {show(value)} is read with [rollout] replicas over 0 only"
+        return
+    for name in ("urls", "urls_file"):
+        if getattr(rollout, name):
+            yield (
+                f"[rollout] replicas = {rollout.replicas} and [rollout] {name} are both set: the run starts its own "
+                "servers, or uses running ones"
+            )
+    if rollout.engine == "embedded":
+        for name in ("gpus_per_server", "server_python"):
+            value = getattr(rollout, name)
+            if value != keys()[f"rollout.{name}"].default:
+                yield (
+                    f"[rollout] {name} = {show(value)} is for vllm and sglang: an embedded server runs on one device, "
+                    "in the trainer's Python"
+                )
+    own = OWN_FLAGS.get(rollout.engine, ("--model", "--host", "--port", "--device", "--parent-pid", "--expose"))
+    for flag in rollout.server_flags:
+        name = flag.partition("=")[0]
+        if name in own:
+            instead = _INSTEAD.get(name.removeprefix("--").removesuffix("-size"), "leave it out: the run sets it")
+            yield f"[rollout] server_flags has {show(name)}: {instead}"
+
+
+def check_weight_sync(config: JobConfig) -> Iterator[str]:
+    sync = config.weight_sync
+    if sync.disk_folder and sync.transport != "disk":
+        yield (
+            f'[weight_sync] disk_folder = {show(sync.disk_folder)} is read with transport = "disk" only: set that, or '
+            "leave it out"
+        )
+    if sync.disk_folder and os.path.exists(sync.disk_folder) and not os.path.isdir(sync.disk_folder):
+        yield f"[weight_sync] disk_folder = {show(sync.disk_folder)} is a file: name a folder"
+    if sync.cadence == "auto" and not sync.async_weight_update:
+        yield '[weight_sync] cadence = "auto" needs async_weight_update = true: sync mode sends every version'
