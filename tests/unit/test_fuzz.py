@@ -118,7 +118,9 @@ def edges(kind: Any) -> list:
         return [[], *([each] for each in edges(get_args(kind)[0])), edges(get_args(kind)[0])]
     if get_origin(kind) is Literal:
         return [*get_args(kind), "x"]
-    return [value for each in get_args(kind) or [kind] for value in EDGES.get(each, [])]
+    if get_args(kind):  # a union
+        return [value for each in get_args(kind) for value in edges(each)]
+    return EDGES.get(kind, [])
 
 
 ENTRY = st.tuples(KEY, VALUE | st.lists(VALUE, max_size=3)) | st.sampled_from(sorted(keys())).flatmap(

@@ -27,6 +27,7 @@ import grpo_train
 from tests.helpers import TINY_QWEN3
 from tests.helpers.ranks import free_port
 from tests.helpers.weight_senders import changed
+from torchtitan.grpo import running
 from torchtitan.grpo.checkpoint import folder_lock
 from torchtitan.grpo.checkpoint.marker import Marker
 
@@ -427,7 +428,7 @@ def folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     # These are for a process of its own.
     monkeypatch.setattr(grpo_train, "init_log_lines", lambda: None)
-    monkeypatch.setattr(grpo_train, "stop_in_time", lambda grace_s: None)
+    monkeypatch.setattr(running, "stop_in_time", lambda grace_s: None)
     monkeypatch.setattr(grpo_train, "end_within", lambda seconds: None)
     ours = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in ours.items():

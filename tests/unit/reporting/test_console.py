@@ -140,6 +140,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> Iterator[Call
         for name, value in ({"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"} | variables).items():
             patch.setenv(name, value)
         patch.setattr(sys, "stdout", stdout)
+        logging.captureWarnings(False)  # by an earlier test, for a `showwarning` that is gone
         init_log_lines()
         yield screen
     logging.captureWarnings(False)

@@ -78,8 +78,8 @@ class Watch:
                 ended_at = ended_at or time.monotonic()
                 if not left or dead or time.monotonic() > ended_at + OTHERS_S:
                     return self._end(error)
-            elif any(each["still_s"] > self._limit_s(each) for each in left.values()):
-                return self._end(self._hung(status))
+            elif passed := [limit for each in left.values() if each["still_s"] > (limit := self._limit_s(each))]:
+                return self._end(self._hung(status, min(passed)))
 
     def _status(self) -> dict[int, dict[str, Any]]:
         status: dict[int, dict[str, Any]] = {}
@@ -100,8 +100,9 @@ class Watch:
         limit_s = self._cfg.step_timeout_seconds
         return limit_s if each["step"] else max(limit_s, self._cfg.start_timeout_seconds)
 
-    def _hung(self, status: dict[int, dict[str, Any]]) -> RanksFailed:
-        """Names the ranks that did not answer: those that stand still as a whole, else those that are not done."""
+    def _hung(self, status: dict[int, dict[str, Any]], limit_s: float) -> RanksFailed:
+        """Names the ranks that did not answer in time: those that stand still as a whole, else those that are not done.
+        A rank that waits for such a one may be the first to pass its limit."""
         busy = {rank: each for rank, each in status.items() if not each["doing"].startswith("waiting")}
         silent = {rank: each for rank, each in busy.items() if each["halted"] or each["silent_s"] > _SILENT_S}
         named = silent or busy
@@ -112,7 +113,6 @@ class Watch:
             except (ray.exceptions.RayError, TimeoutError):
                 continue
         names = " and ".join(_name(rank, each) for rank, each in sorted(named.items()))
-        limit_s = max(self._limit_s(each) for each in named.values())
         lines = [f"{names} did not answer within {limit_s:g} s ([ray] step_timeout_seconds)"]
         for rank, each in sorted(status.items()):
             lines.append(f"rank {rank}: {each['doing']}, {each['detail'] or 'no details'}, for {each['still_s']:.0f} s")
