@@ -5,10 +5,10 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import REFUSED, UserError
 from torchtitan.grpo.stopping import Stopped
 
-REFUSED, FAILED = 2, 1
+FAILED = 1
 
 
 class RanksFailed(RuntimeError):

@@ -113,7 +113,8 @@ class Watch:
             except (ray.exceptions.RayError, TimeoutError):
                 continue
         names = " and ".join(_name(rank, each) for rank, each in sorted(named.items()))
-        lines = [f"{names} did not answer within {limit_s:g} s ([ray] step_timeout_seconds)"]
+        key = "step" if limit_s <= self._cfg.step_timeout_seconds else "start"
+        lines = [f"{names} did not answer within {limit_s:g} s ([ray] {key}_timeout_seconds)"]
         for rank, each in sorted(status.items()):
             lines.append(f"rank {rank}: {each['doing']}, {each['detail'] or 'no details'}, for {each['still_s']:.0f} s")
         lines += [f"rank {rank}, main thread, {_main_thread(text)}" for rank, text in sorted(stacks.items())]

@@ -343,7 +343,8 @@ class _Server(threading.Thread):
 
     def _tail(self) -> str:
         with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - 4 * _TAIL_CHARS))  # it may be of days
             return log.read().decode(errors="replace")[-_TAIL_CHARS:].strip()
 
     def _set(self, **values: object) -> None:
