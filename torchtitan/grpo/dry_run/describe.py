@@ -11,6 +11,7 @@ from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
 from torchtitan.grpo.dry_run.memory import checkpoint_bytes, memory_bytes, sent_bytes
+from torchtitan.grpo.dry_run.under_way import under_way_lines
 from torchtitan.grpo.servers.plan import plan_lines
 
 
@@ -54,6 +55,7 @@ def batch_lines(config: JobConfig, world_size: int) -> list[str]:
         f"  optimizer steps  {grpo.minibatches}, each on {samples // grpo.minibatches:,} answers",
         f"  packed rows      of {row_tokens(config):,} tokens on {ranks} data-parallel rank{'s' * (ranks > 1)}; "
         f"{optimizer_step_rows(config, world_size):,} for each rank and optimizer step, were all answers longest",
+        *under_way_lines(config),
         "the run",
         f"  steps            {training.steps:,}, {training.steps * grpo.minibatches:,} optimizer steps",
         f"  prompts          {training.steps * grpo.prompts_per_step:,}, {training.steps * samples:,} answers",
