@@ -1,5 +1,6 @@
 """The trained model's log-probabilities on packed rows equal transformers' on each document alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,8 @@ from transformers import (
 
 from tests.helpers.microbatches import microbatches
 from tests.helpers.tiny_models import with_biases
-from torchtitan.grpo.model.packed import Documents, _by_length_class, attention_tokens, make_packed
+from torchtitan.grpo.model.documents import Documents, shared_prefixes
+from torchtitan.grpo.model.packed import _by_length_class, attention_tokens, make_packed
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -88,7 +90,12 @@ def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, 
     batch = samples([(3, 5), (1, 1), (17, 30), (8, 9), (40, 2), (2, 60)])
     for sample in batch:  # transformers trains the pad token as an output, but not where it is looked up
         sample.prompt_ids[len(sample.prompt_ids) // 2] = sample.answer_ids[len(sample.answer_ids) // 2] = PAD
-    (row,) = microbatches(batch, 192, 1, pad_multiple)[0]
+    ids = batch[2].answer_ids
+    answers = [ids[:n] + [5] * more for n, more in ((0, 1), (9, 4), (30, 0), (20, 0))]  # a group with shared prefixes
+    batch += [replace(batch[2], answer_ids=answer, sampler_logprobs=None) for answer in answers]
+    (row,) = microbatches(batch, 320, 1, pad_multiple)[0]
+    _, kept, _ = shared_prefixes(row.tokens, row.cu_seqlens, row.max_seqlen)
+    assert len(kept) < len(row.tokens) - 80
     logprobs, entropy = model(row, TEMPERATURE)
     loss = logprobs.sum()
     loss.backward()
@@ -222,7 +229,6 @@ def test_attention_tokens_count_what_a_token_is_multiplied_by(family, tied, tmp_
 def test_length_classes_cover_each_token_once_and_at_most_double_the_work():
     lengths = torch.tensor([1, 2, 3, 4, 5, 8, 9, 100])
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    classes = Documents(bounds, bounds, 100, 100).length_classes
-    covered = torch.cat([gather[valid] for gather, valid in classes]).sort().values
-    assert covered.tolist() == list(range(int(lengths.sum())))
-    assert sum(valid.numel() for _, valid in classes) <= 2 * int(lengths.sum())
+    padded = Documents(bounds, bounds, 100, 100).padded
+    assert padded.slots[padded.taken].tolist() == list(range(int(lengths.sum())))
+    assert len(padded.slots) == sum(docs * length for docs, length in padded.shapes) <= 2 * int(lengths.sum())

@@ -159,8 +159,10 @@ def build(config: JobConfig, world: int, trainable: bool = True) -> tuple[torch.
     model = parallelize.build_model(source, config, dims, torch.device("cpu"), trainable=trainable)
     length = config.training.seq_len // DOCUMENTS
     answer = length - length // 16 + 1  # the last token predicts nothing, and takes no place in the row
-    sample = PackedSample([5] * (length // 16), [7] * answer, 1.0, 1.0, [0.0] * answer)
-    return model, microbatches([sample] * DOCUMENTS, config.training.seq_len, 1, tensor)[0][0]
+    samples = [  # with no prefix in common, which a CPU would compute once
+        PackedSample([5 + i] * (length // 16), [7] * answer, 1.0, 1.0, [0.0] * answer) for i in range(DOCUMENTS)
+    ]
+    return model, microbatches(samples, config.training.seq_len, 1, tensor)[0][0]
 
 
 def allocated(function: Callable[[], Any]) -> tuple[Any, int, int]:

@@ -6,6 +6,7 @@
     hf_config.py           config.json or a flavour -> family and arguments; refuses what would be computed wrongly
     source.py              `ModelSource`: family, arguments, names; loads and exports safetensors
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
+    documents.py           the documents of a packed row; which positions of equal prefixes are computed once
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens
     flash_attention.py     attention kernels;  logprobs.py: the loss layer without the full logits
     flops.py               FLOPs of training by the model's formula

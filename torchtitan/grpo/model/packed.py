@@ -14,33 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan.grpo.model.documents import Documents, shared_prefixes
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
 from torchtitan.grpo.policy.rows import Microbatch
-from torchtitan.models.attention import VarlenMetadata
-
-
-class Documents(VarlenMetadata):
-    """Where each document of a packed row starts (`cu_seq_q`, int32 [docs + 1]), as torchtitan's layers expect it."""
-
-    @functools.cached_property
-    def length_classes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Documents grouped by length up to a power of two, so that padding at most doubles the work.
-
-        Returns for each class `gather` [docs, L], the row position of each padded slot, and `valid` [docs, L].
-        """
-        starts, ends = self.cu_seq_q[:-1].long(), self.cu_seq_q[1:].long()
-        lengths = ends - starts
-        classes = torch.ceil(torch.log2(lengths.clamp(min=1).double())).long()
-        result = []
-        for length_class in classes.unique().tolist():
-            members = classes == length_class
-            slots = torch.arange(int(lengths[members].max()), device=starts.device)
-            valid = slots < lengths[members, None]
-            gather = torch.where(valid, starts[members, None] + slots, starts[members, None])
-            result.append((gather, valid))
-        return result
 
 
 class PackedAttention(nn.Module):
@@ -51,7 +29,7 @@ class PackedAttention(nn.Module):
         self.flash = flash
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float | None = None
     ) -> torch.Tensor:
         """q: [1, heads, T, head_dim], k and v: [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim]."""
         mesh = None
@@ -68,21 +46,24 @@ class PackedAttention(nn.Module):
 
 
 def _by_length_class(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: VarlenMetadata, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float | None
 ) -> torch.Tensor:
-    # Under a causal mask no valid query sees the padding on its right: padded slots need no mask.
-    out = torch.empty_like(q)
-    for gather, valid in documents.length_classes:
+    # index_select in place of x[slots]: on a CPU, the backward pass of x[slots] takes 50 times as long.
+    padded = documents.padded
+    sizes = [docs * length for docs, length in padded.shapes]
+    q_slots, k_slots, v_slots = (x.index_select(0, padded.slots).split(sizes) for x in (q, k, v))
+    outputs = []
+    for i, shape in enumerate(padded.shapes):
         attended = F.scaled_dot_product_attention(  # of [docs, heads, L, head_dim]
-            q[gather].transpose(1, 2),
-            k[gather].transpose(1, 2),
-            v[gather].transpose(1, 2),
+            q_slots[i].unflatten(0, shape).transpose(1, 2),
+            k_slots[i].unflatten(0, shape).transpose(1, 2),
+            v_slots[i].unflatten(0, shape).transpose(1, 2),
             is_causal=True,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        out = out.index_put((gather[valid],), attended.transpose(1, 2)[valid])
-    return out
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, padded.taken)
 
 
 def make_packed(
@@ -141,9 +122,16 @@ def _packed_forward(
     if compile:  # and not for each number of documents either
         torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
+    tokens, positions, answer_positions = row.tokens, row.positions, row.answer_positions
+    # Not on CUDA, where the host would wait for the tokens. Not under TP and compile, which need rows of fixed lengths.
+    if tokens.device.type == "cpu" and tp_mesh is None and not compile:
+        shared = shared_prefixes(tokens, row.cu_seqlens, longest)
+        if shared is not None:
+            documents, kept, index = shared
+            tokens, positions, answer_positions = tokens[kept], positions[kept], index[answer_positions]
     # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
-    rope = model.rope_cache[row.positions]
-    hidden = model.tok_embeddings(row.tokens.unsqueeze(0))
+    rope = model.rope_cache[positions]
+    hidden = model.tok_embeddings(tokens.unsqueeze(0))
     if not rope.is_complex():  # cast once, or every block keeps a copy of its own for the backward
         rope = rope.to(hidden.dtype)
     for block in model.layers.values():
@@ -154,6 +142,6 @@ def _packed_forward(
     weight = model.output.weight
     if isinstance(weight, DTensor):
         weight = weight.to_local()
-    hidden = hidden[0].index_select(0, row.answer_positions)
+    hidden = hidden[0].index_select(0, answer_positions)
     compute = token_predictions if predictions else token_logprobs
     return compute(hidden, weight, row.targets, temperature, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)

@@ -1,0 +1,84 @@
+"""Which positions of a packed row are computed: each distinct prefix of its documents once."""
+
+import random
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from torchtitan.grpo.model import documents as module
+from torchtitan.grpo.model.documents import SharedPrefixes, shared_prefixes
+from torchtitan.models.attention import VarlenMetadata
+
+
+def shared(documents: list[list[int]]) -> tuple[SharedPrefixes, torch.Tensor, torch.Tensor] | None:
+    lengths = torch.tensor([len(document) for document in documents])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    return shared_prefixes(torch.tensor([t for document in documents for t in document]), bounds, int(lengths.max()))
+
+
+def prefixes(documents: list[list[int]]) -> list[tuple[int, ...]]:
+    """Of each position of the row, the tokens that its state depends on."""
+    return [tuple(document[: i + 1]) for document in documents for i in range(len(document))]
+
+
+def check(documents: list[list[int]], computed: set[tuple[int, ...]]) -> None:
+    """Every position reads the state of its own prefix, and attention reads and gives each state in its place."""
+    (result, positions, index), of_row = shared(documents), prefixes(documents)
+    kept = [of_row[i] for i in positions.tolist()]
+    assert sorted(kept) == sorted(computed)
+    assert [kept[i] for i in index.tolist()] == of_row
+    padded, first = result.padded, 0
+    taken = padded.taken.tolist()
+    assert padded.slots[padded.taken].tolist() == list(range(len(kept)))
+    for number, length in padded.shapes:
+        for start in range(first, first + number * length, length):
+            for slot in set(taken) & set(range(start, start + length)):  # the slots before it hold its prefix
+                own = [kept[i][-1] for i in padded.slots[start : slot + 1].tolist()]
+                assert tuple(own) == kept[taken.index(slot)]
+        first += number * length
+    assert first == len(padded.slots)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [[1, 2, 3], [1, 2, 4], [1, 2, 3, 9]],  # a group: one prompt, answers of which one is another's beginning
+        [[5, 6], [5, 6], [5, 6]],  # equal documents
+        [[7], [7, 7], [7, 7, 7], [8]],
+        [[0, 0], [0], [0, 0, 0]],  # token 0, which pads rows
+        [[3, 1], [1, 3], [1, 3]],
+    ],
+)
+def test_each_distinct_prefix_is_computed_once(documents):
+    check(documents, set(prefixes(documents)))
+
+
+def test_random_groups():
+    draw = random.Random(0)
+    for _ in range(30):
+        prompts = [[draw.randrange(3) for _ in range(draw.randint(1, 5))] for _ in range(4)]
+        documents = [p + [draw.randrange(3) for _ in range(draw.randint(0, 9))] for p in prompts for _ in range(5)]
+        check(documents, set(prefixes(documents)))
+
+
+@pytest.mark.parametrize("documents", [[[1, 2, 3]], [[1, 2], [2, 1], [3]], [[4]]])
+def test_a_row_with_nothing_in_common_is_computed_as_it_is(documents):
+    assert shared(documents) is None
+
+
+def test_attention_sees_them_also_where_a_tuple_is_built_anew():
+    """As FSDP2 does with the arguments of a block."""
+    result, *_ = shared([[1, 2, 3], [1, 2, 4]])
+    again = tree_map(lambda leaf: leaf, result)
+    assert isinstance(again, VarlenMetadata) and again.max_q == 3
+    assert again.padded.slots.tolist() == result.padded.slots.tolist() == [0, 1, 2, 0, 1, 3]
+
+
+def test_only_as_much_is_compared_as_the_table_holds(monkeypatch):
+    monkeypatch.setattr(module, "SHARED_TOKENS_MAX", 6)  # 2 columns for 3 documents
+    documents = [[1, 2, 3, 4], [1, 2, 3], [1, 2]]
+    result, kept, index = shared(documents)
+    assert kept.tolist() == [0, 1, 2, 3, 6]
+    assert index.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1]
+    assert result.padded.slots[result.padded.taken].tolist() == [0, 1, 2, 3, 4]
