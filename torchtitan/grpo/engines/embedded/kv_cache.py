@@ -66,6 +66,7 @@ class RowCache(Cache):
 
     def reserve(self, rows: int, tokens: int, keep: bool) -> None:
         """Make room for `rows` rows of `tokens` tokens. Stored values stay if `keep`."""
+        tokens = -(-tokens // 32) * 32
         if not keep and (self.row_capacity > 4 * rows or self.token_capacity > 4 * tokens):
             self._drop()  # much larger than needed now: free the memory
         if rows <= self.row_capacity and tokens <= self.token_capacity:
@@ -74,7 +75,7 @@ class RowCache(Cache):
         if rows > self.row_capacity:
             rows = max(rows, 2 * self.row_capacity)
         if tokens > self.token_capacity:
-            tokens = max(-(-tokens // 32) * 32, 2 * self.token_capacity)
+            tokens = max(tokens, 2 * self.token_capacity)
         rows, tokens = max(rows, self.row_capacity), max(tokens, self.token_capacity)
         if not keep:
             self._drop()
