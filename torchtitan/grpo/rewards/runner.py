@@ -5,7 +5,8 @@ reward, and the sample names the function. Each worker has its own pipe and send
 the call that hangs is known exactly and stopped after its own time limit, and nothing is scored twice.
 
 Coroutines run at the same time, so which of them blocks or ends the process is not known at first. Those that are left
-are then called again, one by one.
+are then called again, one by one. The same holds for functions of this package that compute and do nothing else: a
+worker sends their scores in one message.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ import torchtitan_overlay
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.functions import is_async, resolve, source, takes_group
+from torchtitan.grpo.rewards.functions import is_async, is_safe, resolve, source, takes_group
 from torchtitan.grpo.rewards.worker import SECRET, Call, Score, kill_group, serve, too_slow
 from torchtitan.tools.logging import logger
 
@@ -58,6 +59,7 @@ class RewardRunner:
         self._functions = [resolve(name) for name in self._names]
         self._takes_group = [takes_group(function) for function in self._functions]
         self._is_async = [is_async(function) for function in self._functions]
+        self._all_safe = all(is_safe(name, reward.answer_pattern) for name in self._names)
         self._timeout_s = reward.timeout_seconds
         self.failures: Counter[str] = Counter()
         """Number of failed scores of each function since the start."""
@@ -139,7 +141,9 @@ class RewardRunner:
         if any(self._takes_group) or any(self._is_async):
             chunks = [list(group) for _, group in itertools.groupby(samples, lambda sample: id(sample.prompt))]
         else:
-            chunk = min(CHUNK_SAMPLES, -(-len(samples) // len(self._workers)))
+            chunk = CHUNK_SAMPLES
+            if not self._all_safe:
+                chunk = min(chunk, -(-len(samples) // len(self._workers)))
             chunks = [list(samples[i : i + chunk]) for i in range(0, len(samples), chunk or 1)]
         for _ in self._threads.map(self._score_chunk, chunks):
             pass
@@ -212,6 +216,7 @@ class RewardWorker:
     def __init__(self, names: list[str], is_async: list[bool], pattern: str, timeout_s: float, hidden: list[str]):
         self._names, self._pattern, self._timeout_s, self._hidden = names, pattern, timeout_s, hidden
         self._is_async = is_async
+        self._together = [a or is_safe(name, pattern) for a, name in zip(is_async, names, strict=True)]
         self._closed = self._ready = False
         self._lock = threading.Lock()  # start and stop come from different threads
         self._start()
@@ -246,17 +251,16 @@ class RewardWorker:
                 if not self._connection.poll(self._timeout_s * answers + grace_s):
                     blocks = ", and did not await" if grace_s else ""
                     return too_slow(self._timeout_s, answers) + blocks
-                number, own = self._connection.recv()
-                scores[number] = own
+                scores |= self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join(timeout=5.0)
             return f"ended its process with exit code {self._process.exitcode}"
         return ""
 
     def _under_way(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> list[int]:
-        """The calls that run now: a plain function's next one, or all coroutines that are left."""
+        """The calls that run now: a plain function's next one, or all of those whose order is not known."""
         left = [number for number in calls if number not in scores]
-        plain = [number for number in left if not self._is_async[calls[number].function]]
+        plain = [number for number in left if not self._together[calls[number].function]]
         return plain[:1] or left
 
     def _wait_ready(self) -> None:

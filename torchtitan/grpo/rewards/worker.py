@@ -1,9 +1,10 @@
 """The process of a reward worker. It imports what the reward functions need, and no torch, so it starts quickly.
 
 runner.RewardWorker  ---- calls by number ----------------->  serve
-                     <--- number and scores of each call ----
+                     <--- scores by number ----------------------
 
-Plain functions run one after another. Coroutines then run all at the same time, each with its own time limit.
+Plain functions run one after another. Coroutines then run all at the same time, each with its own time limit. Scores
+of safe functions (`functions.is_safe`) go back in one message, since a message takes longer than such a score.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from torchtitan.grpo.rewards.functions import (
     checked,
     checked_group,
     is_async,
+    is_safe,
     resolve,
     source,
     takes_group,
@@ -66,7 +68,7 @@ FAILURE_CHARS = 500
 
 
 def serve(connection: Connection, names: list[str], pattern: str, timeout_s: float, hidden: list[str]) -> None:
-    """Run a worker process: receive calls and send the scores of each by itself, until the pipe ends.
+    """Run a worker process: receive calls and send their scores, until the pipe ends.
 
     Args:
         hidden: Environment variables that are removed before a reward function is imported.
@@ -85,13 +87,17 @@ def serve(connection: Connection, names: list[str], pattern: str, timeout_s: flo
         connection.send("ready")
         while True:
             calls: dict[int, Call] = connection.recv()
-            awaited = []
+            awaited, computed = [], {}
             for number, call in calls.items():
                 function = functions[call.function]
                 if function.is_async:
                     awaited.append(_then_send(connection, number, function.scores_async(call)))
+                elif function.is_safe:
+                    computed[number] = function.scores(call)
                 else:
-                    connection.send((number, function.scores(call)))
+                    connection.send({number: function.scores(call)})
+            if computed:
+                connection.send(computed)
             if awaited:
                 loop.run(_all(awaited))
 
@@ -115,7 +121,7 @@ async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _then_send(connection: Connection, number: int, scores: Coroutine[Any, Any, list[Score]]) -> None:
-    connection.send((number, await scores))
+    connection.send({number: await scores})
 
 
 def too_slow(timeout_s: float, answers: int) -> str:
@@ -131,6 +137,7 @@ class _Function:
         self._function = resolve(name)
         self._takes_group = takes_group(self._function)
         self.is_async = is_async(self._function)
+        self.is_safe = is_safe(name, pattern)
         self._timeout_s = timeout_s
         self._regex = re.compile(pattern) if pattern and name in BUILT_IN else None
         self._file = "" if name in BUILT_IN else source(self._function).rpartition(":")[0]
