@@ -56,6 +56,14 @@ def test_shell_scripts_have_help(name):
     assert "set -euo" not in result.stdout
 
 
+def test_the_plain_loop_runs():
+    sizes = ["--steps", "1", "--sft-steps", "2", "--prompts", "4", "--answers", "2"]
+    result = run(sys.executable, SCRIPTS / "plain_grpo.py", *sizes)
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("step 1/1  reward 0.") and "held-out 0." in line
+
+
 @pytest.mark.parametrize("name", ["verify_grpo_cpu.sh", "verify_grpo_2gpu.sh"])
 def test_verify_scripts_name_what_they_can_verify(name):
     result = run("bash", SCRIPTS / name, "asynch")
