@@ -1,6 +1,6 @@
 """Check a finished run, one line per check. The exit status is 1 if any check fails.
 
-    python scripts/check_run.py outputs/quickstart --steps 300 --min-final-reward 0.65
+    python scripts/check_run.py outputs/quickstart --steps 150 --min-final-reward 0.9
 
 `--background` is for a run with `[weight_sync] async_weight_update`. `--blocking RUN` compares its speed with the same
 run without it.
