@@ -302,16 +302,19 @@ def _parsed(engine: str, arguments: list[str]) -> ServerCommand:
     if expose and not is_loopback(given["--host"]) and not os.environ.get(key):
         print(f"warning: --expose without {key}: whoever reaches port {port} can replace the weights", file=sys.stderr)
     device = "cuda" if gpus and not device else device
-    python = named_python(engine) or (device == "cpu" and _installed_for_cpu(engine)) or sys.executable
+    python = engine_python(engine, device == "cpu")
     return ServerCommand(
         engine, model, python, given["--host"], port, device, () if device == "cpu" else gpus, None, tuple(flags)
     )
 
 
-def named_python(engine: str) -> str:
-    """The Python that the environment names, "" if it names none."""
+def engine_python(engine: str, cpu: bool) -> str:
+    """The Python that has the engine: the one that the environment names; for the CPU that of scripts/install_*_cpu.sh,
+    if there is one; else this one."""
     named = os.environ.get(PYTHON_VARIABLE[engine], "")
-    return os.path.abspath(named) if os.sep in named else named
+    if os.sep in named:
+        return os.path.abspath(named)
+    return named or (cpu and _installed_for_cpu(engine)) or sys.executable
 
 
 def _installed_for_cpu(engine: str) -> str:

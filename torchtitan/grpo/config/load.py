@@ -113,13 +113,16 @@ arithmetic, and stops. TARGET is the machine that it is about: {", ".join(NAMES)
 """
 
 
-def load_config(argv: list[str], dry_run: str | None = None, job: Job = "grpo") -> JobConfig:
+def load_config(
+    argv: list[str], dry_run: str | None = None, job: Job = "grpo", world_size: int | None = None
+) -> JobConfig:
     """Read, merge and check the configuration of a run.
 
     Args:
         argv: The command line without the program's name.
         dry_run: The target of a dry run, see `take_dry_run`.
         job: Keys that only the other job reads have their defaults in the result. The log names them.
+        world_size: As for `check_machine`.
 
     Returns:
         torchtitan's JobConfig with this project's sections. Every value is of its type and in its range.
@@ -151,7 +154,7 @@ def load_config(argv: list[str], dry_run: str | None = None, job: Job = "grpo") 
     fill_tables(config)
     _raise(check_ranges(config), path)
     target = None if dry_run is None else find_target(dry_run, config)
-    _raise([*check_contradictions(config, job), *check_machine(config, target=target, job=job)], path)
+    _raise([*check_contradictions(config, job), *check_machine(config, world_size, target=target, job=job)], path)
     return config
 
 

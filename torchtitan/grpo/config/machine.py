@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import socket
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -20,7 +19,7 @@ from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.server_commands import ServerCommandError, engine_folder, named_python
+from torchtitan.grpo.server_commands import ServerCommandError, engine_folder, engine_python
 
 LOOPBACK = "127.0.0.1"
 """Where `[metrics] prometheus_port` is."""
@@ -38,7 +37,8 @@ def check_machine(
     """Check processes, devices and environment variables.
 
     Args:
-        world_size: Number of trainer processes. None reads torchrun's WORLD_SIZE, or [ray] ranks; 1 without them.
+        world_size: Number of trainer processes; 0 for servers alone. None reads torchrun's WORLD_SIZE, or [ray] ranks;
+            1 without them.
         gpus: Number of CUDA devices that the run sees. None asks torch.
         target: Of a dry run. If it is another machine than this one, only processes and devices are checked, and it has
             enough GPUs for servers too.
@@ -60,7 +60,7 @@ def check_machine(
         *_check_devices(config, world_size, gpus),
         *_check_files(config),
         *_check_dashboards(config),
-        *([] if target is not None else _check_servers_python(config)),  # a dry run starts none
+        *([] if target is not None else _check_servers_python(config, gpus)),  # a dry run starts none
     ]
     name = config.rollout.api_key_env
     if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
@@ -130,21 +130,22 @@ def _check_replicas(config: JobConfig, world_size: int, gpus: int) -> Iterator[s
         return
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     wanted = trainers + rollout.replicas * rollout.gpus_per_server
+    beside = f"{trainers} trainer process{'es' * (trainers > 1)} + " if trainers else ""
     if wanted > gpus:
         yield (
-            f"[rollout] replicas = {rollout.replicas} needs {wanted} GPUs, and this machine has {gpus}: {trainers} "
-            f"trainer process{'es' * (trainers > 1)} + {rollout.replicas} server{'s' * (rollout.replicas > 1)} x "
-            f"[rollout] gpus_per_server = {rollout.gpus_per_server}; lower one of them"
+            f"[rollout] replicas = {rollout.replicas} needs {wanted} GPUs, and this machine has {gpus}: {beside}"
+            f"{rollout.replicas} server{'s' * (rollout.replicas > 1)} x [rollout] gpus_per_server = "
+            f"{rollout.gpus_per_server}; lower one of them"
         )
 
 
-def _check_servers_python(config: JobConfig) -> Iterator[str]:
+def _check_servers_python(config: JobConfig, gpus: int) -> Iterator[str]:
     """The servers' Python must have the engine. Only rank 0 starts servers."""
     rollout = config.rollout
     if not rollout.replicas or rollout.engine == "embedded" or os.environ.get("RANK", "0") != "0":
         return
     try:
-        engine_folder(rollout.engine, rollout.server_python or named_python(rollout.engine) or sys.executable)
+        engine_folder(rollout.engine, rollout.server_python or engine_python(rollout.engine, not gpus))
     except ServerCommandError as error:
         named = rollout.server_python
         yield f"[rollout] {f'server_python = {show(named)}' if named else f'replicas = {rollout.replicas}'}: {error}"

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from dataclasses import dataclass, field
 
 from torchtitan.config import JobConfig
@@ -17,8 +16,8 @@ from torchtitan.grpo.server_commands import (
     ServerCommand,
     ServerCommandError,
     engine_folder,
+    engine_python,
     is_loopback,
-    named_python,
 )
 from torchtitan.grpo.servers.supervisor import PORTS, Launch
 
@@ -36,7 +35,7 @@ class PlannedServer:
         model: Folder with config.json and tokenizer.
         gpus: Indices among the visible CUDA devices; empty: the CPU.
         flags: Further flags of the engine.
-        python: The Python that has the engine; "" for `named_python`, else this one.
+        python: The Python that has the engine; "" for `engine_python`.
         max_model_len, has_tokenizer: As in `ServerCommand`.
         rollout: `embedded_*` and `api_key_env` are used. The key itself is in no command line.
     """
@@ -71,17 +70,19 @@ class PlannedServer:
         env = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE[self.engine]}
         return self._command(0).environment(without_torchrun(env) | self._keys())
 
+    def found_python(self) -> str:
+        return self.python or engine_python(self.engine, not self.gpus)
+
     def _keys(self) -> dict[str, str]:
         name = self.rollout.api_key_env
         return {KEY_VARIABLE[self.engine]: os.environ.get(name, "")} if name else {}
 
     def _command(self, port: int) -> ServerCommand:
-        python = self.python or named_python(self.engine) or sys.executable
         device = "cuda" if self.gpus else "cpu"
         return ServerCommand(
             self.engine,
             self.model,
-            python,
+            self.found_python(),
             self.host,
             port,
             device,
@@ -101,7 +102,7 @@ def launches(servers: list[PlannedServer]) -> list[Launch]:
     first = servers[0]
     folder, key_name = "", first.rollout.api_key_env
     if first.engine != "embedded":
-        folder = engine_folder(first.engine, first.python or named_python(first.engine) or sys.executable)
+        folder = engine_folder(first.engine, first.found_python())
     control, key = ENGINES[first.engine].control, os.environ.get(key_name) if key_name else None
 
     def launch(index: int, server: PlannedServer, environment: dict[str, str]) -> Launch:
@@ -117,25 +118,25 @@ def on_cuda(config: JobConfig, cuda: bool) -> bool:
     return cuda and not (config.rollout.engine == "embedded" and config.rollout.embedded_device == "cpu")
 
 
-def planned_servers(config: JobConfig, cuda: bool, trainers_here: int) -> list[PlannedServer]:
+def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: str = "") -> list[PlannedServer]:
     """The servers of `[rollout] replicas`. Trainers have the first GPUs, servers the next ones.
 
     Args:
         cuda: The machine has GPUs.
         trainers_here: Trainer processes on it.
+        model: A folder with weights. Without it, the trainer sends them.
     """
     rollout = config.rollout
     each = rollout.gpus_per_server if on_cuda(config, cuda) else 0
-    # The trainer sends the weights. vLLM's and SGLang's own limit may be far longer, and would cost memory.
-    loads = () if rollout.engine == "embedded" else ("--load-format", "dummy")
+    loads = () if model or rollout.engine == "embedded" else ("--load-format", "dummy")
     return [
         PlannedServer(
             rollout.engine,
-            os.path.abspath(os.path.join(config.job.dump_folder, MODEL_FOLDER)),
+            os.path.abspath(model or os.path.join(config.job.dump_folder, MODEL_FOLDER)),
             tuple(range(trainers_here + i * each, trainers_here + (i + 1) * each)),
             (*loads, *rollout.server_flags),
             rollout.server_python,
-            max_model_len=longest_tokens(config),
+            max_model_len=longest_tokens(config),  # the engine's own limit may be far longer, and would cost memory
             has_tokenizer=True,
             rollout=rollout,
         )
@@ -143,14 +144,14 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int) -> list[P
     ]
 
 
-def run_launches(config: JobConfig, cuda: bool, trainers_here: int) -> list[Launch]:
-    """`launches` of a run's servers.
+def run_launches(config: JobConfig, cuda: bool, trainers_here: int, model: str = "") -> list[Launch]:
+    """`launches` of `planned_servers`.
 
     Raises:
         UserError: See there.
     """
     try:
-        return launches(planned_servers(config, cuda, trainers_here))
+        return launches(planned_servers(config, cuda, trainers_here, model))
     except ServerCommandError as error:
         raise UserError(f"[rollout] replicas = {config.rollout.replicas}: {error}") from error
 

@@ -1,0 +1,118 @@
+"""Which model and which configuration an evaluation has. tests/integration/test_train.py runs scripts/evaluate.py."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, TINY_QWEN3
+from torchtitan.grpo.config.resolved import resolved
+from torchtitan.grpo.data.load import load_held_out
+from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config, model_folder
+from torchtitan.grpo.servers.plan import planned_servers
+
+QUICKSTART = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
+
+
+def config_of(*flags, engine="embedded", urls=(), **more):
+    return evaluation_config(list(flags), TINY_QWEN3, engine, list(urls), **more)
+
+
+def test_a_model_is_a_checkpoint_with_an_export_or_a_hugging_face_folder(tmp_path):
+    assert model_folder(TINY_QWEN3) == TINY_QWEN3
+    (tmp_path / "step-3" / "hf").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"step-3 is no Hugging Face folder.*\[checkpoint\] export_hf"):
+        model_folder(tmp_path / "step-3")
+    (tmp_path / "step-3" / "hf" / "config.json").write_text("{}")
+    assert model_folder(tmp_path / "step-3") == tmp_path / "step-3" / "hf"
+
+
+def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")  # rank 0 also looks for the engine
+    of_run = ["--parallelism.tensor_parallel_degree", "1", "--rollout.max_answer_tokens", "7"]
+    path = tmp_path / "run.toml"
+    file = ["--job.config_file", str(path)]
+    text = (ROOT / "train_configs" / "quickstart.toml").read_text() + (
+        "\n[parallelism]\ntensor_parallel_degree = 4\n[compile]\nenable = true\n[ray]\nenable = true\n"
+    )
+    path.write_text(text.replace("[rollout]", '[rollout]\nurls = ["http://a:1", "http://b:1"]\nmin_servers = 2'))
+    config = config_of(*file, *of_run)
+    assert config.model.hf_assets_path == str(TINY_QWEN3)
+    assert (config.rollout.engine, config.rollout.urls, config.rollout.max_answer_tokens) == ("embedded", [], 7)
+    path.write_text(
+        text.replace("[rollout]", '[rollout]\nreplicas = 2\ngpus_per_server = 2\nserver_flags = ["-x"]').replace(
+            'engine = "embedded"', 'engine = "vllm"'
+        )
+    )
+    config = config_of(*file, *of_run, engine="vllm")
+    assert (config.rollout.replicas, config.rollout.gpus_per_server, config.rollout.server_flags) == (1, 1, [])
+    asked = config_of(*file, "--rollout.replicas", "3", "--rollout.gpus-per-server", "2", engine="vllm")
+    assert (asked.rollout.replicas, asked.rollout.gpus_per_server) == (3, 2)
+    given = config_of(*file, engine="sglang", urls=["http://c:1", "http://d:1"])
+    assert (given.rollout.urls, given.rollout.replicas) == (["http://c:1", "http://d:1"], 0)
+
+
+def test_its_servers_load_the_models_weights_and_have_the_first_gpus(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    config = config_of(*QUICKSTART, engine="vllm", server_flags="""--max-num-seqs 8 --more '{"a": 1, "b": 2}'""")
+    (server,) = planned_servers(config, cuda=True, trainers_here=0, model=str(TINY_QWEN3))
+    argv = server.argv(20000)
+    assert server.gpus == (0,) and argv[argv.index("--model") + 1] == str(TINY_QWEN3) and "dummy" not in argv
+    assert argv[-4:] == ["--max-num-seqs", "8", "--more", '{"a": 1, "b": 2}']
+
+
+@pytest.mark.parametrize(
+    ("words", "urls", "says"),
+    [
+        ("--gpu 1", (), "CUDA_VISIBLE_DEVICES"),
+        ("--port 9000", (), r'server_flags has "--port"'),
+        ("--max-num-seqs 8", ("http://a:1",), r"server_flags = .* is read with \[rollout\] replicas"),
+    ],
+)
+def test_flags_that_its_servers_cannot_have_are_refused(words, urls, says, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match=says):
+        config_of(*QUICKSTART, engine="vllm", urls=urls, server_flags=words)
+
+
+def test_rows_that_the_run_trained_on_are_not_asked(tmp_path):
+    with pytest.raises(UserError, match=r"\[validation\] enable = false.*--jsonl"):
+        config_of(*QUICKSTART, "--validation.no-enable")
+    path = tmp_path / "my set.jsonl"
+    path.write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
+    config = config_of(*QUICKSTART, "--validation.no-enable", jsonl=[path])
+    (held_out,) = config.validation.sets
+    assert (held_out.name, held_out.own_rows, held_out.data.path) == ("my_set", True, str(path))
+    assert held_out.samples_per_prompt == config.validation.samples_per_prompt
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [({"prompts": "6"}, True), ({"path": "b.jsonl", "prompts": "6"}, False), ({"prompts": "3"}, False), ({}, False)],
+)
+def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, first in (("a", 0), ("b", 100)):
+        rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(first, first + 12)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config_with(path="a.jsonl", prompts="4"):
+        data = "--data.source", "jsonl", "--data.path", path, "--data.prompt_template", f"{prompts}: {{prompt}}"
+        return config_of(*data, "--validation.enable", "--validation.prompts", prompts)
+
+    Path("run_config.json").write_text(json.dumps(resolved(config_with())))
+    config = config_with(**asked)
+    tokenizer = load_tokenizer(str(TINY_QWEN3))
+    check = partial(check_not_trained_on, config, load_held_out(config, tokenizer), tmp_path / "hf", tokenizer)
+    if not refused:
+        return check()
+    with pytest.raises(UserError, match=r"2 of the 6 held-out prompts .* trained on: .*\[validation\] prompts = 4"):
+        check()
+
+
+def test_an_unknown_flag_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"--validation\.promts: did you mean --validation\.prompts"):
+        config_of(*QUICKSTART, "--validation.promts", "3")

@@ -1,0 +1,158 @@
+"""Which model is evaluated, by which configuration, and that it has not trained on what is asked."""
+
+import copy
+import json
+import re
+import shlex
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
+from torchtitan.grpo.config.contradictions import check_contradictions
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.resolved import resolved
+from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets, training_sources
+from torchtitan.grpo.data.held_out import HeldOut
+from torchtitan.grpo.data.load import load_held_out, load_training
+from torchtitan.grpo.data.sources import question
+from torchtitan.grpo.errors import UserError
+from torchtitan.tools.logging import logger
+
+OF_THE_RUN = {
+    "parallelism.data_parallel_replicate_degree": "1",
+    "parallelism.data_parallel_shard_degree": "-1",
+    "parallelism.tensor_parallel_degree": "1",
+    "compile.enable": "false",
+    "activation_checkpoint.mode": "none",
+    "metrics.enable_wandb": "false",
+    "metrics.prometheus_port": "0",
+    "ray.enable": "false",
+    "weight_sync.transport": "auto",
+    "weight_sync.disk_folder": "",
+    "rollout.min_servers": "1",
+    "rollout.urls_file": "",
+    "rollout.gpus_per_server": "1",
+    "rollout.server_python": "",
+    "rollout.server_flags": "",
+}
+"""Keys about a run's processes and servers. Those of its file do not count here, those of the command line do."""
+
+
+def model_folder(path: Path) -> Path:
+    """The Hugging Face folder of a checkpoint, or `path` itself if it is one.
+
+    Raises:
+        UserError: It is neither.
+    """
+    for folder in (path / "hf", path):
+        if (folder / "config.json").is_file():
+            return folder
+    raise UserError(
+        f"{path} is no Hugging Face folder, and holds none as hf/: give a checkpoint of a run with [checkpoint] "
+        "export_hf, or a folder with config.json, weights and tokenizer"
+    )
+
+
+def evaluation_config(
+    flags: list[str],
+    folder: Path,
+    engine: str,
+    urls: list[str],
+    server_flags: str = "",
+    jsonl: list[Path] | None = None,
+) -> JobConfig:
+    """A run's configuration with this model and these servers, and without what only a trainer needs.
+
+    Args:
+        flags: The trainer's, `--job.config_file` among them.
+        folder: The model's.
+        engine: Of the servers.
+        urls: Of servers that run already. Without any, `[rollout] replicas` is 1 unless a flag says otherwise.
+        server_flags: `[rollout] server_flags` as a shell would read them.
+        jsonl: Files whose rows are asked instead of the configured sets.
+
+    Raises:
+        UserError: It is wrong, or the run trains on the rows that would be evaluated.
+    """
+    given = {"model.hf_assets_path": str(folder), "rollout.engine": engine, "rollout.urls": ",".join(urls)}
+    named = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    of_servers = {"rollout.replicas": "0" if urls else "1"}
+    given |= {key: value for key, value in (OF_THE_RUN | of_servers).items() if key not in named}
+    config = load_config([*(f"--{key}={value}" for key, value in given.items()), *flags], world_size=0)
+    if jsonl:
+        config.validation.sets = [
+            held_out_set(config, {"name": _name(path), "source": "jsonl", "path": str(path), "prompts": 2**20})
+            for path in jsonl
+        ]
+    if server_flags:
+        config.rollout.server_flags = words = shlex.split(server_flags)
+        if any(word.partition("=")[0] == "--gpu" for word in words):
+            raise UserError(
+                "--server-flags has --gpu: choose GPUs by CUDA_VISIBLE_DEVICES, and how many a server has by "
+                "--rollout.gpus_per_server"
+            )
+    if problems := check_contradictions(config):
+        raise UserError("\n  - ".join(["the configuration does not fit --jsonl or --server-flags:", *problems]))
+    trained_on = [
+        each
+        for each in held_out_sets(config)
+        if not (each.own_rows or each.data.validation_path or each.data.validation_split)
+    ]
+    if trained_on and not config.validation.enable:
+        raise UserError(
+            "[validation] enable = false: such a run holds no rows of its training data out, so it has trained on "
+            "those that would be asked. Name others by --jsonl, [[validation.sets]] or [data] validation_split; add "
+            "--validation.enable if this model was not trained on them"
+        )
+    config.validation.enable = True
+    return config
+
+
+def _name(path: Path) -> str:
+    return re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
+
+
+def check_not_trained_on(
+    config: JobConfig, sets: list[HeldOut], folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Hold what would be asked against what a checkpoint's own run trained on.
+
+    A run holds the last `[validation] prompts` rows out. Another number or size asks rows that it has trained on. Sets
+    with rows of their own may be anything.
+
+    Raises:
+        UserError: A set of held-out rows asks what the run trained on.
+    """
+    saved = folder.parent / RUN_CONFIG
+    values = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+    own = {path: value for path, value in values.items() if path.startswith(("data.", "validation."))}
+    tables = zip(sets, held_out_sets(config), strict=True)
+    asks = [(each, table.data.prompt_column) for each, table in tables if not table.own_rows]
+    now = resolved(config)
+    if not asks or all(now[path] == value for path, value in own.items() if path in now):
+        return
+    run = copy.deepcopy(config)
+    for path, value in own.items():
+        section, _, name = path.partition(".")
+        if path in now:
+            setattr(getattr(run, section), name, value)
+    try:
+        fill_tables(run)
+        trained = load_training(run, tokenizer, load_held_out(run, tokenizer) if run.validation.enable else [])
+    except UserError as error:
+        logger.warning(f"Not checked whether this checkpoint's run trained on what is asked: {error}")
+        return
+    columns = {source.data.prompt_column for source in training_sources(run)}
+    known = {question(prompt.columns, column) for prompt in trained.first(len(trained)) for column in columns}
+    for each, column in asks:
+        repeated = sum(question(prompt.columns, column) in known for prompt in each.prompts)
+        if repeated:
+            name = f" of set {each.name!r}" if each.name else ""
+            raise UserError(
+                f"{repeated} of the {len(each.prompts)} held-out prompts{name} are some that this checkpoint's run "
+                f"trained on: it held out [validation] prompts = {run.validation.prompts}"
+                f"{'' if run.validation.enable else ', and enable = false'}. Restore the [data] and [validation] keys "
+                f"of {saved}, or name other rows by --jsonl or [[validation.sets]]"
+            )
