@@ -12,6 +12,7 @@ from tests.helpers import ROOT
 from tests.helpers.trainer_runs import processes_of
 
 SBATCH = ROOT / "scripts" / "slurm_grpo.sbatch"
+LAUNCH, SERVERS = "torchtitan.grpo.launch", "torchtitan.grpo.servers"
 STAND_INS = {
     "srun": """
         number=1
@@ -28,12 +29,19 @@ STAND_INS = {
         done
         exit $status""",
     "scontrol": """
-        if [ "$1" = hostnames ] || [ "$2" = hostnames ]; then printf 'gpu%s\\n' 1 2 3; exit; fi
+        if [ "$2" = hostnames ]; then printf 'gpu%s\\n' 1 2 3 4; exit; fi
         if [ "$1" = show ]; then echo "JobState=$STATE"; exit; fi
         echo "scontrol $*" >> "$RECORD" """,
+    "getent": "echo 10.0.0.${2#gpu} STREAM $2",
     "python": """
-        echo "python $*" >> "$RECORD"
-        trap 'exit 75' TERM
+        echo "$2 $* key of ${#VLLM_API_KEY}" >> "$RECORD"
+        if [ "$2" = torchtitan.grpo.servers ]; then
+            [ -z "${REFUSED:-}" ] || exit 2
+            while [ "$1" != --host ]; do [ "$1" != --urls_file ] || list=$2; shift; done
+            echo "http://$2:20000" > "$list"
+            unset ENDS
+        fi
+        trap 'rm -f "${list:-}"; exit 75' TERM
         [ -z "${ENDS:-}" ] || exit "$ENDS"
         while :; do sleep 0.05; done""",
 }
@@ -44,17 +52,12 @@ class Job:
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder, self.record = folder, folder / "record"
-        (folder / "scripts").mkdir()
-        server = (
-            'echo "serve $*, key of ${#VLLM_API_KEY}" >> "$RECORD"; exec bash -c "while :; do sleep 0.05; done" "$@"\n'
-        )
-        (folder / "scripts" / "serve_vllm.sh").write_text(server)
         for name, text in STAND_INS.items():
             (folder / name).write_text("#!/usr/bin/env bash\n" + text)
             (folder / name).chmod(0o755)
         slurm = {
             "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NODELIST": "gpu[1-3]",
+            "SLURM_JOB_NODELIST": "gpu[1-4]",
             "SLURM_GPUS_ON_NODE": "2",
             "STATE": "RUNNING",
         }
@@ -90,19 +93,19 @@ class Job:
 
 @pytest.mark.parametrize(("state", "status"), [("RUNNING", 0), ("CANCELLED", 75)])
 def test_a_job_whose_time_is_up_saves_and_is_queued_again_unless_it_was_cancelled(state, status, tmp_path):
-    job = Job(tmp_path, STATE=state, SERVER_FLAGS="--max-model-len 4096", INTERFACE="")
-    job.wait_for("python", 2)
-    job.wait_for("serve", 2)
-    (trainer,) = set(job.lines("python"))
-    port = 10001 + 711 * 20
-    urls = f"http://gpu3:{port},http://gpu3:{port + 1}"
-    assert trainer.startswith("python -m torchtitan.grpo.launch --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d ")
-    assert f"--rdzv-endpoint gpu1:{port - 1} --rdzv-id 4711.0" in trainer
-    assert f"--rollout.engine vllm --rollout.urls {urls} --rollout.api_key_env VLLM_API_KEY" in trainer
-    assert trainer.endswith("--training.steps 5") and "--checkpoint.resume auto" in trainer
-    served = f"serve {tmp_path}/model --host 0.0.0.0 --expose --port"
-    flags = "--max-model-len 4096, key of 32"
-    assert job.lines("serve") == [f"{served} {port} --gpu 0 {flags}", f"{served} {port + 1} --gpu 1 {flags}"]
+    job = Job(tmp_path, STATE=state, SERVER_NODES="2", SERVER_FLAGS="--max-model-len 4096", INTERFACE="")
+    job.wait_for(LAUNCH, 2)
+    (trainer,) = set(job.lines(LAUNCH))
+    assert "--nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint gpu1:14711 --rdzv-id 4711.0" in trainer
+    lists = tmp_path / "slurm-4711"
+    assert f"--rollout.engine vllm --rollout.urls_file {lists}/urls --rollout.api_key_env VLLM_API_KEY" in trainer
+    assert "--training.steps 5" in trainer and "--checkpoint.resume auto" in trainer
+    third, fourth = job.lines(SERVERS)
+    assert f"servers {tmp_path}/model --engine vllm --replicas 2 --gpus_per_server 1 " in third
+    assert f"--urls_file {lists}/gpu3.urls --log_folder {lists}/gpu3 " in third
+    assert third.endswith("--host 10.0.0.3 --expose --api_key_env VLLM_API_KEY -- --max-model-len 4096 key of 32")
+    assert "--host 10.0.0.4 " in fourth
+    assert (lists / "urls").read_text() == "http://10.0.0.3:20000\nhttp://10.0.0.4:20000\n"
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.end() == status, (tmp_path / "log").read_text()
     assert job.lines("scontrol") == ["scontrol requeue 4711"] * (state == "RUNNING")
@@ -113,6 +116,11 @@ def test_a_failed_run_ends_the_job_and_its_servers(tmp_path):
     assert job.end() == 1 and not job.lines("scontrol")
 
 
+def test_servers_that_cannot_be_started_end_the_job(tmp_path):
+    job = Job(tmp_path, REFUSED="1")
+    assert job.end() == 2 and "gpu4 starts no servers" in (tmp_path / "log").read_text()
+
+
 def test_a_job_without_a_node_to_train_on_is_refused(tmp_path):
-    job = Job(tmp_path, SERVER_NODES="3")
+    job = Job(tmp_path, SERVER_NODES="4")
     assert job.end() == 2 and "none is left to train" in (tmp_path / "log").read_text()
