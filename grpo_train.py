@@ -168,7 +168,14 @@ class Trainer:
         on_device = self.update(batch)
         self.publish()
         self.packed_ahead = self.pack_ahead()
-        self.log(batch.metrics | self.learned(batch, *on_device) | self.validate(), batch)
+        metrics = batch.metrics | self.learned(batch, *on_device)
+        try:
+            metrics |= self.validate()
+        except Exception:  # what ends the run must not cost a step that is trained
+            self.log(metrics, batch)
+            self.save()
+            raise
+        self.log(metrics, batch)
         self.save()
 
     def finish(self) -> None:

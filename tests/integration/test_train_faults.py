@@ -21,8 +21,8 @@ from tests.helpers.trainer_runs import (
     processes_of,
     servers_of,
     steps,
-    train,
 )
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.stopping import STOPPED
 
 SYNC: dict[str, str | None] = {}
@@ -215,6 +215,23 @@ def test_an_unreachable_server_is_named(tmp_path):
     refused(tmp_path, flags | {"--rollout.start_timeout_seconds": "2"}, "http://127.0.0.1:9", "start_timeout_seconds")
 
 
-def test_a_new_run_does_not_overwrite_checkpoints(tmp_path):
-    train(tmp_path / "run", {"--training.steps": "1", "--sft.steps": "0"})
+def test_a_step_is_saved_though_its_validation_ends_the_run_and_a_new_run_does_not_overwrite_it(tmp_path, monkeypatch):
+    (tmp_path / "judges.py").write_text(
+        "import pathlib\n"
+        f"lines = pathlib.Path({str(tmp_path / 'run' / 'metrics.jsonl')!r})\n"
+        "held_out = set()\n"
+        "def once(answer, prompt):\n"
+        "    if lines.exists() and '\"step\": 0,' not in lines.read_text():  # the first validation\n"
+        "        held_out.add(prompt.text)\n"
+        "    elif prompt.text in held_out:\n"
+        "        raise OSError('the judge is down')\n"
+        "    return 1.0 / len(answer)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags: dict[str, str | None] = {"--reward.functions": "judges:once", "--reward.workers": "1"}
+    flags |= {"--sft.steps": "0", "--validation.freq": "1", "--checkpoint.interval": "1"}
+    flags |= {"--rollout.urls": embedded_url()}
+    status, said = attempt(tmp_path / "run", flags, ranks=2)
+    assert status == 2 and "raised OSError: the judge is down" in said, said[-4000:]
+    assert complete_steps(tmp_path / "run" / "checkpoint") == [line["step"] for line in steps(tmp_path / "run")] == [1]
     refused(tmp_path, {}, "[checkpoint] resume", "[job] dump_folder")
