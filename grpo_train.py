@@ -63,7 +63,7 @@ from torchtitan.grpo.reporting.step_metrics import (
     sync_metrics,
     validation_metrics,
 )
-from torchtitan.grpo.reporting.usage import Usage
+from torchtitan.grpo.reporting.usage import Usage, highest_peaks
 from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rewards.failures import check_failures
@@ -281,9 +281,10 @@ class Trainer:
 
     def learned(self, batch: Batch, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
         """Turn what `update` returned into metrics, and check the servers by it. Waits for the device."""
-        summed, servers = self._sum(sums), list(batch.servers)
+        peaks = self.usage.peaks(self.data_rank, self.data_ranks)
+        summed, servers = self._sum(sums | peaks), list(batch.servers)
         self.sampler_check.after_step(servers, summed)
-        own = {"train/grad_norm": float(grad_norm)} | self.finite_steps.metrics()
+        own = {"train/grad_norm": float(grad_norm)} | self.finite_steps.metrics() | highest_peaks(summed)
         return policy_metrics(summed, servers) | own
 
     def publish(self, wait: bool = False) -> None:

@@ -29,6 +29,7 @@ from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import summed, supervised_loss, supervised_samples, supervised_step, token_metrics
 from torchtitan.grpo.reporting.console import SFT_FIELDS
+from torchtitan.grpo.reporting.usage import highest_peaks
 from torchtitan.grpo.reporting.watchdog import Watchdog
 from torchtitan.grpo.stopping import StopRequested, run_and_exit
 from torchtitan.tools.logging import logger
@@ -132,10 +133,10 @@ class SftTrainer(grpo_train.Trainer):
 
     def token_metrics(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
         """What `train_on` returned as metrics. Waits for the device."""
-        of_step = self._sum(sums)
+        of_step = self._sum(sums | self.usage.peaks(self.data_rank, self.data_ranks))
         metrics = {f"train/{name}": value for name, value in token_metrics(of_step).items()}
         metrics |= {"train/answer_tokens": of_step["tokens"], "train/grad_norm": float(grad_norm)}
-        return metrics | self.finite_steps.metrics()
+        return metrics | self.finite_steps.metrics() | highest_peaks(of_step)
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
-from torchtitan.grpo.reporting.usage import Usage, own_server_gpus, speeds
+from torchtitan.grpo.reporting.usage import Usage, highest_peaks, memory_peaks, own_server_gpus, speeds
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,15 @@ def test_speeds_are_per_rank_and_over_the_step_or_the_update():
     mfu = {"throughput/mfu": 0.5, "throughput/step_mfu": 0.125}
     assert speeds(step, times, 2, 1e12) == on_cpu | mfu
     assert speeds({}, times, 2, 1e12) == {}, "step 0 trains nothing"
+
+
+def test_peak_memory_is_the_fullest_devices(usage):
+    gib = [{"allocated": 3, "reserved": 4}, {"allocated": 2, "reserved": 7}, {"allocated": 1, "reserved": 5}]
+    stats = [{f"{kind}_bytes.all.peak": value << 30 for kind, value in of_rank.items()} for of_rank in gib]
+    vectors = [memory_peaks(of_rank, rank, 3, torch.device("cpu")) for rank, of_rank in enumerate(stats)]
+    sums = {name: sum(of_rank[name] for of_rank in vectors).tolist() for name in vectors[0]}
+    assert highest_peaks(sums) == {"memory/allocated_peak_gib": 3.0, "memory/reserved_peak_gib": 7.0}
+    assert usage.peaks(0, 2) == highest_peaks({"loss": 1.0}) == {}
 
 
 @pytest.mark.parametrize(

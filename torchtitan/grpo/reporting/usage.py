@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torchtitan.grpo.policy.rows import PackedRow
 from torchtitan.tools.utils import device_module, get_peak_flops
 
 _GIB = 2**30
+_KINDS = ("allocated", "reserved")
 _STARTED = time.monotonic()
 
 
 class Usage:
-    """Tokens, FLOPs, memory and GPU hours of the steps. For rank 0. Nothing here waits for a device.
+    """Tokens, FLOPs, memory and GPU hours of the steps. For rank 0, but for `peaks`. Nothing here waits for a device.
 
     Args:
         model: The policy, sharded or not, on this rank's device. Memory, MFU and GPU hours are of GPUs only.
@@ -54,15 +56,24 @@ class Usage:
         result = speeds(step, times, self._ranks, self._peak_flops)
         return (result | self._memory() | self._cost(fleet)) if self._on_gpu else result
 
-    def _memory(self) -> dict[str, float]:
-        """Of rank 0's device, by torch's allocator; the peaks since the last call."""
+    def peaks(self, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+        """On each of `ranks` data-parallel ranks: the most memory since the last call, for a sum over ranks.
+
+        Returns:
+            `memory_peaks` of this device; nothing without a GPU.
+        """
+        if not self._on_gpu:
+            return {}
         stats = device_module.memory_stats(self._device)
         device_module.reset_peak_memory_stats(self._device)
+        return memory_peaks(stats, rank, ranks, self._device)
+
+    def _memory(self) -> dict[str, float]:
+        """Of rank 0's device now, by torch's allocator."""
+        stats = device_module.memory_stats(self._device)
         return {
             "memory/allocated_gib": stats["allocated_bytes.all.current"] / _GIB,
-            "memory/allocated_peak_gib": stats["allocated_bytes.all.peak"] / _GIB,
             "memory/reserved_gib": stats["reserved_bytes.all.current"] / _GIB,
-            "memory/reserved_peak_gib": stats["reserved_bytes.all.peak"] / _GIB,
             "memory/alloc_retries": stats["num_alloc_retries"],
         }
 
@@ -74,6 +85,20 @@ class Usage:
         self._gpu_hours += (now - self._counted_until) / 3600 * (self._ranks + servers)
         self._counted_until = now
         return {"cost/gpu_hours": self._gpu_hours}
+
+
+def memory_peaks(stats: Mapping[str, int], rank: int, ranks: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Peak bytes as vectors by rank, `[ranks]`, with this rank's entry. So their sum over ranks has every rank's."""
+    vectors = {}
+    for kind in _KINDS:
+        vectors[f"{kind}_peak"] = torch.zeros(ranks, dtype=torch.float64, device=device)
+        vectors[f"{kind}_peak"][rank] = stats[f"{kind}_bytes.all.peak"]  # does not wait for the device
+    return vectors
+
+
+def highest_peaks(sums: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of the sums of `memory_peaks` over ranks: the fullest device's. Nothing if they are not among `sums`."""
+    return {f"memory/{kind}_peak_gib": max(sums[f"{kind}_peak"]) / _GIB for kind in _KINDS if f"{kind}_peak" in sums}
 
 
 def own_server_gpus(config: JobConfig, device: torch.device, ranks: int) -> int:
