@@ -1,17 +1,16 @@
 """The model for inference, from the files of a checkpoint."""
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from torchtitan.grpo.model.source import ModelSource
 
 _PART_BYTES = 1 << 30
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # `no_dist` is meant
 
 
 def read_hf(folder: Path, model: dict[str, Tensor], source: ModelSource, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -24,7 +23,8 @@ def read_hf(folder: Path, model: dict[str, Tensor], source: ModelSource, dtype: 
     full: dict[str, Tensor] = {}
     for names in _parts(model):
         part = {name: torch.empty(model[name].shape, dtype=model[name].dtype) for name in names}
-        dcp.load({"model": part}, checkpoint_id=folder, no_dist=True)
+        # Not `dcp.load`, which warns of `no_dist`: a filter of warnings would be for all threads.
+        _load_state_dict({"model": part}, FileSystemReader(folder), planner=DefaultLoadPlanner(), no_dist=True)
         full |= {name: value.to(dtype) for name, value in part.items() if not (source.tied and name == "output.weight")}
     return source.adapter.to_hf(full)
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,7 +112,9 @@ class Loader:
     def _choose(self) -> Marker | None:
         """The newest whole checkpoint, or `load_step`'s. Every rank checks its share of the bytes."""
         together = self._together
-        found, torn = together.locally(f"looking for checkpoints in {self._folder}", self._look)[0]
+        whole, damaged = together.locally(f"looking for checkpoints in {self._folder}", self._look)[0]
+        found = {Path(path): Marker(**entries) for path, entries in whole.items()}
+        torn = {Path(path): what for path, what in damaged.items()}
         for path, marker in reversed(found.items()):
             check = functools.partial(damages, path, marker, together.rank, together.world_size)
             problems = list(itertools.chain(*together.locally(f"checking {path}", check)))
@@ -132,14 +135,15 @@ class Loader:
             raise UserError(f"{said}. Restore the file from a copy, or {others}")
         return None
 
-    def _look(self) -> tuple[dict[Path, Marker], dict[Path, str]]:
-        """On rank 0, `candidates`."""
+    def _look(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """On rank 0, `candidates` as JSON values."""
         if self._together.rank != 0:
             return {}, {}
         for path in self._folder.glob("step-*"):
             if not (path / MARKER).is_file():
                 logger.warning(f"{path} is incomplete and is not loaded")
-        return candidates(self._folder, self._load_step)
+        found, torn = candidates(self._folder, self._load_step)
+        return {str(path): asdict(marker) for path, marker in found.items()}, {str(p): what for p, what in torn.items()}
 
     def _restore(self, path: Path, marker: Marker, states: dict[str, Stateful], read: dict[str, Any]) -> None:
         for name, state in states.items():

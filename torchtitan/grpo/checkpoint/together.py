@@ -1,11 +1,13 @@
 """Stages that every rank runs, with one outcome for all."""
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -34,18 +36,18 @@ class Together:
         self._timeout = timedelta(seconds=timeout_s)
         self.group = dist.new_group(backend="gloo", timeout=self._timeout) if self.world_size > 1 else None
 
-    def locally(self, what: str, action: Callable[[], Result]) -> list[Result]:
+    def locally(self, what: str, action: Callable[[], Any]) -> list[Any]:
         """Run what waits for no other rank.
 
         Returns:
-            Every rank's result. They travel by pickle: None, or something small.
+            Every rank's result. They travel as JSON, and are lists where they were tuples: None, or something small.
 
         Raises:
             UserError: A rank raised one.
             StageFailed: A rank raised another error.
             RuntimeError: A rank has ended, or did not come in time.
         """
-        result: Result | None = None
+        result: Any = None
         failure: BaseException | None = None
         try:
             result = action()
@@ -82,16 +84,13 @@ class Together:
     def _agree(self, what: str, result: Any, failure: BaseException | None) -> list[Any]:
         """Every rank's result, or one error for all."""
         words = "" if failure is None else _in_words(failure)
-        outcomes: list[Any] = [(result, words, isinstance(failure, UserError))] * self.world_size
-        if self.group is not None:
-            own = outcomes[0]
-            try:
-                dist.monitored_barrier(self.group, self._timeout, wait_all_ranks=True)
-                dist.all_gather_object(outcomes, own, group=self.group)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"checkpoint: after {what}, rank {self.rank} waited for the others: {error} {words}"
-                ) from failure or error
+        text = json.dumps((result, words, isinstance(failure, UserError))).encode()
+        try:
+            outcomes = [json.loads(each) for each in self._gathered(text)]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"checkpoint: after {what}, rank {self.rank} waited for the others: {error} {words}"
+            ) from failure or error
         failed = {rank: words for rank, (_, words, _) in enumerate(outcomes) if words}
         if not failed:
             return [result for result, _, _ in outcomes]
@@ -101,6 +100,18 @@ class Together:
         first, words = next(iter(failed.items()))
         others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise StageFailed(f"checkpoint: {what} failed on rank {first}{others}: {words}") from failure
+
+    def _gathered(self, text: bytes) -> list[bytes]:
+        """Every rank's text, with spaces after it to the length of the longest."""
+        if self.group is None:
+            return [text]
+        dist.monitored_barrier(self.group, self._timeout, wait_all_ranks=True)
+        longest = torch.tensor(len(text))
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own, group=self.group)
+        return [row.numpy().tobytes() for row in rows]
 
 
 def _in_words(error: BaseException) -> str:
