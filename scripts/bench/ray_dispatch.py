@@ -66,7 +66,7 @@ def measure(ranks: int, steps: int) -> list[dict[str, Any]]:
     from torchtitan.grpo.ray_launch.attempts import import_path
     from torchtitan.grpo.ray_launch.cluster import Cluster
     from torchtitan.grpo.ray_launch.dispatch import RemoteCalls, compiled_or_remote
-    from torchtitan.grpo.ray_launch.rank import BEGIN, FINISH
+    from torchtitan.grpo.ray_launch.rank import BEGIN
 
     argv = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
     argv += ["--ray.enable", "--ray.ranks", str(ranks), "--grpo.prompts_per_step", "128"]
@@ -87,12 +87,9 @@ def measure(ranks: int, steps: int) -> list[dict[str, Any]]:
             compiled = compiled_or_remote(group.actors, group.nodes, group.agents, 60)
             if isinstance(compiled, RemoteCalls):
                 raise SystemExit("Ray cannot compile the graph; see the warning above")
-            serving = [actor.serve.remote() for actor in group.actors]
             time_calls("compiled", compiled)
-            compiled.call(FINISH)
-            ray.get(serving, timeout=60)
-            ray.get([actor.close.remote() for actor in group.actors], timeout=60)
             compiled.close()
+            ray.get([actor.close.remote() for actor in group.actors], timeout=60)
         finally:
             group.release()
     medians = {name: statistics.median(times[WARMUP:]) for name, times in taken.items()}

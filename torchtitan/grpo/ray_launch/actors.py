@@ -10,8 +10,7 @@ from typing import Any
 
 
 class RankActor:
-    """Holds one rank. Ray runs its methods in the main thread, as it has neither concurrency groups nor coroutines.
-    A Compiled Graph calls `call` in another thread."""
+    """Holds one rank. Ray runs its methods in the main thread, as it has neither concurrency groups nor coroutines."""
 
     def where(self) -> dict[str, Any]:
         """Where this actor was placed."""
@@ -35,11 +34,20 @@ class RankActor:
     def train(self) -> int | dict[str, Any]:
         return self.rank.train()
 
+    def call(self, order: int) -> int | dict[str, Any]:
+        return self.rank.call(order)
+
+    def join_graph(self, bell: str) -> int:
+        return self.rank.join_graph(bell)
+
+    def await_graph(self) -> None:
+        self.rank.await_graph()
+
     def serve(self) -> None:
         self.rank.serve()
 
-    def call(self, order: int) -> int | dict[str, Any]:
-        return self.rank.call(order)
+    def answer(self, order: bytes) -> bytes | dict[str, Any]:
+        return self.rank.answer(order)
 
     def close(self) -> dict[str, Any]:
         return self.rank.close()

@@ -94,9 +94,8 @@ def _run(ranks: Ranks, config: JobConfig, stack: ExitStack) -> dict[int, dict[st
             if config.ray.dispatch == "compiled":
                 dispatch = compiled_or_remote(ranks.actors, ranks.nodes, ranks.agents, limit_s)
             stack.callback(dispatch.close)
-            serving = [] if isinstance(dispatch, RemoteCalls) else [actor.serve.remote() for actor in ranks.actors]
             step_by_step(dispatch, config)
-            ray.get(serving)
+            dispatch.close()
     return dict(enumerate(ray.get([actor.close.remote() for actor in ranks.actors])))
 
 

@@ -1,18 +1,22 @@
 """How the driver has every rank execute an order, and gets their answers in order of rank."""
 
 import logging
+import os
+import select
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Protocol
+from contextlib import ExitStack, suppress
+from typing import Any, Protocol, Self
 
 import ray
 
 logger = logging.getLogger(__name__)  # not torchtitan's, which imports torch: agents have no use for it
 COMPILE_S = 60.0
-"""Longest wait for the other nodes' graphs."""
+"""Longest wait for the ranks to join a graph, and for the other nodes' graphs."""
 MARGIN_S = 60.0
 """A call waits so much longer than its limit: `Watch` ends ranks at the limit, and knows which one to name."""
+SPIN_S = 200e-6
+"""How long an answer is waited for without sleep. To wake up takes 30 us, of which a training step notices nothing."""
 
 
 class Dispatch(Protocol):
@@ -38,25 +42,81 @@ class RemoteCalls:
 class CompiledGraph:
     """One static graph, driver -> every rank -> driver, through shared memory. All ranks are on this process's node.
 
-    Only the process that made it may call it, one thread at a time. Numbers and short texts go through it: an array's
-    result would hold the channel's buffer.
+    Only the process that made it may call it, one thread at a time. Orders and answers go through it as bytes, which
+    Ray neither pickles nor lends from the channel's buffer; only a rank's outcome is more.
     """
 
     def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
         from ray.dag import InputNode, MultiOutputNode
 
-        with InputNode() as order:
-            answers = MultiOutputNode([actor.call.bind(order) for actor in actors])
         self._timeout_s = timeout_s + MARGIN_S
-        self._graph = answers.experimental_compile()
+        with ExitStack() as stack:
+            self._bell = stack.enter_context(_Bell())
+            joined = [actor.join_graph.remote(self._bell.path) for actor in actors]
+            self._bell.expect(ray.get(joined, timeout=COMPILE_S))
+            with InputNode() as order:
+                answers = MultiOutputNode([actor.answer.bind(order) for actor in actors])
+            self._graph = answers.experimental_compile()
+            stack.callback(self._graph.teardown)
+            ray.get([actor.await_graph.remote() for actor in actors], timeout=COMPILE_S)
+            for actor in actors:
+                actor.serve.remote()  # until the teardown
+            self._open = stack.pop_all()
 
     def call(self, order: int) -> list[Any]:
         deadline = time.monotonic() + self._timeout_s
-        references = self._graph.execute(order)
-        return [each.get(timeout=max(0.0, deadline - time.monotonic())) for each in references]
+        references = self._graph.execute(b"%d" % order)
+        self._bell.wait(deadline)
+        answers = [each.get(timeout=max(0.0, deadline - time.monotonic())) for each in references]
+        return [int(answer) if isinstance(answer, bytes) else answer for answer in answers]
 
     def close(self) -> None:
-        self._graph.teardown()
+        """From now on ranks answer plain calls again."""
+        self._open.close()
+
+
+class _Bell:
+    """A pipe to which each rank of this node writes a byte when it has answered.
+
+    Ray waits for a graph's answer in a loop that never sleeps. It would take a core from the ranks during their step.
+    """
+
+    def __init__(self) -> None:
+        self._heard, end = os.pipe()
+        self._files = [self._heard, end]
+        self._poll = select.poll()
+        self._poll.register(self._heard, select.POLLIN)
+        self._ranks = 0
+        self.path = f"/proc/{os.getpid()}/fd/{end}"
+        """The end that ranks write to."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def expect(self, pids: Sequence[int]) -> None:
+        """These processes will ring."""
+        self._ranks = len(pids)
+        for pid in pids:
+            self._files.append(os.pidfd_open(pid))
+            self._poll.register(self._files[-1], select.POLLIN)
+
+    def wait(self, deadline: float) -> None:
+        """Until all have rung, or one has ended, or `deadline` (of `time.monotonic`) has passed."""
+        left, start = self._ranks, time.monotonic()
+        while left:
+            now = time.monotonic()
+            spins = now < start + SPIN_S
+            ready = [file for file, _ in self._poll.poll(0 if spins else max(0.0, deadline - now) * 1000)]
+            if self._heard in ready:
+                left -= len(os.read(self._heard, left))
+            elif ready or now > deadline:
+                return
+            elif spins:
+                os.sched_yield()  # a rank may wait for this core
 
 
 class GraphOfEachNode:

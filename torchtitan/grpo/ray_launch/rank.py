@@ -1,16 +1,18 @@
 """One rank inside a Ray actor: the trainer, unchanged, in the main thread of its process.
 
 The main thread, because there Python handles signals (`stopping.py`), and because torch keeps CUDA's current device,
-grad mode, autocast and default dtype for each thread. Ray calls a Compiled Graph's methods in a background thread. So
-`call` hands its order over to the main thread, which waits in `serve`, and no setting has to be repeated.
+grad mode, autocast and default dtype for each thread. Ray runs a Compiled Graph in a background thread of each actor.
+`join_graph` has it hand its loop over to `serve`, in the main thread. To hand over each order instead would wake up two
+threads in every step.
 """
 
 import faulthandler
 import os
-import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -27,6 +29,8 @@ BEGIN, FINISH, WARM_UP = 0, -1, -2
 """Orders besides the numbers of steps, which start at 1."""
 BEAT_S = 1.0
 REGISTER_S = 30.0
+GRAPH_S = 10.0
+"""How long after it is compiled a graph may take to reach its ranks."""
 KEPT_FROM_RAY = {"OMP_NUM_THREADS"}
 """Variables that Ray sets in each worker process, and that the driver's value replaces."""
 
@@ -35,9 +39,9 @@ Answer = int | dict[str, Any]
 
 
 class Rank:
-    """The methods are called one after the other, all but `call` in the main thread.
+    """The methods are called one after the other, in the main thread.
 
-    None raises. A rank that fails or stops closes its trainer and answers with its outcome.
+    None that trains raises. A rank that fails or stops closes its trainer and answers with its outcome.
 
     Args:
         agent: Actor of this node; it is told each second what this rank does.
@@ -69,8 +73,10 @@ class Rank:
         self._outcome: dict[str, Any] | None = None
         self._doing = "starting"
         self._told = threading.Event()
-        self._orders: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._bell = -1
+        self._loop: Callable[[], None] = lambda: None
+        self._has_loop = threading.Event()
+        self._looped: Future[None] = Future()
 
     def start(self) -> Answer:
         """Build the trainer."""
@@ -85,19 +91,61 @@ class Rank:
         """`dispatch = "loop"`: all of the run."""
         return self._answer("training", self._trainer.train)
 
-    def serve(self) -> None:
-        """Execute in this thread what `call` gets in another one, until FINISH or the end of the run."""
-        order = BEGIN
-        while order != FINISH and self._outcome is None:
-            order = self._orders.get()
-            self._answers.put(self._execute(order))
-
     def call(self, order: int) -> Answer:
         """Execute an order: BEGIN, the number of the next step, FINISH or WARM_UP."""
-        if threading.current_thread() is threading.main_thread():  # a plain remote call
-            return self._execute(order)
-        self._orders.put(order)
-        return self._answers.get()
+        if self._outcome is not None:
+            return self._outcome
+        trainer = self._trainer
+        if order > 0:
+            return self._answer(f"training step {order}", trainer.train_step)
+        if order == WARM_UP:
+            return self._answer("warming up", lambda: warm_up(trainer, self._config.ray.warmup_tokens))
+        return self._answer(*(("finishing", trainer.finish) if order == FINISH else ("beginning", trainer.begin)))
+
+    def join_graph(self, bell: str) -> int:
+        """Before a Compiled Graph is built: have Ray hand over its loop.
+
+        Args:
+            bell: Path of a pipe on this node, to ring at every answer.
+
+        Returns:
+            This process's number.
+        """
+        from ray.dag import compiled_dag_node
+
+        self._bell = os.open(bell, os.O_WRONLY)
+        loop = compiled_dag_node.do_exec_tasks  # Ray sends it to its background thread by this name
+
+        def hand_over(*arguments: Any) -> None:
+            self._loop = lambda: loop(*arguments)
+            self._has_loop.set()
+            self._looped.result()  # Ray takes the end of its thread for the end of the graph
+
+        compiled_dag_node.do_exec_tasks = hand_over
+        return os.getpid()
+
+    def await_graph(self) -> None:
+        """After it is built: have its loop.
+
+        Raises:
+            RuntimeError: It runs in another thread. No order may go through this graph.
+        """
+        if not self._has_loop.wait(GRAPH_S):
+            raise RuntimeError("it does not run in the ranks' main thread")
+
+    def serve(self) -> None:
+        """Execute what comes through the graph, until it is torn down."""
+        try:
+            self._looped.set_result(self._loop())
+        except BaseException as error:
+            self._looped.set_exception(error)
+            raise
+
+    def answer(self, order: bytes) -> bytes | dict[str, Any]:
+        """`call`, for the graph."""
+        answer = self.call(int(order))
+        os.write(self._bell, b".")
+        return b"%d" % answer if isinstance(answer, int) else answer
 
     def close(self) -> dict[str, Any]:
         """Release everything, unless that is done; say how the run ended."""
@@ -111,16 +159,6 @@ class Rank:
         context = running(self._config, make)
         self._trainer = context.__enter__()
         self._context = context
-
-    def _execute(self, order: int) -> Answer:
-        if self._outcome is not None:
-            return self._outcome
-        trainer = self._trainer
-        if order > 0:
-            return self._answer(f"training step {order}", trainer.train_step)
-        if order == WARM_UP:
-            return self._answer("warming up", lambda: warm_up(trainer, self._config.ray.warmup_tokens))
-        return self._answer(*(("finishing", trainer.finish) if order == FINISH else ("beginning", trainer.begin)))
 
     def _answer(self, doing: str, action: Any) -> Answer:
         self._doing = doing
