@@ -2,7 +2,8 @@
 """Measure what the driver needs to call one step of every rank: `[ray] dispatch = "remote"` against `"compiled"`.
 
 Ranks are real actors with the code of a real run; their trainer's step is empty. First come plain remote
-calls, then the Compiled Graph, with the same actors. After --time-limit-s the process ends with a traceback.
+calls, then the Compiled Graph, with the same actors. The last call of each takes a second: which part of a core does
+the driver keep from the ranks meanwhile? After --time-limit-s the process ends with a traceback.
 """
 
 import argparse
@@ -21,8 +22,9 @@ from bench_common.output import Output
 import torchtitan_overlay  # noqa: F401  before torchtitan
 from torchtitan.grpo.config.load import load_config
 
-COLUMNS = "ranks dispatch median_us p95_us ratio"
+COLUMNS = "ranks dispatch median_us p95_us ratio driver_cores"
 WARMUP = 100
+LONG_STEP_S = 1.0
 
 
 class EmptyTrainer:
@@ -30,6 +32,7 @@ class EmptyTrainer:
 
     def __init__(self, config: Any) -> None:
         self.step, self.is_rank0 = 0, False
+        self.long_step = config.training.steps
         self.broadcast = self.weight_sync = self.rollouts = SimpleNamespace()
         self.checkpointer = SimpleNamespace(cfg=SimpleNamespace(enable=False))
 
@@ -44,9 +47,8 @@ class EmptyTrainer:
 
     def train_step(self) -> None:
         self.step += 1
-
-    def finish(self) -> None:
-        pass
+        if self.step % self.long_step == 0:
+            time.sleep(LONG_STEP_S)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,7 +72,9 @@ def measure(ranks: int, steps: int) -> list[dict[str, Any]]:
 
     argv = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
     argv += ["--ray.enable", "--ray.ranks", str(ranks), "--grpo.prompts_per_step", "128"]
+    argv += ["--training.steps", str(WARMUP + steps + 1)]
     taken: dict[str, list[float]] = {}
+    cores: dict[str, float] = {}
     with Cluster(load_config(argv).ray) as cluster:
         group = cluster.start_ranks(argv, import_path(EmptyTrainer), "grpo")
         try:
@@ -82,6 +86,9 @@ def measure(ranks: int, steps: int) -> list[dict[str, Any]]:
                     start = time.perf_counter()
                     [step, *_] = dispatch.call(step + 1)
                     taken.setdefault(name, []).append(time.perf_counter() - start)
+                worked = time.process_time()
+                dispatch.call(step + 1)
+                cores[name] = (time.process_time() - worked) / LONG_STEP_S
 
             time_calls("remote", RemoteCalls(group.actors, 60))
             compiled = compiled_or_remote(group.actors, group.nodes, group.agents, 60)
@@ -100,6 +107,7 @@ def measure(ranks: int, steps: int) -> list[dict[str, Any]]:
             "median_us": round(medians[name] * 1e6),
             "p95_us": round(statistics.quantiles(times[WARMUP:], n=20)[-1] * 1e6),
             "ratio": round(medians["remote"] / medians[name], 1),
+            "driver_cores": round(cores[name], 2),
         }
         for name, times in taken.items()
     ]

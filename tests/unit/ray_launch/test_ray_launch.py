@@ -1,4 +1,10 @@
-"""What of `[ray]` needs no cluster: order of ranks, command lines of restarts, and which error a run ends with."""
+"""What of `[ray]` needs no cluster: order of ranks, command lines of restarts, which error a run ends with, and how the
+driver waits for a step."""
+
+import os
+import subprocess
+import threading
+import time
 
 import pytest
 
@@ -66,6 +72,32 @@ def test_the_first_failure_is_the_run_s_and_counts_more_than_a_stop():
     assert (only_stopped.code, only_stopped.words) == (STOPPED, "stopped at step 3")
     refused = error_of({0: outcome_of(UserError("[data] path"))})
     assert isinstance(refused, UserError) and str(refused) == "[data] path"
+
+
+def test_the_driver_sleeps_until_every_rank_has_rung_or_one_has_died():
+    dispatch = pytest.importorskip("torchtitan.grpo.ray_launch.dispatch", exc_type=ImportError)
+    rang = []
+
+    def ring_late() -> None:
+        rang.append(True)
+        rank.write(b".")
+
+    with (
+        dispatch._Bell() as bell,
+        open(bell.path, "wb", buffering=0) as rank,
+        subprocess.Popen(["cat"], stdin=-1) as cat,
+    ):
+        bell.expect([os.getpid(), cat.pid])
+        rank.write(b".")
+        threading.Timer(0.1, ring_late).start()
+        worked = time.thread_time()
+        bell.wait(time.monotonic() + 60)
+        assert rang and time.thread_time() - worked < 0.05  # Ray's own wait never sleeps
+        bell.wait(time.monotonic())  # nobody rings in time
+        cat.kill()
+        deadline = time.monotonic() + 60
+        bell.wait(deadline)
+        assert time.monotonic() < deadline
 
 
 def test_torchrun_and_ray_are_not_both_taken(monkeypatch):
