@@ -40,9 +40,6 @@ class RankActor:
     def join_graph(self, bell: str) -> int:
         return self.rank.join_graph(bell)
 
-    def await_graph(self) -> None:
-        self.rank.await_graph()
-
     def serve(self) -> None:
         self.rank.serve()
 

@@ -12,11 +12,13 @@ import ray
 
 logger = logging.getLogger(__name__)  # not torchtitan's, which imports torch: agents have no use for it
 COMPILE_S = 60.0
-"""Longest wait for the ranks to join a graph, and for the other nodes' graphs."""
+"""Longest wait for the ranks to join a graph, and again to serve it."""
 MARGIN_S = 60.0
 """A call waits so much longer than its limit: `Watch` ends ranks at the limit, and knows which one to name."""
 SPIN_S = 200e-6
-"""How long an answer is waited for without sleep. To wake up takes 30 us, of which a training step notices nothing."""
+"""How long an answer is waited for without sleep, as in an empty step: to wake up takes another 30 us."""
+_SLEEP_S = 60.0
+"""Longest sleep in one piece: the system's own limit is 24 days."""
 
 
 class Dispatch(Protocol):
@@ -58,9 +60,10 @@ class CompiledGraph:
                 answers = MultiOutputNode([actor.answer.bind(order) for actor in actors])
             self._graph = answers.experimental_compile()
             stack.callback(self._graph.teardown)
-            ray.get([actor.await_graph.remote() for actor in actors], timeout=COMPILE_S)
             for actor in actors:
                 actor.serve.remote()  # until the teardown
+            if not self._bell.wait(time.monotonic() + COMPILE_S):
+                raise RuntimeError("it does not run in every rank's main thread")
             self._open = stack.pop_all()
 
     def call(self, order: int) -> list[Any]:
@@ -79,6 +82,9 @@ class _Bell:
     """A pipe to which each rank of this node writes a byte when it has answered.
 
     Ray waits for a graph's answer in a loop that never sleeps. It would take a core from the ranks during their step.
+
+    Attributes:
+        path: Of the end that ranks write to.
     """
 
     def __init__(self) -> None:
@@ -88,7 +94,6 @@ class _Bell:
         self._poll.register(self._heard, select.POLLIN)
         self._ranks = 0
         self.path = f"/proc/{os.getpid()}/fd/{end}"
-        """The end that ranks write to."""
 
     def __enter__(self) -> Self:
         return self
@@ -104,19 +109,25 @@ class _Bell:
             self._files.append(os.pidfd_open(pid))
             self._poll.register(self._files[-1], select.POLLIN)
 
-    def wait(self, deadline: float) -> None:
-        """Until all have rung, or one has ended, or `deadline` (of `time.monotonic`) has passed."""
+    def wait(self, deadline: float) -> bool:
+        """Until all have rung, or one has ended, or `deadline` (of `time.monotonic`) has passed.
+
+        Returns:
+            Whether all have rung.
+        """
         left, start = self._ranks, time.monotonic()
         while left:
             now = time.monotonic()
             spins = now < start + SPIN_S
-            ready = [file for file, _ in self._poll.poll(0 if spins else max(0.0, deadline - now) * 1000)]
+            sleep_s = 0.0 if spins else min(max(0.0, deadline - now), _SLEEP_S)
+            ready = [file for file, _ in self._poll.poll(sleep_s * 1000)]
             if self._heard in ready:
                 left -= len(os.read(self._heard, left))
             elif ready or now > deadline:
-                return
+                return False
             elif spins:
                 os.sched_yield()  # a rank may wait for this core
+        return True
 
 
 class GraphOfEachNode:
@@ -134,7 +145,11 @@ class GraphOfEachNode:
             agent.do.remote("compile", list(of_node.values()), timeout_s)
             for agent, of_node in zip(self._agents, actors.values(), strict=True)
         ]
-        ray.get(compiled, timeout=COMPILE_S)
+        try:
+            ray.get(compiled, timeout=COMPILE_S + MARGIN_S)
+        except BaseException:
+            self.close()  # ranks that serve a graph answer no plain call
+            raise
 
     def call(self, order: int) -> list[Any]:
         of_nodes = ray.get([agent.do.remote("call", order) for agent in self._agents], timeout=self._timeout_s)

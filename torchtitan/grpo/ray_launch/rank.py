@@ -29,8 +29,8 @@ BEGIN, FINISH, WARM_UP = 0, -1, -2
 """Orders besides the numbers of steps, which start at 1."""
 BEAT_S = 1.0
 REGISTER_S = 30.0
-GRAPH_S = 10.0
-"""How long after it is compiled a graph may take to reach its ranks."""
+LOOP_S = 30.0
+"""How long Ray may take to start a graph's loop."""
 KEPT_FROM_RAY = {"OMP_NUM_THREADS"}
 """Variables that Ray sets in each worker process, and that the driver's value replaces."""
 
@@ -124,17 +124,11 @@ class Rank:
         compiled_dag_node.do_exec_tasks = hand_over
         return os.getpid()
 
-    def await_graph(self) -> None:
-        """After it is built: have its loop.
-
-        Raises:
-            RuntimeError: It runs in another thread. No order may go through this graph.
-        """
-        if not self._has_loop.wait(GRAPH_S):
-            raise RuntimeError("it does not run in the ranks' main thread")
-
     def serve(self) -> None:
-        """Execute what comes through the graph, until it is torn down."""
+        """Ring. Then execute what comes through the graph, until it is torn down."""
+        if not self._has_loop.wait(LOOP_S):
+            return  # its loop runs elsewhere; no order may go through it
+        self._ring()
         try:
             self._looped.set_result(self._loop())
         except BaseException as error:
@@ -144,8 +138,11 @@ class Rank:
     def answer(self, order: bytes) -> bytes | dict[str, Any]:
         """`call`, for the graph."""
         answer = self.call(int(order))
-        os.write(self._bell, b".")
+        self._ring()
         return b"%d" % answer if isinstance(answer, int) else answer
+
+    def _ring(self) -> None:
+        os.write(self._bell, b".")
 
     def close(self) -> dict[str, Any]:
         """Release everything, unless that is done; say how the run ended."""
