@@ -19,9 +19,11 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
+from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.servers import save_tiny_qwen3
 from tests.helpers.trainer_runs import embedded_server
 from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.engines.embedded import server as embedded_module
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
@@ -203,14 +205,23 @@ def test_cohorts_are_equal_to_the_last_bit(server: EmbeddedServer) -> None:
     assert first == run(cohort("b", [4, 0, 5, 2, 1, 3]))  # tokens and log-probabilities, exactly
 
 
-def test_an_incomplete_cohort_is_not_held_forever(server: EmbeddedServer) -> None:
+def test_an_incomplete_cohort_is_not_held_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_module, "COHORT_TIMEOUT_S", 1.0)
+    server = ServerThread(0)
+
     async def alone() -> float:
         async with Client(server.url) as client:
             begin = time.monotonic()
             await client.generate([1, 2], SamplingParams(1, 1.0, 1), "r", ("c", 2))
             return time.monotonic() - begin
 
-    assert 9.0 < run(alone()) < 30.0
+    assert 0.9 < run(alone()) < 20.0
+    server.close()
+
+
+async def running_before(client: Client) -> None:
+    """Until a request that was sent before is running: the server takes them in order, and has answered this one."""
+    await client.generate([3], SamplingParams(1, 1.0, 1), "after it")
 
 
 def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, reference) -> None:
@@ -220,7 +231,7 @@ def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, 
         async with Client(server.url) as client:
             params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
             running = asyncio.create_task(client.generate([3, 4], params, "running"))
-            await asyncio.sleep(0.1)
+            await running_before(client)
             assert not running.done()
             await asyncio.to_thread(control.pause)
             assert await asyncio.to_thread(control.is_paused)
@@ -241,7 +252,7 @@ def test_pause_abort_ends_answers_and_the_client_takes_none_of_them(server: Embe
     async def scenario() -> None:
         async with Client(server.url) as client:
             task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, LONG, ignore_eos=True), "r"))
-            await asyncio.sleep(0.3)
+            await running_before(client)
             await asyncio.to_thread(VllmControl(server.url, None, 30.0).pause, "abort")
             await task
 
@@ -253,7 +264,7 @@ def test_pause_wait_drains(server: EmbeddedServer) -> None:
     async def scenario() -> Completion:
         async with Client(server.url) as client:
             task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, 200, ignore_eos=True), "r"))
-            await asyncio.sleep(0.1)
+            await running_before(client)
             await asyncio.to_thread(VllmControl(server.url, None, 30.0).pause, "wait")
             return (await asyncio.wait_for(task, 20.0))[0]  # on its way
 
@@ -298,7 +309,7 @@ def test_killed_server_is_an_error_with_its_address(model_dir: Path, tmp_path: P
     async def scenario() -> None:
         async with Client(server.url, request_timeout_s=20.0) as client:
             task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, LONG, ignore_eos=True), "r"))
-            await asyncio.sleep(0.3)
+            await running_before(client)
             server.process.kill()
             with pytest.raises(EngineError, match=rf"{server.url}: request r"):
                 await asyncio.wait_for(task, 5.0)
@@ -328,7 +339,7 @@ def test_sigterm_ends_in_order(model_dir: Path, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with Client(server.url) as client:
                 task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, LONG, ignore_eos=True), "r"))
-                await asyncio.sleep(0.3)
+                await running_before(client)
                 server.process.terminate()
                 await task
 
@@ -455,7 +466,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
             async with Client(url) as client:
                 params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
                 task = asyncio.create_task(client.generate([3, 4], params, "r"))
-                await asyncio.sleep(0.15)
+                await running_before(client)
                 acknowledgement = await asyncio.to_thread(publish)
                 return (await task)[0], acknowledgement
 

@@ -318,7 +318,8 @@ def test_running_answers_can_finish_under_their_weights(served: Served):
             running = asyncio.create_task(client.generate(PROMPT, LONG, "running"))
             server.in_flight = 1  # as the collector counts
             running.add_done_callback(lambda _: setattr(server, "in_flight", 0))
-            await asyncio.sleep(0.3)
+            # Engines take requests in order: the other one runs when this one is answered.
+            await client.generate(PROMPT, SamplingParams(1, 1.0, 1, ignore_eos=True), "after it")
             await asyncio.to_thread(trainer.publish, 2, "B")
             done = running.done()
             after = await client.generate(PROMPT, dataclasses.replace(LONG, max_tokens=8), "after")

@@ -87,7 +87,8 @@ def answer_across(url: str, update, tokens: int = TOKENS) -> tuple[Completion, o
         client = VllmClient(url, None, 60.0, lambda: 1)
         params = SamplingParams(1, 0.7, tokens, seed=1, ignore_eos=True)
         task = asyncio.create_task(client.generate(PROMPT, params, "r"))
-        await asyncio.sleep(0.15)
+        # The server takes them in order: the other one runs when this one is answered.
+        await client.generate(PROMPT, SamplingParams(1, 0.7, 1, ignore_eos=True), "after it")
         updated = await asyncio.to_thread(update)
         completion = (await task)[0]
         await client.close()
