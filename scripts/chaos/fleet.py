@@ -28,6 +28,7 @@ class Fleet:
 
     Args:
         only: Kinds of faults whose names begin so; all if there are none.
+        faults: After how many no further one begins. Two may begin at once.
         gpu: Where vLLM or SGLang serves; "" for the CPU.
         transport: `[weight_sync] transport`. NCCL joins no two processes on one GPU.
 
@@ -46,6 +47,7 @@ class Fleet:
     only: Sequence[str] = ()
     gpu: str = ""
     transport: str = "auto"
+    faults: int | None = None
     wrong: list[str] = field(default_factory=list)
     injections: list[Injection] = field(default_factory=list)
 
@@ -60,7 +62,12 @@ class Fleet:
             stack.callback(watch.end)
             watch.wait_for("four steps", lambda: len(watch.steps) >= 4, 120.0)
             ends_at = time.monotonic() + self.seconds
-            torment = Torment(members, watch, random.Random(self.seed), lambda: time.monotonic() > ends_at, kinds=kinds)
+
+            def over() -> bool:
+                enough = self.faults is not None and len(self.injections) >= self.faults
+                return enough or time.monotonic() > ends_at
+
+            torment = Torment(members, watch, random.Random(self.seed), over, kinds=kinds)
             self.injections = torment.injections
             try:
                 torment.run(self.seconds + 400.0)
