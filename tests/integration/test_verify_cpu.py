@@ -30,7 +30,7 @@ def test_background_sync_holds_what_blocking_sync_holds_and_waits_less(tmp_path)
     assert not any(line.get("time/sync_hidden_s") for line in blocking)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM-at-the-start", "SIGINT-later"])
 def test_a_script_that_is_stopped_stops_its_trainer(number, tmp_path):
     command = ["bash", "scripts/verify_grpo_cpu.sh", "embedded"]
     kept = tmp_path / "kept"
@@ -39,8 +39,14 @@ def test_a_script_that_is_stopped_stops_its_trainer(number, tmp_path):
         try:
             deadline = time.monotonic() + 120
             log = kept / "embedded.log"
-            while not (log.exists() and "sft step" in log.read_text()):
-                assert script.poll() is None and time.monotonic() < deadline
+
+            def begun() -> bool:
+                if number == signal.SIGTERM:
+                    return len(processes_of(kept)) >= 3  # `timeout`, torchrun and the rank, which imports
+                return log.exists() and "sft step" in log.read_text()
+
+            while not begun():
+                assert script.poll() is None and time.monotonic() < deadline, log.exists() and log.read_text()
                 time.sleep(0.2)
             os.killpg(script.pid, number)
             assert script.wait(45) != 0
