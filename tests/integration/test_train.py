@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from statistics import fmean
 
@@ -116,10 +114,11 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     assert all({"reward/small/mean", "reward/large/mean"} <= line.keys() for line in lines)
     assert [line["data/small/share"] for line in lines] == [0.75, 0.75]
 
-    script = [sys.executable, ROOT / "scripts" / "evaluate.py", tmp_path / "run" / "checkpoint" / "step-2"]
-    command = [*script, *arguments(tmp_path / "run", flags), "--out", tmp_path / "evaluation"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = [tmp_path / "run" / "checkpoint" / "step-2", *arguments(tmp_path / "run", flags)]
+    words += ["--out", tmp_path / "evaluation"]
+    script, log = ROOT / "scripts" / "evaluate.py", tmp_path / "evaluation.log"
+    evaluation = Ranks(1, script, *words, log=log, environment=environment(), found=False)
+    evaluation.check()
     result = json.loads((tmp_path / "evaluation" / "result.json").read_text())
     of_run = {name: value for name, value in lines[-1].items() if name.startswith("validation/")}
     for of_set in ("small", "products"):
@@ -134,7 +133,7 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     answers = [json.loads(line) for line in (tmp_path / "evaluation" / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 40 * (1 + 4) + 16 * (1 + 1)
     assert max(answer["answer_tokens"] for answer in answers if answer["set"] == "products") <= 3
-    assert "small" in done.stdout and "majority_at_4" in done.stdout
+    assert "small" in evaluation.log and "majority_at_4" in evaluation.log
     assert processes_of(tmp_path) == [], "the server is stopped"
 
 
