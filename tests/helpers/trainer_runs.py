@@ -62,12 +62,19 @@ def embedded_url() -> str:
 @contextmanager
 def embedded_server(model: Path, log: Path, *flags: object) -> Iterator[str]:
     """The address of an embedded server in a forked process, where a test is of something else than its start."""
+    with forked_server(model, log, *flags) as (url, _):
+        yield url
+
+
+@contextmanager
+def forked_server(model: Path, log: Path, *flags: object) -> Iterator[tuple[str, int]]:
+    """The same server's address and process id."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     words = ["--model", model, "--port", port, *flags]
     server = Ranks(1, "torchtitan.grpo.engines.embedded", *words, log=log, environment=environment())
     try:
         VllmControl(url).wait_healthy(120, server)
-        yield url
+        yield url, server.processes[0].pid
     finally:
         server.kill()
 
@@ -151,7 +158,8 @@ def endless(
 
 def steps(folder: Path) -> list[dict]:
     path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []  # the last line may be in the making
+    lines = [json.loads(line) for line in whole]
     return [line for line in lines if line.get("step", 0) > 0]
 
 

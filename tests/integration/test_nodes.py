@@ -18,6 +18,8 @@ from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.trainer_runs import arguments, embedded_url, environment, processes_of, steps, without_times
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the only rank of each node would take the first GPU")
+# Whichever of the two is under way notices it: a collective, or a stage of a save.
+LOST = "lost the connection to|Connection (closed|reset) by peer|Broken pipe|rank 0 waited for the others"
 AGENT = ROOT / "scripts" / "chaos" / "agent.py"
 FLAGS: dict[str, str | None] = {
     "--job.config_file": str(ROOT / "train_configs" / "quickstart.toml"),
@@ -99,7 +101,7 @@ def until_listening(port: int, limit_s: float = 60.0) -> None:
     while True:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
             return
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"nobody listens at port {port}"
         time.sleep(0.02)
 
 
@@ -123,14 +125,14 @@ def test_a_run_that_loses_nodes_is_the_run_that_does_not(tmp_path):
     with two_nodes(hit) as nodes:
         until_saved(1, hit, nodes[0])
         nodes[1].kill()
-        assert nodes[0].wait(30) != 0
-        assert re.search("lost the connection to another rank|Connection (closed|reset) by peer", nodes[0].log)
+        assert nodes[0].wait(60) != 0
+        assert re.search(LOST, nodes[0].log), nodes[0].log[-6000:]
         assert processes_of(hit) == []
     # The same command again. Then a rank is lost, and its torchrun lives: both nodes start anew, and go on.
     with two_nodes(hit, words=("--max-restarts", "1")) as nodes:
         until_saved(3, hit, nodes[0])
         nodes[1].kill(below_agent=True)
-        assert [node.wait(60) for node in nodes] == [0, 0]
+        assert [node.wait(120) for node in nodes] == [0, 0]
         resumed_at = re.findall(r"Loaded checkpoint \S+step-(\d)", nodes[0].log + nodes[1].log)
         assert len(set(resumed_at)) == 2 and max(resumed_at) >= "3", resumed_at  # by the command, and by torchrun
     assert without_times(steps(tmp_path / "whole" / "run")) == without_times(steps(hit / "run"))
