@@ -173,7 +173,7 @@ def test_a_frozen_and_a_killed_server_delay_neither_the_run_nor_the_others(serve
         ]
         assert max(late_s) < STRAGGLER_S + 2.5, (server.name, late_s)
     # A publish takes no longer while a server does not answer.
-    assert max(line["time/sync_s"] for line in out) < 0.25
+    assert max(line["time/sync_s"] for line in out) < STRAGGLER_S / 2
     # Requests under way at the frozen server time out, and are sent to the others.
     assert max(line["time/step_s"] for line in lines if line["step"] >= first_step_without) < 5.0 + STEP_S + 5.0
 

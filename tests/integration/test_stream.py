@@ -394,7 +394,7 @@ def test_a_group_that_would_be_too_old(make_run, late) -> None:
         assert indices(batch) == run.order[B : 2 * B]
         assert (run.count("groups_late"), held.given_up) == (0, set())
     else:
-        assert time.monotonic() - begin < 0.8
+        assert time.monotonic() - begin < 1.0
         assert indices(batch) == run.order[B + 1 : 2 * B + 1]
         wait_until(lambda: held.given_up == {stuck})
         assert run.count("groups_late") == 1

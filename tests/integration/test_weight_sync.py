@@ -155,7 +155,7 @@ def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
         assert ("checksum" if version == 3 else f"says version {version - 1}") in reason
     assert seen[0]["most_in_flight"] == num_buffers, "bucket k + 1 is packed while bucket k is on the wire"
     for record in seen:
-        assert record["close_s"] < 2
+        assert record["close_s"] < 5, "no time limit is waited for"
         assert record["threads"] == []
 
 
@@ -180,7 +180,7 @@ def test_too_few_servers_left_is_an_error_within_the_bound(tmp_path, receivers, 
         assert act["publish_s"] < 12, "they wait for rank 0 to fetch their shards, or to give up"
     again = seen[0]["acts"][2]
     assert url in again["error"]
-    assert again["publish_s"] < 1, "what is known already is said at once"
+    assert again["publish_s"] < 2, "what is known already is said at once"
     for record in seen:
         assert record["close_s"] < 8, "another rank may wait for rank 0, which waits for the server"
 
@@ -289,5 +289,5 @@ def test_the_end_in_the_middle_of_a_push(tmp_path, receivers):
         assert record["acts"][1]["publish_s"] < 0.5
         assert record["close_s"] < 5
         assert record["threads"] in ([], ["weight-sync-update"], ["weight-sync-update", "weight-sync-abort"])
-        assert record["destroy_s"] < 2
+        assert record["destroy_s"] < 5
         assert over - record["ended"] < 6, "the process ends, too"

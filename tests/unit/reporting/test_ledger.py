@@ -48,9 +48,10 @@ def test_a_stage_that_raises_is_still_booked():
 
 
 def test_added_seconds_are_stages_or_hidden():
-    ledger = Ledger("cpu")
+    ledger, began = Ledger("cpu"), time.perf_counter()
     with ledger.stage("rollout"):
         time.sleep(0.05)
+    spent_s = time.perf_counter() - began
     with ledger.stage("sync"):
         time.sleep(0.01)
     ledger.add("reward", 0.03, out_of="rollout")
@@ -58,7 +59,7 @@ def test_added_seconds_are_stages_or_hidden():
     seconds = ledger.close_step()
 
     assert seconds["time/reward_s"] == 0.03
-    assert 0.02 <= seconds["time/rollout_s"] < 0.05
+    assert 0.02 <= seconds["time/rollout_s"] <= spent_s - 0.03
     assert seconds["time/sync_hidden_s"] == 7.0
     assert seconds["time/sync_s"] < 7.0
     parts = ("rollout", "reward", "sync", "other")

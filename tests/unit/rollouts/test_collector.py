@@ -451,7 +451,7 @@ def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_coll
         collector.take_busy_seconds()
     begin = time.monotonic()
     collector.close()
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 5, "it blocks for 30 s"
     over.set()
 
 

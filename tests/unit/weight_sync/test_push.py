@@ -170,7 +170,7 @@ def test_a_straggler_is_dropped_by_name_and_the_other_server_continues():
     why = "kept the other servers waiting for over 0.25 s with bucket 4 of 8 of version 7"
     assert outcome.dropped == {"slow": why}
     assert slow.outcome == f"dropped: {why}"
-    assert 0.25 <= outcome.lead_s < 0.8, "after straggler_s, and not when it would have come"
+    assert 0.25 <= outcome.lead_s < 1.0, "after straggler_s, and not when it would have come"
 
 
 def test_the_last_buckets_and_the_only_bucket_can_be_late_too():
@@ -180,7 +180,7 @@ def test_the_last_buckets_and_the_only_bucket_can_be_late_too():
         outcome = run_push([quick, slow], buckets, num_buffers, straggler_s=0.2)
         assert_whole(quick, buckets)
         assert outcome.dropped.keys() == {"slow"}
-        assert outcome.lead_s < 0.8
+        assert outcome.lead_s < 1.0
 
 
 def test_no_server_is_dropped_while_all_are_equally_late():
@@ -205,17 +205,17 @@ def test_a_single_server_is_never_dropped():
 
 
 def test_the_wait_starts_again_when_the_ready_server_has_left():
-    push = Push(7, 4, 1, ["ready", "late", "later"], 0.4, lambda server, why: dropped.append(server))
+    push = Push(7, 4, 1, ["ready", "late", "later"], 0.8, lambda server, why: dropped.append(server))
     dropped: list[str] = []
     push.offer(content(7, 0), None)
     push.seat("ready", 5, nothing).let_go(1)
     waiting = threading.Thread(target=push.wait_for_buffer, args=(1,), daemon=True)
     waiting.start()
-    time.sleep(0.3)
+    time.sleep(0.5)
     push.ended("ready", None)
+    time.sleep(0.5)
+    push.seat("late", 5, nothing).let_go(1)  # 1 s after "ready" was, but "later" has kept nobody waiting yet
     time.sleep(0.3)
-    push.seat("late", 5, nothing).let_go(1)  # 0.6 s after "ready" was, but "later" has kept nobody waiting yet
-    time.sleep(0.2)
     assert dropped == []
     push.seat("later", 5, nothing).let_go(1)
     waiting.join(5)
@@ -227,7 +227,7 @@ def test_two_late_servers_are_dropped_together():
     quick, *slow = [Worker("quick"), *(Worker(f"slow{n}", lambda index: 0.8) for n in range(2))]
     outcome = run_push([quick, *slow], buckets=4, num_buffers=2, straggler_s=0.2)
     assert outcome.dropped.keys() == {"slow0", "slow1"}
-    assert outcome.lead_s < 0.7
+    assert outcome.lead_s < 0.8
     assert_whole(quick, 4)
 
 
@@ -290,7 +290,7 @@ def test_a_failed_push_wakes_everyone():
     threads.append(expect_dropped("posting", lambda: posting.let_go(1)))
     for thread in threads:
         thread.join(5)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5, "they may wait for 30 s"
     assert outcomes == dict.fromkeys(["bucket", "checksums", "posting"], "the push of version 7 failed")
     for wait in (lambda: posting.bucket(0), posting.raise_if_dropped):
         with pytest.raises(Dropped):
@@ -386,20 +386,22 @@ def test_draining_does_not_count_as_straggling():
         thread.join(5)
         assert not thread.is_alive()
     assert still.dropped == {}
-    assert 0.6 <= still.began_s < 1.5
+    assert 0.6 <= still.began_s < 4
     assert still.push.servers.keys() == {"quick", "long"}
 
 
 def test_a_server_that_is_not_told_to_pause_is_dropped_while_another_drains():
     still = Standstill(["quick", "long", "absent"], straggler_s=0.2, drain_s=5.0)
     threads = [still.server("quick", 0.0, 0.0), still.server("long", 0.0, 0.8), still.server("absent", 1.5, 0.0)]
-    time.sleep(0.5)
+    deadline = time.monotonic() + 1.4
+    while not still.dropped and time.monotonic() < deadline:
+        time.sleep(0.01)
     why = "kept the other servers waiting for over 0.2 s with the pause of version 7"
     assert still.dropped == {"absent": why}
     for thread in [*threads, still.lead]:
         thread.join(5)
         assert not thread.is_alive()
-    assert 0.8 <= still.began_s < 1.4
+    assert 0.8 <= still.began_s < 1.5
     assert still.push.servers.keys() == {"quick", "long"}
 
 
