@@ -215,9 +215,9 @@ def supervised(engine: str, folder: Path, model_dir: Path, *flags: str) -> Itera
 
 
 def server_pids(folder: Path) -> list[int]:
-    """Supervised servers, oldest first, whose command lines name the folder; neither guards nor workers."""
+    """Supervised servers, in no order, whose command lines name the folder; neither guards nor workers."""
     guards = [pid for pid in processes_of(folder) if "guard.py" in _command_line(pid)]
-    return sorted(pid for pid in processes_of(folder) if _parent(pid) in guards)
+    return [pid for pid in processes_of(folder) if _parent(pid) in guards]
 
 
 def _command_line(pid: int) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import defaultdict
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -68,15 +69,23 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
     assert [line["reward/mean"] for line in other] == [line["reward/mean"] for line in plain[2:]]
 
 
-def test_the_export_is_the_trained_model_and_mismatch_stays_under_1e_4(tmp_path):
-    lines = train(tmp_path)
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without flags."""
+    folder = tmp_path_factory.mktemp("usual") / "run"
+    train(folder)
+    return folder
+
+
+def test_the_export_is_the_trained_model_and_mismatch_stays_under_1e_4(usual):
+    lines = steps(usual)
     assert all(line["policy/mismatch_abs"] <= 1e-4 for line in lines)
     assert [line["sync/version"] for line in lines] == [1, 2, 3]
     model, loading = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "checkpoint" / "step-3" / "hf", output_loading_info=True
+        usual / "checkpoint" / "step-3" / "hf", output_loading_info=True
     )
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    assert (tmp_path / "checkpoint" / "step-3" / "hf" / "tokenizer.json").exists()
+    assert (usual / "checkpoint" / "step-3" / "hf" / "tokenizer.json").exists()
     assert model(torch.tensor([[1, 5, 6]])).logits.isfinite().all()
 
 
@@ -137,12 +146,19 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     assert processes_of(tmp_path) == [], "the server is stopped"
 
 
-def test_weights_by_files_make_the_same_run_as_weights_by_a_group(tmp_path):
-    by_group = train(tmp_path / "group")
+def test_weights_by_files_make_the_same_run_as_weights_by_a_group(usual, tmp_path):
     folder = tmp_path / "weights"
     by_files = train(tmp_path / "files", {"--weight_sync.transport": "disk", "--weight_sync.disk_folder": str(folder)})
-    assert without_times(by_files) == without_times(by_group)
+    assert without_times(by_files) == without_times(steps(usual))
     assert list(folder.iterdir()) == [], "the last version is removed with the run"
+
+
+OFFLOADED = {"--grpo.minibatches": "2", "--grpo.kl_coef": "0.05", "--lr_scheduler.total_steps": "3"}
+
+
+@pytest.fixture(scope="module")
+def not_offloaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return train(tmp_path_factory.mktemp("plain") / "run", OFFLOADED)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +166,13 @@ def test_weights_by_files_make_the_same_run_as_weights_by_a_group(tmp_path):
     [{"--offload.offload_optimizer_states_for_logprob": None}, {"--offload.optimizer_states": "host"}],
     ids=["window", "host"],
 )
-def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, tmp_path):
-    flags = {"--grpo.minibatches": "2", "--grpo.kl_coef": "0.05", "--lr_scheduler.total_steps": "3"}
-    flags |= {"--training.steps": "3"}
-    plain = train(tmp_path / "plain", flags)
-    where = flags | where | {"--offload.reference_weights": "host"}
+def test_offloaded_states_make_the_same_run_also_when_it_is_resumed(where, not_offloaded, tmp_path):
+    where = OFFLOADED | where | {"--offload.reference_weights": "host"}
     train(tmp_path / "offloaded", where | {"--training.steps": "2"})
     train(tmp_path / "offloaded", where | {"--checkpoint.resume": None})
     offloaded = steps(tmp_path / "offloaded")
     assert all(line["offload/freed_gib"] > 0 and line["offload/reference_freed_gib"] > 0 for line in offloaded[1:])
-    for one, other in zip(plain, offloaded, strict=True):
+    for one, other in zip(not_offloaded, offloaded, strict=True):
         for name in ("train/loss", "train/grad_norm", "policy/kl", "policy/entropy", "reward/mean"):
             assert other[name] == one[name], (one["step"], name)
 
@@ -187,6 +200,14 @@ def test_batches_are_packed_ahead_but_not_before_a_checkpoint_or_a_validation(tm
     assert len({prompt for _, prompt in groups}) == 6 * 8
 
 
+@pytest.fixture(scope="module")
+def trained_start(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights after one step, for runs on any number of ranks: random ones depend on that number."""
+    folder = tmp_path_factory.mktemp("start") / "run"
+    train(folder, {"--training.steps": "1"})
+    return str(folder / "checkpoint" / "step-1" / "hf")
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -195,11 +216,8 @@ def test_batches_are_packed_ahead_but_not_before_a_checkpoint_or_a_validation(tm
     ],
     ids=["minibatches-kl-in-reward", "gspo-kl-in-loss"],
 )
-def test_two_ranks_learn_what_one_rank_learns(flags, tmp_path):
-    # A trained start, so that both have the same weights: random initialisation depends on the number of ranks.
-    train(tmp_path / "start", {"--training.steps": "1"})
-    folder = str(tmp_path / "start" / "checkpoint" / "step-1" / "hf")
-    flags = flags | {"--model.hf_assets_path": folder, "--model.weights": "hf", "--sft.steps": "0"}
+def test_two_ranks_learn_what_one_rank_learns(flags, trained_start, tmp_path):
+    flags = flags | {"--model.hf_assets_path": trained_start, "--model.weights": "hf", "--sft.steps": "0"}
     flags |= {"--metrics.samples_per_step": "1000"}
     alone = train(tmp_path / "one", flags)
     sharded = train(tmp_path / "two", flags, ranks=2)
