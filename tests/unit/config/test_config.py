@@ -223,6 +223,27 @@ BAD_TOML = {
     "split not read": ("[data]\nvalidation_split = 'test'", "[data] validation_split", 'source = "hf"'),
     "no tasks": ("[data]\nsource = 'reasoning_gym'", "[data] tasks is empty", "basic_arithmetic"),
     "operator": ("[data]\narithmetic_operators = ['/']", "[data] arithmetic_operators", '"+", "-", "*"'),
+    "question without operand": ("[data]\narithmetic_question = '{left}+1='", "[data] arithmetic_question", "{right}"),
+    "question without operator": (
+        "[data]\narithmetic_operators = ['+', '-']\narithmetic_question = '{left}+{right}='",
+        "[data] arithmetic_question",
+        "{operator}",
+    ),
+    "template value of Python": (
+        "[data]\nchat_template_kwargs = ['enable_thinking=False']",
+        "[data] chat_template_kwargs: 'enable_thinking=False'",
+        "as in enable_thinking=false",
+    ),
+    "template value that the trainer sets": (
+        "[data]\nchat_template_kwargs = ['add_generation_prompt=false']",
+        "[data] chat_template_kwargs: 'add_generation_prompt=false'",
+        "name of a variable",
+    ),
+    "template value without template": (
+        "[data]\nchat_template = false\nchat_template_kwargs = ['enable_thinking=false']",
+        "[data] chat_template_kwargs",
+        "chat_template = true only",
+    ),
     "template": ("[data]\nprompt_template = 'Q:'", "[data] prompt_template", "lacks {prompt}"),
     "system prompt": ("[data]\nchat_template = false\nsystem_prompt = 'x'", "[data] system_prompt", "prompt_template"),
     "answer column": (

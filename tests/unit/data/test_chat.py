@@ -5,7 +5,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
+from torchtitan.grpo.data.prompts import PromptSource, end_token_ids
 from torchtitan.grpo.errors import UserError
 
 CHATML = (
@@ -32,6 +34,11 @@ THINKING = (  # as Qwen3's: thinking is removed from turns that a user has answe
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SWITCHED = CHATML.replace(  # as Qwen3's: off only if it is told so
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}",
 )
 OPENS_THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 TALK = [
@@ -198,3 +205,30 @@ def test_tools_that_are_no_list_are_refused(value, said):
     with pytest.raises(UserError, match=said):
         tools_of(value, "row 0")
     assert tools_of("", "row 0") is None and tools_of(None, "row 0") is None
+
+
+def test_prompts_end_in_an_empty_thought_where_thinking_is_switched_off(tokenizer):
+    tokenizer.chat_template = SWITCHED
+    ends = []
+    for words in ([], ["enable_thinking=true"], ["enable_thinking=false"]):
+        data = Data(arithmetic_max=1, chat_template_kwargs=words)
+        ends.append(PromptSource(data, tokenizer, 0).next(1)[0].text.rpartition("assistant\n")[2])
+    assert ends == ["", "", "<think>\n\n</think>\n\n"]
+    with pytest.raises(UserError, match=r"\[data\] chat_template_kwargs names 'enable_thinkin'"):
+        PromptSource(Data(chat_template_kwargs=["enable_thinkin=false"]), tokenizer, 0)
+
+
+def test_a_template_whose_turns_end_in_no_end_token_is_warned_about(tokenizer, tmp_path, caplog):
+    """As in base models of Qwen3, whose end token is that of a document."""
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|endoftext|>"]})
+    tokenizer.chat_template = CHATML
+    assert end_token_ids(tokenizer, str(tmp_path)) == [END] and not caplog.records
+    tokenizer.eos_token = "<|endoftext|>"
+    assert end_token_ids(tokenizer, str(tmp_path)) == [tokenizer.eos_token_id]
+    assert "ends a turn with <|im_end|>" in caplog.text and f"stop_token_ids has {END}" in caplog.text
+    caplog.clear()
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{END}]}}')
+    end_token_ids(tokenizer, str(tmp_path))
+    tokenizer.chat_template = "{{ raise_exception('tools only') }}"
+    end_token_ids(tokenizer, str(tmp_path))
+    assert not caplog.records

@@ -114,6 +114,12 @@ def test_arithmetic_is_right_distinct_and_held_out(tokenizer):
         assert prompt.answer == str(eval(prompt.columns["question"].rstrip("=")))
 
 
+def test_arithmetic_asks_in_words(tokenizer):
+    data = Data(arithmetic_max=2, arithmetic_operators=["-"], arithmetic_question="What is {left} less {right}?")
+    asked = {prompt.columns["question"]: prompt.answer for prompt in PromptSource(data, tokenizer, 0).next(9)}
+    assert len(asked) == 9 and asked["What is 1 less 2?"] == "-1"
+
+
 def test_arithmetic_size_limits_the_training_prompts(tokenizer):
     assert len(PromptSource(Data(size=50), tokenizer, 0, validation_prompts=8)) == 50
 

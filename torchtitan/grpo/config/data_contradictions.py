@@ -91,10 +91,19 @@ def _check_rows(data: Data) -> Iterator[str]:
         yield f"[data] chat_template_file = {show(data.chat_template_file)} is read with chat_template = true only"
     if data.chat_template_file and not os.path.isfile(data.chat_template_file):
         yield f"[data] chat_template_file = {show(data.chat_template_file)} is no file: give a Jinja template"
+    if data.chat_template_kwargs and not data.chat_template:
+        yield f"[data] chat_template_kwargs = {show(data.chat_template_kwargs)} is read with chat_template = true only"
+    try:
+        _ = data.template_arguments
+    except ValueError as error:
+        yield f"[data] chat_template_kwargs: {error}"
     if data.source == "arithmetic":
         unknown = [operator for operator in data.arithmetic_operators if operator not in ("+", "-", "*")]
         if unknown or not data.arithmetic_operators:
             yield f'[data] arithmetic_operators = {show(data.arithmetic_operators)} must hold some of "+", "-", "*"'
+        wanted_places = ["{left}", "{right}", *(["{operator}"] if len(data.arithmetic_operators) > 1 else [])]
+        if lacking := [place for place in wanted_places if place not in data.arithmetic_question]:
+            yield f"[data] arithmetic_question = {show(data.arithmetic_question)} lacks {', '.join(lacking)}"
     yield from _check_pattern("data.answer_pattern", data.answer_pattern)
     training = (data.path, data.split)
     held_out = (data.validation_path or data.path, data.validation_split or data.split)

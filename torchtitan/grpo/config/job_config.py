@@ -7,13 +7,18 @@ A key of torchtitan's stands here too when its default suits pre-training and no
 has a range. The string below a field becomes its text in docs/configuration.md and in `--help`.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from torchtitan.grpo.config.ranges import Range
 
-ROW_KEYS = {"source", "path", "subset", "split", "tasks", "size", "arithmetic_max", "arithmetic_operators"}
+ROW_KEYS = {"source", "path", "subset", "split", "tasks", "size", "arithmetic_max", "arithmetic_operators"} | {
+    "arithmetic_question"
+}
 """Keys of [data] that say which rows there are."""
+_TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
+"""What `chat_template_kwargs` may not name: the trainer sets it."""
 
 
 @dataclass
@@ -469,6 +474,9 @@ class Data:
     """Render prompts with the tokenizer's chat template. False sends plain text."""
     chat_template_file: str = ""
     """Jinja file that replaces the tokenizer's chat template, in exports too. Empty: the tokenizer's own."""
+    chat_template_kwargs: list[str] = field(default_factory=list)
+    """What the chat template gets besides the messages, as `name=value` with a JSON value. `["enable_thinking=false"]`
+    turns off Qwen3's thinking."""
     shuffle: bool = True
     """Shuffle each epoch differently, by `debug.seed`."""
     max_prompt_tokens: Annotated[int, Range(at_least=1)] = 512
@@ -486,10 +494,30 @@ class Data:
     """Largest operand of `arithmetic`."""
     arithmetic_operators: list[str] = field(default_factory=lambda: ["+"])
     """Operators of `arithmetic`: +, -, *."""
+    arithmetic_question: str = "{left}{operator}{right}="
+    """What `arithmetic` asks, with places for both operands and the operator, which may be left out if there is one."""
     reward_column: str = ""
     """Column that names a row's own reward functions: one name or a list, all of them in `[reward] functions`."""
     mixture: list[MixtureSource] = field(default_factory=list)
     """Several sources with weights, as `[[data.mixture]]` tables. Empty: [data] is the only source."""
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """`chat_template_kwargs` by name.
+
+        Raises:
+            ValueError: One is not a name, an equals sign and a JSON value, or names what the trainer sets itself.
+        """
+        arguments: dict[str, Any] = {}
+        for word in self.chat_template_kwargs:
+            name, _, value = word.partition("=")
+            try:
+                arguments[name] = json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"{word!r} must be name=value in JSON, as in enable_thinking=false") from error
+            if not name.isidentifier() or name in _TEMPLATE_OWN:
+                raise ValueError(f"{word!r} must begin with the name of a variable of the template")
+        return arguments
 
     @property
     def question_column(self) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -31,10 +33,17 @@ class ChatRenderer:
     Args:
         end_ids: Tokens that end a turn, from `end_token_ids`.
         last_only: Train the last turn of the assistant only.
+        arguments: `[data] chat_template_kwargs` by name.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: list[int], last_only: bool) -> None:
-        self._tokenizer, self._end_ids, self._last_only = tokenizer, end_ids, last_only
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: list[int],
+        last_only: bool,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._tokenizer, self._end_ids, self._last_only, self._arguments = tokenizer, end_ids, last_only, arguments
         template = tokenizer.chat_template
         self._special = [*end_ids, *tokenizer.all_special_ids]
         self.marked = isinstance(template, str) and bool(_GENERATION.search(template))
@@ -118,7 +127,7 @@ class ChatRenderer:
 
     def _apply(self, messages: list[Message], tools: list[Any] | None, place: str, **how: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **how)
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **self._arguments, **how)
         except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{place}: the chat template refuses these messages: {error}") from error
 

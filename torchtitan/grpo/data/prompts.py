@@ -77,7 +77,28 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
             f"{folder} names no end token: set eos_token in its tokenizer_config.json "
             "or eos_token_id in its generation_config.json"
         )
+    turn_end = _turn_end(tokenizer)
+    if turn_end not in (None, *ids):
+        logger.warning(
+            f"The chat template of {folder} ends a turn with {tokenizer.convert_ids_to_tokens(turn_end)}, which is none "
+            f"of the model's end tokens {tokenizer.convert_ids_to_tokens(ids)}, as in base models. Answers go on behind "
+            f"it unless [rollout] stop_token_ids has {turn_end}"
+        )
     return ids
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes right behind what the assistant says; None if there is none."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (jinja2.TemplateError, TypeError, ValueError):  # it wants other messages
+        return None
+    behind = tokenizer(text.rpartition("b")[2], add_special_tokens=False)["input_ids"][:1]
+    added = tokenizer.added_tokens_decoder
+    return behind[0] if behind and behind[0] in added and added[behind[0]].special else None
 
 
 class NothingToAsk(UserError):
@@ -133,6 +154,13 @@ class PromptSource:
                 f"[data] chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template: set "
                 "[data] chat_template = false to send plain text, or give a template by [data] chat_template_file"
             )
+        self._template_arguments = data.template_arguments
+        for name in self._template_arguments:
+            if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
+                raise UserError(
+                    f"[data] chat_template_kwargs names {name!r}, which the chat template of {tokenizer.name_or_path} "
+                    "does not read: leave it out"
+                )
         self._rows = load_rows(data, held_out, validation_prompts, asked)
         self._positions, self._fingerprint = self._check_rows()
         self._epoch = 0
@@ -316,7 +344,8 @@ class PromptSource:
         if not self._data.chat_template:
             return messages[0]["content"]
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            own = self._template_arguments
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **own)
         except jinja2.TemplateError as error:
             template = self._data.chat_template_file or "the tokenizer's chat template"
             raise UserError(f"{place}: {template} refuses the messages: {error}") from error

@@ -105,7 +105,9 @@ def question(row: DatasetRow, column: str) -> str:
 
 
 def _arithmetic(data: Data, extra: int) -> DatasetRows:
-    """Distinct problems `a+b=`, 0 <= a, b <= arithmetic_max: `size` of them in a fixed random order, or all.
+    """Distinct problems as `arithmetic_question` asks them, with operands up to `arithmetic_max`.
+
+    There are `size` of them in a fixed random order, or all.
 
     Column `calculation` is a target for `[sft] target_column`. In every third row it calls `environments.calculator`;
     in the others it is the answer alone. So a warm start learns the call without a preference for it.
@@ -118,7 +120,8 @@ def _arithmetic(data: Data, extra: int) -> DatasetRows:
         which, left = divmod(rest, operands)
         sign = data.arithmetic_operators[which]
         answer = str(OPERATORS[sign](left, right))
-        question = {data.prompt_column: f"{left}{sign}{right}=", data.answer_column or "answer": answer}
+        text = data.arithmetic_question.replace("{left}", str(left)).replace("{right}", str(right))
+        question = {data.prompt_column: text.replace("{operator}", sign), data.answer_column or "answer": answer}
         calculation = answer if len(rows) % 3 else f"<{left}{sign}{right}>{answer}\n{answer}"
         rows.append({"calculation": calculation} | question)
     return DatasetRows(rows, range(len(rows)), f'[data] source = "arithmetic" (arithmetic_max = {data.arithmetic_max})')
