@@ -73,23 +73,37 @@ def train(
     folder: Path,
     limit_s: float,
     show: Callable[[dict], bool],
+    ranks: int | None = None,
 ) -> str:
     """One run of grpo_train.py in `folder`, under torchrun as a user starts it.
 
     Args:
         flags: Configuration keys and values; `job.dump_folder` is added.
-        devices: One trainer rank each.
+        devices: Those that it sees.
+        ranks: Trainer processes, on the first of them; None: one each.
+        limit_s, show: As in `follow`.
+
+    Returns:
+        As `follow`.
+    """
+    ranks = len(devices) if ranks is None else ranks
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    words += ["grpo_train.py", *as_flags(flags), "--job.dump_folder", str(folder)]
+    environment = device_environment(devices) | import_environment()
+    return follow(Process(words, folder.parent / f"{folder.name}.log", environment), name, folder, limit_s, show)
+
+
+def follow(run: Process, name: str, folder: Path, limit_s: float, show: Callable[[dict], bool]) -> str:
+    """Wait for a run that writes `folder`/metrics.jsonl, and end it.
+
+    Args:
         limit_s: Longest time for all of it; then it is ended.
         show: Gets each record of metrics.jsonl. Once it returns True the run is ended.
 
     Returns:
         "" if it ended well or `show` had seen enough, else what went wrong.
     """
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(devices))]
-    words += ["grpo_train.py", *as_flags(flags), "--job.dump_folder", str(folder)]
     deadline = time.monotonic() + limit_s
-    environment = device_environment(devices) | import_environment()
-    run = Process(words, folder.parent / f"{folder.name}.log", environment)
     try:
         seen = 0
         while True:

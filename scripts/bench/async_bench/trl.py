@@ -55,16 +55,22 @@ def make_examples(tokenizer: Any, prompts: Path) -> list[dict[str, Any]]:
     return [{"prompt": turns[i % len(turns)]} for i in range(EXAMPLES)]
 
 
-def train_with_trl(args: argparse.Namespace) -> None:
-    """`rollouts.py trl`: prints each of TRL's logs as a JSON object with the seconds since the start."""
+def mend_async_trainer() -> None:
+    """Replace what the module's docstring names."""
     import trl.experimental.async_grpo.packing as packing
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
     VLLMClient.get_dtype = lambda self: "torch.bfloat16"
     packing._flash_attn = flash_attention_4
+
+
+def train_with_trl(args: argparse.Namespace) -> None:
+    """`rollouts.py trl`: prints each of TRL's logs as a JSON object with the seconds since the start."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    mend_async_trainer()
 
     class Log(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):

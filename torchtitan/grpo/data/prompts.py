@@ -80,9 +80,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
     turn_end = _turn_end(tokenizer)
     if turn_end not in (None, *ids):
         logger.warning(
-            f"The chat template of {folder} ends a turn with {tokenizer.convert_ids_to_tokens(turn_end)}, which is none "
-            f"of the model's end tokens {tokenizer.convert_ids_to_tokens(ids)}, as in base models. Answers go on behind "
-            f"it unless [rollout] stop_token_ids has {turn_end}"
+            f"The chat template of {folder} ends a turn with {tokenizer.convert_ids_to_tokens(turn_end)}, which is "
+            f"none of the model's end tokens {tokenizer.convert_ids_to_tokens(ids)}, as in base models. Answers go on "
+            f"behind it unless [rollout] stop_token_ids has {turn_end}"
         )
     return ids
 

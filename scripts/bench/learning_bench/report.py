@@ -1,0 +1,86 @@
+"""The tables and the picture of the runs in a folder."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from async_bench.measured import MODES
+from bench_common.output import Output, Row
+from bench_common.process import read_lines
+from learning_bench.reached import Point, best, curve, summarise, thresholds_of
+from learning_bench.runs import RUN_FILE, complete
+
+from torchtitan.grpo.errors import UserError
+
+COLUMNS = """contender lr seeds steps seconds start final final_std seconds_to_1 seconds_to_2 seconds_to_3
+    tokens_to_1 tokens_to_2 tokens_to_3 reached_3 age_mean age_max mismatch ess clipped"""
+Seeds = list[list[Row]]
+"""Lines of metrics.jsonl of each seed."""
+
+
+def report(folder: Path, thresholds: Sequence[float] | None, picture: Path, out: Output) -> None:
+    """Print every contender at its best learning rate, then all of them, and draw the first.
+
+    Raises:
+        UserError: No run is complete, or there is no sync run and no thresholds are given.
+    """
+    found: dict[str, dict[float, Seeds]] = defaultdict(lambda: defaultdict(list))
+    for path in sorted(folder.glob(f"*/{RUN_FILE}")):
+        run = complete(path.parent)
+        if run is not None:
+            found[run["contender"]][run["lr"]].append(read_lines(path.parent / "metrics.jsonl"))
+    if not found:
+        raise UserError(f"{folder} holds no complete run: the logs beside the runs' folders say why")
+    thresholds = thresholds or _default_thresholds(found)
+    every = {
+        name: [{"contender": name, "lr": lr} | summarise(seeds, thresholds) for lr, seeds in sorted(rates.items())]
+        for name, rates in sorted(found.items(), key=lambda item: place(item[0]))
+    }
+    chosen = {name: best(rows) for name, rows in every.items()}
+    said = ", ".join(f"{number}: {threshold:.3f}" for number, threshold in enumerate(thresholds, start=1))
+    out.table(f"Each at its best learning rate. Rewards to reach: {said}", COLUMNS, list(chosen.values()))
+    out.table("Every learning rate", COLUMNS, [row for rows in every.values() for row in rows])
+    draw({name: found[name][row["lr"]] for name, row in chosen.items()}, chosen, thresholds, picture)
+    out.say(f"wrote {picture}")
+
+
+def place(name: str) -> tuple[int, int, str]:
+    """Sort key: the order of the modes, then the ages, then the others by name."""
+    mode, _, age = name.partition("_age")
+    return (MODES.index(mode), int(age or 0), "") if mode in MODES else (len(MODES), 0, name)
+
+
+def _default_thresholds(found: Mapping[str, Mapping[float, Seeds]]) -> list[float]:
+    """Shares of what the best learning rate of sync gains."""
+    if "sync" not in found:
+        raise UserError("no run of sync is complete, and the default thresholds are shares of its gain: --thresholds")
+    curves = [[curve(lines) for lines in seeds] for seeds in found["sync"].values()]
+    return max((thresholds_of(seeds) for seeds in curves), key=lambda thresholds: thresholds[-1])
+
+
+def draw(runs: Mapping[str, Seeds], rows: Mapping[str, Row], thresholds: Sequence[float], picture: Path) -> None:
+    """Held-out reward against seconds: a line is the mean over the seeds at each validation, a band their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, seeds in runs.items():
+        validations: list[tuple[Point, ...]] = list(zip(*map(curve, seeds), strict=False))
+        seconds = [sum(point.seconds for point in points) / len(points) for points in validations]
+        rewards = [[point.reward for point in points] for points in validations]
+        label = f"{name}, lr {rows[name]['lr']:g}" + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "")
+        (line,) = axes.plot(seconds, [sum(r) / len(r) for r in rewards], label=label, marker="o", markersize=3)
+        if len(seeds) > 1:
+            low, high = [min(r) for r in rewards], [max(r) for r in rewards]
+            axes.fill_between(seconds, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    for threshold in thresholds:
+        axes.axhline(threshold, color="gray", linewidth=0.5, linestyle=":")
+    axes.set_xlabel("seconds of training, without validations")
+    axes.set_ylabel("held-out reward, greedy")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

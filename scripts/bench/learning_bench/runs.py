@@ -1,0 +1,155 @@
+"""The runs of a comparison, one after another, each in a folder of its own. A run that is complete is not repeated."""
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from async_bench.modes import max_age, mode_flags, run_name
+from async_bench.processes import follow, train
+from bench_common import BENCH
+from bench_common.arguments import as_flags
+from bench_common.output import Output
+from bench_common.process import Process, device_environment, import_environment, read_lines
+from learning_bench.reached import REWARD
+
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.resolved import resolved
+from torchtitan.grpo.errors import UserError
+
+Flags = dict[str, Any]
+
+RUN_FILE = "run.json"
+"""In a run's folder: contender, age, learning rate, seed and steps."""
+LEAST_S = 30.0
+"""A run is not started with less time left."""
+OWN_KEYS = ("optimizer.lr", "debug.seed", "job.dump_folder", "async_grpo.", "weight_sync.async_weight_update")
+"""Keys that the comparison sets."""
+
+
+def complete(folder: Path) -> dict[str, Any] | None:
+    """What a folder's run is, if its last step was validated; else None."""
+    path = folder / RUN_FILE
+    if not path.exists():
+        return None
+    run = json.loads(path.read_text())
+    lines = read_lines(folder / "metrics.jsonl")
+    ended = any(line.get("step") == run["steps"] and REWARD in line for line in lines)
+    return run if ended else None
+
+
+def job_flags(args: argparse.Namespace) -> Flags:
+    """What all runs share. Checked before the first starts.
+
+    Raises:
+        UserError: The configuration is wrong, or has no validation.
+    """
+    for name in args.flags:
+        if name.startswith(OWN_KEYS):
+            raise UserError(f"--{name} is set by this benchmark: see --lrs, --seeds, --modes and --ages")
+    flags: Flags = {"job.config_file": args.config, **args.flags}
+    flags |= {"checkpoint.enable": False, "metrics.enable_tensorboard": False, "metrics.samples_per_step": 0}
+    config = load_config([*as_flags(flags), "--job.dump_folder", str(args.out / "run")])
+    if not config.validation.enable:
+        raise UserError(f"{args.config} has no [validation] enable: learning is measured by held-out rewards")
+    args.lrs = args.lrs or [config.optimizer.lr / 2, config.optimizer.lr]
+    args.steps = config.training.steps
+    _same_job(args.out, resolved(config))
+    return flags
+
+
+def _same_job(folder: Path, config: Any) -> None:
+    """A folder holds runs of one configuration. Refuse to compare different work."""
+    path = folder / "job.json"
+    job = json.loads(json.dumps(config, default=str))
+    if path.exists() and json.loads(path.read_text()) != job:
+        raise UserError(f"--out {folder} holds runs of another configuration: name another folder")
+    path.write_text(json.dumps(job))
+
+
+def contenders(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Each mode, with its ages."""
+    for mode in args.modes:
+        for age in args.ages if mode.startswith("in_flight") else [1]:
+            yield mode, age
+
+
+def run_ours(args: argparse.Namespace, out: Output) -> bool:
+    """Every mode, age, learning rate and seed. Seeds are outermost, so that a comparison is whole as early as possible.
+
+    Returns:
+        Whether a run failed or was left out.
+    """
+    flags = job_flags(args)
+
+    def start(folder: Path, name: str, mode: str, age: int, lr: float, seed: int, limit_s: float) -> str:
+        own = {"optimizer.lr": lr, "debug.seed": seed} | mode_flags(mode, age)
+        return train(name, flags | own, args.gpus, folder, limit_s, _show(out), args.ranks)
+
+    wanted = [
+        ({"contender": run_name(mode, age), "age": max_age(mode, age), "lr": lr, "seed": seed}, (mode, age, lr, seed))
+        for seed in args.seeds
+        for lr in args.lrs
+        for mode, age in contenders(args)
+    ]
+    return _all(args, out, wanted, start)
+
+
+def run_trl(args: argparse.Namespace, out: Output) -> bool:
+    """TRL's trainer at every learning rate and seed. It writes the metrics that ours writes, as far as it has them."""
+    flags = job_flags(args)
+    name = "trl_async" if args.trainer == "async" else "trl_grpo"
+
+    def start(folder: Path, title: str, lr: float, seed: int, limit_s: float) -> str:
+        own = flags | {"optimizer.lr": lr, "debug.seed": seed, "job.dump_folder": folder}
+        command = [args.python, str(BENCH / "learning_bench" / "trl_run.py"), args.trainer, args.url or "-"]
+        environment = device_environment(args.gpus) | import_environment()
+        process = Process([*command, *as_flags(own)], folder.parent / f"{folder.name}.log", environment)
+        return follow(process, title, folder, limit_s, _show(out))
+
+    wanted = [
+        ({"contender": name, "age": None, "lr": lr, "seed": seed}, (lr, seed)) for seed in args.seeds for lr in args.lrs
+    ]
+    return _all(args, out, wanted, start)
+
+
+def _all(
+    args: argparse.Namespace, out: Output, wanted: list[tuple[dict[str, Any], tuple]], start: Callable[..., str]
+) -> bool:
+    deadline = time.monotonic() + args.time_limit_s
+    failed = False
+    for number, (run, arguments) in enumerate(wanted, start=1):
+        name = f"{run['contender']}_lr{run['lr']:g}_seed{run['seed']}"
+        folder = args.out.resolve() / name
+        if complete(folder) is not None:
+            continue
+        left_s = deadline - time.monotonic()
+        if left_s < LEAST_S:
+            out.say(f"{name}: left out, {left_s:.0f} s are left of --time-limit-s; call again with the same --out")
+            failed = True
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / RUN_FILE).write_text(json.dumps(run | {"steps": args.steps}))
+        out.say(f"{name} ({number} of {len(wanted)})")
+        error = start(folder, name, *arguments, min(args.run_limit_s, left_s - 5))
+        if not error and complete(folder) is None:
+            error = f"{name}: ended without a validation of step {args.steps}"
+        if error:
+            out.say(f"FAIL  {error}")
+        failed |= bool(error)
+    return failed
+
+
+def _show(out: Output) -> Callable[[Mapping[str, float]], bool]:
+    """Prints each validation. The run is never ended early: its last line is the measurement."""
+
+    def show(line: Mapping[str, float]) -> bool:
+        if REWARD in line:
+            out.say(f"  step {line['step']:g}: held-out reward {line[REWARD]:.3f}")
+        return False
+
+    return show
