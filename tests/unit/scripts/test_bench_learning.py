@@ -124,7 +124,7 @@ def test_every_run_of_the_recipe_is_a_configuration_that_the_trainer_takes(tmp_p
         config = load_config([*as_flags(flags | mode_flags(mode, age)), "--job.dump_folder", str(tmp_path / "run")])
         assert config.async_grpo.enabled == (mode != "sync") and not config.checkpoint.enable
     args.flags = {"optimizer.lr": "1"}
-    with pytest.raises(UserError, match="optimizer.lr is set by this benchmark"):
+    with pytest.raises(UserError, match=r"optimizer\.lr is set by this benchmark"):
         runs.job_flags(args)
     args.flags = {"training.steps": "8"}
     with pytest.raises(UserError, match="another configuration"):
