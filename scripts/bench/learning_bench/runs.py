@@ -28,6 +28,8 @@ LEAST_S = 30.0
 """A run is not started with less time left."""
 OWN_KEYS = ("optimizer.lr", "debug.seed", "job.dump_folder", "async_grpo.", "weight_sync.async_weight_update")
 """Keys that the comparison sets."""
+SERVER_KEYS = ("rollout.engine", "rollout.replicas", "rollout.urls", "rollout.gpus_per_server", "rollout.server_")
+"""Keys that may differ between calls for one folder: TRL has no servers of ours."""
 
 
 def complete(folder: Path) -> dict[str, Any] | None:
@@ -61,10 +63,11 @@ def job_flags(args: argparse.Namespace) -> Flags:
     return flags
 
 
-def _same_job(folder: Path, config: Any) -> None:
+def _same_job(folder: Path, config: Mapping[str, Any]) -> None:
     """A folder holds runs of one configuration. Refuse to compare different work."""
     path = folder / "job.json"
-    job = json.loads(json.dumps(config, default=str))
+    job = {name: value for name, value in config.items() if not name.startswith((*OWN_KEYS, *SERVER_KEYS))}
+    job = json.loads(json.dumps(job, default=str))
     if path.exists() and json.loads(path.read_text()) != job:
         raise UserError(f"--out {folder} holds runs of another configuration: name another folder")
     path.write_text(json.dumps(job))
