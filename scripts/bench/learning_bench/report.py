@@ -55,7 +55,12 @@ def _default_thresholds(found: Mapping[str, Mapping[float, Seeds]]) -> list[floa
     if "sync" not in found:
         raise UserError("no run of sync is complete, and the default thresholds are shares of its gain: --thresholds")
     curves = [[curve(lines) for lines in seeds] for seeds in found["sync"].values()]
-    return max((thresholds_of(seeds) for seeds in curves), key=lambda thresholds: thresholds[-1])
+    thresholds = max((thresholds_of(seeds) for seeds in curves), key=lambda thresholds: thresholds[-1])
+    if not thresholds[0] < thresholds[-1]:
+        raise UserError(
+            "sync has gained nothing, so there are no thresholds: train for more steps, or set --thresholds"
+        )
+    return thresholds
 
 
 def draw(runs: Mapping[str, Seeds], rows: Mapping[str, Row], thresholds: Sequence[float], picture: Path) -> None:

@@ -107,8 +107,20 @@ def test_only_complete_runs_are_counted_and_the_tables_have_them(tmp_path, capsy
     assert len(rows) == 2 + 3 and (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_folder_without_sync_needs_thresholds(tmp_path):
-    with pytest.raises(UserError, match="no complete run"):
+@pytest.mark.parametrize(
+    ("contender", "rewards", "message"),
+    [
+        ("sync", {0: 0.0}, "no complete run"),
+        ("async", {0: 0.0, 2: 0.5}, "no run of sync is complete"),
+        ("sync", {0: 0.5, 2: 0.5}, "sync has gained nothing"),
+    ],
+)
+def test_without_a_gain_of_sync_there_are_no_thresholds(contender, rewards, message, tmp_path):
+    (tmp_path / "run").mkdir()
+    run = {"contender": contender, "lr": 1e-5, "seed": 0, "steps": 2}
+    (tmp_path / "run" / runs.RUN_FILE).write_text(json.dumps(run))
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines(rewards, 2)))
+    with pytest.raises(UserError, match=message):
         report(tmp_path, None, tmp_path / "picture.png", Output(True))
 
 
