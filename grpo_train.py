@@ -34,7 +34,7 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError, refuse
@@ -515,8 +515,7 @@ class Trainer:
             return server
 
         if self.is_rank0:
-            self.fleet = Fleet(self.own_servers.urls, make, rollout.min_servers, self.own_servers.urls_file)
-            self.own_servers.watch(self.fleet)
+            self.fleet = self.own_servers.fleet(make)
             for server in self.fleet.servers:
                 server.control.wait_healthy(rollout.start_timeout_seconds)
                 server.check()

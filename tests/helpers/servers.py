@@ -216,11 +216,11 @@ def supervised(engine: str, folder: Path, model_dir: Path, *flags: str) -> Itera
 
 def server_pids(folder: Path) -> list[int]:
     """Supervised servers, in no order, whose command lines name the folder; neither guards nor workers."""
-    guards = [pid for pid in processes_of(folder) if "guard.py" in _command_line(pid)]
+    guards = [pid for pid in processes_of(folder) if "guard.py" in command_of(pid)]
     return [pid for pid in processes_of(folder) if _parent(pid) in guards]
 
 
-def _command_line(pid: int) -> str:
+def command_of(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     return ""

@@ -16,6 +16,7 @@ from tests.helpers.servers import group_members, processes_of, server_pids
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.servers import restarts
 from torchtitan.grpo.servers import supervisor as supervisor_module
 from torchtitan.grpo.servers.supervisor import PORTS, Launch, Supervisor
 
@@ -53,9 +54,9 @@ server.serve_forever()
 def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
     """Start a supervisor of such servers."""
     (tmp_path / "server.py").write_text(PROGRAM)
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.1)
+    monkeypatch.setattr(restarts, "BACKOFF_MAX_S", 0.2)
     for name, seconds in {
-        "BACKOFF_S": 0.1,
-        "BACKOFF_MAX_S": 0.2,
         "GRACE_S": 0.5,
         "HEALTH_S": 0.2,
         "RETURN_S": 0.0,
@@ -173,7 +174,7 @@ def test_a_server_that_crashes_again_and_again_stays_down_and_ends_the_run(super
     fleet.withdraw(fleet.servers[0], "nobody listens there")
     fleet.check()  # it will return
     until("given up", lambda: keeps.why_down(keeps.urls[0]), 20)
-    assert keeps.restarts == supervisor_module.RESTARTS_MAX
+    assert keeps.restarts == restarts.RESTARTS_MAX
     with pytest.raises(
         FleetError, match=r"0 of 1 servers left.*\n.*for the 6th time in \d+ s, and is not started(.*\n)+"
     ):

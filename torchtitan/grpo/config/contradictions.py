@@ -232,6 +232,8 @@ def _check_ray(config: JobConfig) -> Iterator[str]:
             f'[ray] warmup_tokens = {ray.warmup_tokens} is read with dispatch = "compiled" only, not '
             f"{show(ray.dispatch)}: leave it out"
         )
+    if ray.expose_servers and not (ray.enable and config.rollout.replicas):
+        yield "[ray] expose_servers = true is read with [ray] enable and [rollout] replicas over 0 only: leave it out"
     if ray.warmup_tokens > row_tokens(config):
         yield (
             f"[ray] warmup_tokens = {ray.warmup_tokens} is over the longest packed row, {row_tokens(config)} tokens "

@@ -339,8 +339,9 @@ class Rollout:
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
     """Inference server. `embedded` is a small one of this project, `vllm` and `sglang` are faster: docs/engines.md."""
     replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
-    """Servers that the run starts on its machine and keeps alive, instead of `urls`: docs/servers.md. Trainers have the
-    first GPUs, servers the next ones. 0: those of `urls`, or with `embedded` and no `urls` one that nobody restarts."""
+    """Servers that the run starts and keeps alive, instead of `urls`: docs/servers.md. They are on its machine, where
+    trainers have the first GPUs and servers the next ones; with `ray.enable`, each is where Ray places it. 0: those of
+    `urls`, or with `embedded` and no `urls` one that nobody restarts."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64)] = 1
     """With `replicas`: GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
     server_python: str = ""
@@ -572,7 +573,8 @@ class Ray:
     """Cluster to join: `auto` or `host:port`. Empty starts one on this machine, on its loopback address, which ends
     with the run."""
     ranks: Annotated[int, Range(at_least=0, at_most=65536)] = 0
-    """Trainer processes. 0: one for each GPU of the cluster. Without GPUs they train on CPUs."""
+    """Trainer processes. 0: one for each GPU of the cluster that no server of `rollout.replicas` takes. Without GPUs
+    they train on CPUs."""
     cpus_per_rank: Annotated[int, Range(at_least=1, at_most=1024)] = 1
     """Cores that Ray reserves for each rank. Ray also sets OMP_NUM_THREADS to it, unless it is set where you start."""
     dispatch: Literal["loop", "compiled", "remote"] = "loop"
@@ -586,6 +588,10 @@ class Ray:
     ranks are ended, and the error names the one that did not answer."""
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait until the cluster has room for the ranks and has started their processes."""
+    expose_servers: bool = False
+    """Let servers of `rollout.replicas` be on other nodes than rank 0's. They listen on their node's address, where
+    whoever reaches one can replace its weights: name a key in `rollout.api_key_env`. False keeps them on rank 0's node,
+    on the loopback address."""
     max_restarts: Annotated[int, Range(at_least=0, at_most=1000)] = 3
     """Times that a run whose rank failed, died or hung is started again, from its newest checkpoint. With `[checkpoint]
     enable = false` it never is."""

@@ -122,9 +122,9 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
 
 
 def _check_replicas(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:
-    """GPUs for the servers of `replicas`, on the machine of rank 0."""
+    """GPUs for the servers of `replicas`, on the machine of rank 0. Ray has its own."""
     rollout = config.rollout
-    if not (rollout.replicas and gpus) or os.environ.get("GROUP_RANK", "0") != "0":
+    if not (rollout.replicas and gpus) or config.ray.enable or os.environ.get("GROUP_RANK", "0") != "0":
         return
     if rollout.engine == "embedded" and rollout.embedded_device == "cpu":
         return
@@ -140,9 +140,9 @@ def _check_replicas(config: JobConfig, world_size: int, gpus: int) -> Iterator[s
 
 
 def _check_servers_python(config: JobConfig, gpus: int) -> Iterator[str]:
-    """The servers' Python must have the engine. Only rank 0 starts servers."""
+    """The servers' Python must have the engine. Only rank 0 starts servers; under Ray their own nodes look for it."""
     rollout = config.rollout
-    if not rollout.replicas or rollout.engine == "embedded" or os.environ.get("RANK", "0") != "0":
+    if not rollout.replicas or config.ray.enable or rollout.engine == "embedded" or os.environ.get("RANK", "0") != "0":
         return
     try:
         engine_folder(rollout.engine, rollout.server_python or engine_python(rollout.engine, not gpus))

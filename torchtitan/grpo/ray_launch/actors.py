@@ -62,3 +62,19 @@ class AgentActor:
 
     def do(self, name: str, *arguments: Any) -> Any:
         return getattr(self.agent, name)(*arguments)
+
+
+class ServerActor:
+    """Supervises one server. Its methods run in several threads."""
+
+    def start(self, common: tuple[Any, ...], *own: Any) -> None:
+        """`common`: as in `RankActor.start`."""
+        paths, *arguments = common
+        sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
+        import torchtitan_overlay  # noqa: F401  before torchtitan
+        from torchtitan.grpo.ray_launch.supervised import SupervisedServer
+
+        self.server = SupervisedServer(*own, *arguments)
+
+    def do(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.server, name)(*arguments)

@@ -19,6 +19,7 @@ from torchtitan.grpo.ray_launch.cluster import NO_PLAN, Cluster, Ranks
 from torchtitan.grpo.ray_launch.dispatch import MARGIN_S, Dispatch, RemoteCalls, compiled_or_remote
 from torchtitan.grpo.ray_launch.outcome import FAILED, RanksFailed, error_of
 from torchtitan.grpo.ray_launch.rank import BEGIN, FINISH, WARM_UP
+from torchtitan.grpo.ray_launch.servers import Servers
 from torchtitan.grpo.ray_launch.watch import Watch
 from torchtitan.grpo.stopping import SAVING_SHARE, Stopped, asks_first, stop_in_time
 
@@ -48,11 +49,13 @@ def train_in_attempts(argv: list[str], config: JobConfig, make: Callable[[JobCon
     for attempt in itertools.count(1):
         try:
             # A cluster of the run's own is new too: its control processes may be what has failed.
-            with Cluster(config.ray, plan) as cluster:
+            servers = Servers(config)
+            with Cluster(config.ray, plan, servers) as cluster:
                 plan = cluster.plan
                 if problems := list(check_ranks(config, plan[0], job)):
                     raise UserError("; ".join(problems))
-                _attempt(cluster, config, argv, import_path(make), job)
+                with servers:  # the last to go
+                    _attempt(cluster, config, argv, import_path(make), job)
             break
         except RanksFailed as error:
             if attempt > restarts:

@@ -20,10 +20,12 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.ray_launch import actors
 from torchtitan.grpo.ray_launch.outcome import RanksFailed
+from torchtitan.grpo.ray_launch.servers import Servers
+from torchtitan.grpo.server_commands import LOOPBACK
+from torchtitan.grpo.servers.launched import TOKEN
 from torchtitan.grpo.stopping import AT_ONCE_S, end_within
 
 logger = logging.getLogger(__name__)
-LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Shared memory of a cluster of our own: numbers and short texts go through it."""
 NO_PLAN = (0, 0)
@@ -40,9 +42,9 @@ class Cluster:
         plan: Inside, the number of ranks, and of the cluster's GPUs.
     """
 
-    def __init__(self, cfg: Ray, plan: tuple[int, int] = NO_PLAN) -> None:
+    def __init__(self, cfg: Ray, plan: tuple[int, int] = NO_PLAN, servers: Servers | None = None) -> None:
         """`plan`: of an earlier attempt. What a lost node had is then waited for, and not left out."""
-        self._cfg, self._own, self.plan = cfg, not cfg.address, plan
+        self._cfg, self._own, self.plan, self._servers = cfg, not cfg.address, plan, servers
 
     def __enter__(self) -> Self:
         """Connect.
@@ -52,7 +54,8 @@ class Cluster:
         """
         options: dict[str, Any] = {"address": self._cfg.address}
         if self._own:
-            cpus = max(os.cpu_count() or 1, self._cfg.ranks * self._cfg.cpus_per_rank)
+            needed = self._cfg.ranks * self._cfg.cpus_per_rank + self._of_servers(cuda=False)["CPU"]
+            cpus = max(os.cpu_count() or 1, needed)
             options = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
             options |= {"object_store_memory": _OBJECT_STORE_BYTES}
         try:
@@ -80,24 +83,37 @@ class Cluster:
 
     def _make_plan(self) -> tuple[int, int]:
         resources = ray.cluster_resources()
-        gpus = int(resources.get("GPU", 0))
-        world_size = self._cfg.ranks or gpus
+        gpus, cores = (int(resources.get(name, 0)) for name in ("GPU", "CPU"))
+        of_servers = self._of_servers(gpus > 0)
+        world_size = self._cfg.ranks or max(0, gpus - of_servers["GPU"])
         if not world_size:
-            raise UserError("[ray] ranks = 0 means one for each GPU, and the cluster has none: set their number")
-        if 0 < gpus < world_size:
-            raise UserError(f"[ray] ranks = {world_size}, and the cluster has {gpus} GPUs: set at most that")
-        cores = int(resources.get("CPU", 0))
-        if cores < world_size * self._cfg.cpus_per_rank:
             raise UserError(
-                f"[ray] ranks = {world_size} x cpus_per_rank = {self._cfg.cpus_per_rank} cores, and the cluster "
-                f"has {cores}: lower one of them, or add nodes"
+                f"[ray] ranks = 0 means one for each GPU that no server takes, and the cluster has {gpus}, of which "
+                f"servers take {of_servers['GPU']}: set their number"
             )
+        each = {"GPU": 1 if gpus else 0, "CPU": self._cfg.cpus_per_rank}
+        for name, has in (("GPU", gpus), ("CPU", cores)):
+            if world_size * each[name] + of_servers[name] > has:
+                servers = f", + {of_servers[name]} for servers ([rollout] replicas)" if of_servers[name] else ""
+                key = f"cpus_per_rank = {each[name]} cores" if name == "CPU" else "1 GPU"
+                raise UserError(
+                    f"[ray] ranks = {world_size} x {key}{servers}, and the cluster has {has}: lower one of them, or "
+                    "add nodes"
+                )
         return world_size, gpus
 
+    def _of_servers(self, cuda: bool) -> dict[str, int]:
+        """GPUs and cores of all servers that the run starts."""
+        needs = self._servers.needs(cuda) if self._servers else {}
+        return {name: self._servers.count * needs[name] if name in needs else 0 for name in ("GPU", "CPU")}
+
     def start_ranks(self, argv: list[str], make: str, job: Job) -> "Ranks":
-        """Place the actors, give them their ranks, and have each build its trainer: `Ranks.started` are the answers."""
+        """Place the actors, give them their ranks, and have each build its trainer: `Ranks.started` are the answers.
+
+        Servers are placed after the ranks, and started with them.
+        """
         world_size, gpus = self.plan
-        ranks = Ranks(self._cfg, world_size, gpus, self._own)
+        ranks = Ranks(self._cfg, world_size, gpus, self._own, self._servers)
         try:
             ranks.place()
             ranks.start(argv, make, job)
@@ -116,8 +132,9 @@ class Ranks:
         started: References to the answers of `Rank.start`.
     """
 
-    def __init__(self, cfg: Ray, world_size: int, gpus: int, own_cluster: bool) -> None:
+    def __init__(self, cfg: Ray, world_size: int, gpus: int, own_cluster: bool, servers: Servers | None = None) -> None:
         self._cfg, self._world_size, self._gpus, self._own_cluster = cfg, world_size, gpus, own_cluster
+        self._servers = servers
         self.actors: list[Any] = []
         self.nodes: list[str] = []
         self.agents: dict[str, Any] = {}
@@ -168,6 +185,8 @@ class Ranks:
             for node in dict.fromkeys(self.nodes)
         }
         self._get([agent.start.remote(sys.path) for agent in self.agents.values()], limit_s, "the nodes' agents")
+        if self._servers is not None:
+            self._servers.place(self._places[0]["address"], self._gpus > 0)
 
     def start(self, argv: list[str], make: str, job: Job) -> None:
         port = self._get([self.agents[self.nodes[0]].do.remote("free_port")], _AGENT_S, "rank 0's node")[0]
@@ -175,6 +194,8 @@ class Ranks:
         address = LOOPBACK if one_node else self._places[0]["address"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_VIS"))}
         common = ray.put((sys.path, environment, argv, make, job, os.getcwd()))  # once, however many ranks
+        if self._servers is not None:
+            self._servers.start(common)
         for rank, actor in enumerate(self.actors):
             own = {"MASTER_ADDR": address, "MASTER_PORT": str(port)} | self._variables(rank)
             self.started.append(actor.start.remote(common, self.agents[self.nodes[rank]], own))
@@ -189,10 +210,12 @@ class Ranks:
             "LOCAL_WORLD_SIZE": len(here),
         }
         variables = {name: str(value) for name, value in numbers.items()}
+        variables |= self._servers.variables if self._servers else {}
         gpus = [gpu for i in here for gpu in self._places[i]["gpus"]]
         if gpus:
             all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self._gpus)))).split(",")
-            spare = [gpu for gpu in all_gpus if gpu not in gpus] if self._own_cluster else []  # for an embedded server
+            for_server = self._own_cluster and not variables.get(TOKEN)  # an embedded one that rank 0 starts
+            spare = [gpu for gpu in all_gpus if gpu not in gpus] if for_server else []
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus + spare)
         return variables
 

@@ -13,6 +13,7 @@ from torchtitan.grpo.engines.embedded.spawn import choose_device
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.grpo.servers.plan import on_cuda
 from torchtitan.tools.utils import device_module, get_peak_flops
 
 _GIB = 2**30
@@ -102,10 +103,12 @@ def highest_peaks(sums: Mapping[str, Any]) -> dict[str, float]:
 
 
 def own_server_gpus(config: JobConfig, device: torch.device, ranks: int) -> int:
-    """GPUs of the embedded server that a run starts: none if it shares a trainer's, which counts already."""
+    """GPUs of an embedded server that a run starts: none if it shares a trainer's, which counts already."""
     rollout = config.rollout
     if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
         return 0
+    if rollout.replicas:
+        return int(on_cuda(config, device.type == "cuda"))
     trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return int(choose_device(rollout.embedded_device, device, trainers_here)[1])
 

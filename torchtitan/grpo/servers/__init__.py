@@ -3,6 +3,8 @@
     plan.py            `[rollout]` to one command, GPUs and environment per server; `--dry_run` prints it
     own.py             what a run starts: these servers, or one embedded server without supervision, or none
     supervisor.py      a thread per server: start, wait for health, restart with backoff, write the list of addresses
+    restarts.py        how often a server is started again, and after which pauses
+    launched.py        servers that the run's launcher keeps alive (`[ray]`): what it and rank 0 tell one another
     guard.py           the process between a supervisor and a server, which leaves no process behind
     __main__.py        `python -m torchtitan.grpo.servers`: servers for a trainer elsewhere
 

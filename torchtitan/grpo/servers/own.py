@@ -1,6 +1,7 @@
 """The servers that a run starts itself."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,24 +10,24 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
-from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
-from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, on_cuda, run_launches
+from torchtitan.grpo.servers.launched import TOKEN, LaunchedServers
+from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, URLS_FILE, on_cuda, run_launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 
 class OwnServers:
-    """What `[rollout]` asks a run to start, on rank 0's machine: `replicas` servers that are kept alive; or, without
-    any address, one embedded server, whose end is the end of the run; or nothing.
+    """What `[rollout]` asks a run to start: `replicas` servers that are kept alive, on rank 0's machine, or where a
+    launcher has them (`launched.py`); or, without any address, one embedded server, whose end is the end of the run;
+    or nothing.
 
         own = OwnServers(config, device, trainers_here)      # every rank
         own.start(write_model)                               # rank 0; servers load while the trainer loads
-        fleet = Fleet(own.urls, make, min_servers, own.urls_file)
-        own.watch(fleet)                                     # until all are healthy; then tells it of ends at once
+        fleet = own.fleet(make)                              # rank 0, once all are healthy
         own.close()
 
     Attributes:
-        urls, urls_file: `[rollout]`'s, or those of the started servers.
         weight_sync: `[weight_sync]`, with a transport that reaches them. The same on every rank.
     """
 
@@ -34,8 +35,8 @@ class OwnServers:
         rollout = config.rollout
         self._config, self._device, self._trainers_here = config, device, trainers_here
         self._resources = ExitStack()
-        self._supervisor: Supervisor | None = None
-        self.urls, self.urls_file, self.weight_sync = rollout.urls, rollout.urls_file, config.weight_sync
+        self._kept: Supervisor | LaunchedServers | None = None
+        self._urls, self.weight_sync = rollout.urls, config.weight_sync
         self._starts_one = rollout.engine == "embedded" and not (rollout.replicas or rollout.urls or rollout.urls_file)
         reached_by_nccl = not rollout.replicas or on_cuda(config, device.type == "cuda")
         if self._starts_one:
@@ -55,30 +56,42 @@ class OwnServers:
         write_model(dump / MODEL_FOLDER)
         if self._starts_one:
             server = self._resources.enter_context(EmbeddedServer())
-            self.urls = [server.start(dump / MODEL_FOLDER, rollout, self._one_on, dump / "embedded_server.log")]
+            self._urls = [server.start(dump / MODEL_FOLDER, rollout, self._one_on, dump / "embedded_server.log")]
             return
-        starts = run_launches(self._config, self._device.type == "cuda", self._trainers_here)
-        folder = dump / LOG_FOLDER
-        self._supervisor = Supervisor(starts, folder, folder / "urls.txt", rollout.start_timeout_seconds)
-        self._resources.enter_context(self._supervisor).start()
-        self.urls, self.urls_file = self._supervisor.urls, str(self._supervisor.urls_file)
+        folder, limit_s = dump / LOG_FOLDER, rollout.start_timeout_seconds
+        kept: Supervisor | LaunchedServers
+        if token := os.environ.get(TOKEN):
+            kept = LaunchedServers(folder, token, limit_s)
+        else:
+            starts = run_launches(self._config, self._device.type == "cuda", self._trainers_here)
+            kept = Supervisor(starts, folder, folder / URLS_FILE, limit_s)
+        self._kept = kept
+        self._resources.callback(kept.close)
+        kept.start()
 
-    def watch(self, fleet: Fleet) -> None:
-        """Wait until the supervised servers serve. Then the fleet hears of each end at once, and who may return.
+    def fleet(self, make: Callable[[str], Server]) -> Fleet:
+        """The servers of the run. Waits until those that are kept alive serve. Of these the fleet hears each end at
+        once, and which may return.
+
+        Args:
+            make: As in `Fleet`.
 
         Raises:
             UserError: One does not come up. The message ends with the end of its log.
         """
-        if self._supervisor is None:
-            return
+        rollout, kept = self._config.rollout, self._kept
+        if kept is None:
+            return Fleet(self._urls, make, rollout.min_servers, rollout.urls_file)
+        kept.wait_healthy()
+        fleet = Fleet([], make, rollout.min_servers, str(kept.urls_file))
 
         def ended(url: str, why: str) -> None:
             for server in fleet.servers:
                 if server.url == url:
                     fleet.suspect(server, EngineError(why), "it has ended")
 
-        self._supervisor.wait_healthy()
-        fleet.keeper, self._supervisor.on_end = self._supervisor, ended
+        fleet.keeper, kept.on_end = kept, ended
+        return fleet
 
     def close(self) -> None:
         self._resources.close()

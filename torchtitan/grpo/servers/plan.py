@@ -24,6 +24,8 @@ from torchtitan.grpo.servers.supervisor import PORTS, Launch
 MODEL_FOLDER = "served_model"
 LOG_FOLDER = "servers"
 """In the run's folder."""
+URLS_FILE = "urls.txt"
+"""Beside the logs."""
 _CONTROL_S = 60.0
 
 
@@ -158,9 +160,13 @@ def run_launches(config: JobConfig, cuda: bool, trainers_here: int, model: str =
 
 def plan_lines(config: JobConfig, cuda: bool, trainers_here: int) -> list[str]:
     """What `--dry_run` says of the servers. Nothing is looked for on this machine."""
-    servers = planned_servers(config, cuda, trainers_here)
+    ray = config.ray
+    servers = planned_servers(config, cuda, 0 if ray.enable else trainers_here)
     lines = [f"servers: {len(servers)}, kept alive, with logs in {config.job.dump_folder}/{LOG_FOLDER}"]
+    if ray.enable:
+        lines += [f"  each in a Ray actor, {'on any node' if ray.expose_servers else 'on the node of rank 0'}"]
     for i, server in enumerate(servers):
-        where = f"GPU {', '.join(map(str, server.gpus))}" if server.gpus else "CPU"
+        gpus = f"{len(server.gpus)} of Ray's" if ray.enable else ", ".join(map(str, server.gpus))
+        where = f"GPU {gpus}" if server.gpus else "CPU"
         lines += [f"  {i}, {where}: {shlex.join(server.argv(PORTS.start + i))}"]
     return lines if servers else []

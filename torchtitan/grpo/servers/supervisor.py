@@ -25,7 +25,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,15 +33,12 @@ from torchtitan.grpo.engines.fleet import Keeper
 from torchtitan.grpo.engines.http_control import HttpControl, NoReply
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.servers.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """How long a server may take to end after SIGTERM. It has nothing to save."""
-BACKOFF_S, BACKOFF_MAX_S = 1.0, 30.0
-"""Pause before a server's first restart in WINDOW_S; twice as long before each further one."""
-RESTARTS_MAX, WINDOW_S = 5, 900.0
-"""A server that ends more often than this in so many seconds stays down."""
 HUNG_S = 60.0
 """A server that has answered its health route is started again when it does not answer for so long."""
 RETURN_S = 120.0
@@ -76,6 +72,26 @@ class Launch:
     control: Callable[[str], HttpControl]
 
 
+@dataclass(frozen=True)
+class ServerState:
+    """What a supervisor knows of a server.
+
+    Attributes:
+        url: Base address, "" before it has one.
+        healthy: It has answered its health route since its last start.
+        restarts, ends: How often it was started again, and how often it has ended.
+        why: How it has ended last.
+        given_up: Why it stays down, with the end of its log; "" before.
+    """
+
+    url: str = ""
+    healthy: bool = False
+    restarts: int = 0
+    ends: int = 0
+    why: str = ""
+    given_up: str = ""
+
+
 class Supervisor(Keeper):
     """Keeps servers alive until `close`.
 
@@ -89,7 +105,8 @@ class Supervisor(Keeper):
 
     Args:
         folder: For logs, N.log for each server; later starts append.
-        urls_file: Where the addresses are written, atomically, and again when one changes. Removed in the end.
+        urls_file: Where the addresses are written, atomically, and again when one changes. Removed in the end. None:
+            nowhere.
         start_timeout_s: Longest time from the start of a server to its health.
         host: Address to listen on. Not a wildcard: it is in the list.
         start_timeout_key: What to raise, for messages.
@@ -99,7 +116,7 @@ class Supervisor(Keeper):
         self,
         launches: list[Launch],
         folder: Path,
-        urls_file: Path,
+        urls_file: Path | None,
         start_timeout_s: float,
         host: str = "127.0.0.1",
         start_timeout_key: str = "[rollout] start_timeout_seconds",
@@ -118,6 +135,12 @@ class Supervisor(Keeper):
     @property
     def urls(self) -> list[str]:
         return [server.url for server in self._servers]
+
+    @property
+    def states(self) -> list[ServerState]:
+        """Of all servers. `changed` is notified after each change."""
+        with self.changed:
+            return [server.state() for server in self._servers]
 
     def start(self) -> None:
         """Start all servers, and write the list. Does not wait for them.
@@ -159,6 +182,8 @@ class Supervisor(Keeper):
         return next((f"\n{server.given_up}" for server in self._servers if server.url == url and server.given_up), "")
 
     def write_urls(self) -> None:
+        if self.urls_file is None:
+            return
         unfinished = self.urls_file.with_name(f"{self.urls_file.name}.{os.getpid()}.tmp")
         try:
             self.urls_file.parent.mkdir(parents=True, exist_ok=True)
@@ -175,8 +200,9 @@ class Supervisor(Keeper):
             if server.is_alive():
                 server.join(max(0.0, deadline - time.monotonic()))
             server.release_port()
-        with contextlib.suppress(OSError):
-            self.urls_file.unlink()
+        if self.urls_file is not None:
+            with contextlib.suppress(OSError):
+                self.urls_file.unlink()
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -198,16 +224,19 @@ class _Server(threading.Thread):
         self.launch, self.log_path = launch, log_path
         self.url = ""
         self.port = 0
-        self.restarts = 0
+        self.restarts = self.ends = 0
         self.healthy = False
-        self.given_up = ""
+        self.why = self.given_up = ""
         self.process: subprocess.Popen | None = None
         self._supervisor = supervisor
-        self._ends: deque[float] = deque()
+        self._restarts = Restarts()
         self._failures = 0  # of health requests in a row
         self._healthy_at = 0.0
         self._log_start = 0
         self._reserved: socket.socket | None = None
+
+    def state(self) -> ServerState:
+        return ServerState(self.url, self.healthy, self.restarts, self.ends, self.why, self.given_up)
 
     def may_return(self, lost_at: float) -> bool:
         if self.given_up or self._supervisor.closing.is_set():
@@ -225,21 +254,14 @@ class _Server(threading.Thread):
             if closing.is_set():
                 return
             has_served = has_served or self.healthy
-            self._set(healthy=False)
-            self._supervisor.on_end(self.url, f"server {self.launch.name} {why}")
-            now = time.monotonic()
-            self._ends.append(now)
-            while self._ends[0] < now - WINDOW_S:
-                self._ends.popleft()
-            problem = "" if has_served else "before it served"
-            if len(self._ends) > RESTARTS_MAX:
-                problem = f"for the {len(self._ends)}th time in {now - self._ends[0]:.0f} s, and is not started again"
-            if problem:
+            self._set(healthy=False, ends=self.ends + 1, why=f"server {self.launch.name} {why}")
+            self._supervisor.on_end(self.url, self.why)
+            if problem := self._restarts.ended() or ("" if has_served else "before it served"):
                 said = f"server {self.launch.name} ({self.url}) {why} {problem}"
                 logger.error("%s (%s)", said, self.log_path)
                 self._set(given_up=f"{said}; its log {self.log_path} ends with:\n{self._tail()}")
                 return
-            pause_s = min(BACKOFF_S * 2 ** (len(self._ends) - 1), BACKOFF_MAX_S)
+            pause_s = self._restarts.pause_s
             logger.warning(
                 "server %s (%s) %s: starting it again in %g s (%s)",
                 self.launch.name,
