@@ -6,9 +6,10 @@
     python scripts/chaos.py garbage --rounds 10               one server answers nonsense
     python scripts/chaos.py soak --picture soak.png           an hour of faults, and nothing grows
     python scripts/chaos.py learn --seeds 3                   the quickstart under fire learns what it learns without
+    python scripts/chaos.py ray                               ranks, servers, supervisors and nodes of Ray die
 
-docs/reliability.md says what is promised. Each part ends with exit status 0 and a table, or 1 and what did not hold.
-The faults are drawn from --seed. Needs the test packages: pip install -e '.[test]'. Linux only.
+docs/reliability.md and docs/ray.md say what is promised. Each part ends with exit status 0 and a table, or 1 and what
+did not hold. The faults are drawn from --seed. Needs the test packages: pip install -e '.[test]'. Linux only.
 """
 
 import argparse
@@ -24,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
     common.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this new folder, and keep everything")
-    common.add_argument("--docs", action="store_true", help="write the rows into docs/reliability.md")
+    common.add_argument("--docs", action="store_true", help="write the rows into the docs' table")
     common.add_argument("--limit-s", type=int, default=7200, help="longest time of all (default 7200)")
     jobs = argparse.ArgumentParser(add_help=False)
     jobs.add_argument("--jobs", type=int, default=1, help="processes that share the work; each needs two cores")
@@ -54,6 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
     learn = parts.add_parser("learn", parents=[common, jobs], help="the quickstart, with and without faults")
     learn.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
 
+    ray = parts.add_parser("ray", parents=[common], help="kill what a run under Ray is made of")
+    ray.add_argument("--rounds", type=int, default=1, help="how often each kind (default 1)")
+
     garbage = parts.add_parser("garbage", parents=[common], help="spoil replies")
     garbage.add_argument("--rounds", type=int, default=1, help="how often each kind (default 1)")
     return parser
@@ -79,6 +83,10 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
         from chaos.learn import Learn
 
         return Learn(folder, args.seeds, args.seed, args.jobs)
+    if args.part == "ray":
+        from chaos.ray_faults import RayFaults
+
+        return RayFaults(folder, args.rounds)
     from chaos.garbage import Garbage
 
     return Garbage(folder, args.seed, args.rounds)
@@ -95,7 +103,7 @@ def main() -> int:
     signal.alarm(args.limit_s)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from chaos.processes import Broken
-    from chaos.report import show, write
+    from chaos.report import DOCS, RAY_DOCS, show, write
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
@@ -114,7 +122,7 @@ def main() -> int:
     for line in part.wrong:
         print(f"FAIL  {line}", file=sys.stderr)
     if args.docs:
-        write(rows)
+        write(rows, RAY_DOCS if args.part == "ray" else DOCS)
     return 1 if part.wrong else 0
 
 

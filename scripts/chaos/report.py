@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md, between two comments. Its rows come from runs of the campaign only."""
+"""The tables of docs/reliability.md and docs/ray.md, between two comments. Rows come from runs of the campaign only."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chaos import ROOT
 
-DOCS = ROOT / "docs" / "reliability.md"
+DOCS, RAY_DOCS = ROOT / "docs" / "reliability.md", ROOT / "docs" / "ray.md"
 BEGIN, END = "<!-- table: written by scripts/chaos.py -->", "<!-- end of the table -->"
 COLUMNS = ["part", "fault", "tries", "survived", "noticed, s", "recovered, s", "lost"]
 

@@ -217,7 +217,7 @@ def supervised(engine: str, folder: Path, model_dir: Path, *flags: str) -> Itera
 def server_pids(folder: Path) -> list[int]:
     """Supervised servers, in no order, whose command lines name the folder; neither guards nor workers."""
     guards = [pid for pid in processes_of(folder) if "guard.py" in command_of(pid)]
-    return [pid for pid in processes_of(folder) if _parent(pid) in guards]
+    return [pid for pid in processes_of(folder) if parent_of(pid) in guards]
 
 
 def command_of(pid: int) -> str:
@@ -226,7 +226,7 @@ def command_of(pid: int) -> str:
     return ""
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 0

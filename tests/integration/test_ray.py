@@ -6,20 +6,17 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
+from tests.helpers.ray_nodes import RANK_CORES, SERVER, RayNodes, driver
 from tests.helpers.servers import command_of, server_pids
 from tests.helpers.trainer_runs import (
-    arguments,
     embedded_url,
-    environment,
     processes_of,
     steps,
     train,
@@ -30,63 +27,16 @@ from torchtitan.grpo.stopping import STOPPED
 ray = pytest.importorskip("ray", reason="needs the ray package: pip install '.[ray]'")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its two nodes have no GPUs: trains on the CPU")
 
-TWO_RANKS = {
-    "--ray.enable": None,
-    "--ray.ranks": "2",
-    "--ray.cpus_per_rank": "2",
-    "--ray.start_timeout_seconds": "120",
-}
 LAST = 8
 STEPS = {"--training.steps": str(LAST), "--parallelism.data_parallel_replicate_degree": "1"}
 """One copy of the model over both nodes: by default there is one on each, and one on torchrun's single node."""
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator:
-    """Two nodes, each with room for one of two ranks and for one server. The second has an address of its own."""
-    from ray.cluster_utils import Cluster
-
-    own = {"RAY_AUTH_TOKEN_PATH": str(tmp_path_factory.mktemp("ray") / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
-    own |= environment()
-    before = dict(os.environ)
-    os.environ.update(own)
-    node = {"num_cpus": 3, "object_store_memory": 80 * 2**20}
-    nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    try:
-        nodes.add_node(**node, node_ip_address="127.0.0.2")
+def nodes(tmp_path_factory) -> Iterator[RayNodes]:
+    """Two, each with room for one of two ranks and for one server."""
+    with RayNodes(tmp_path_factory.mktemp("ray"), RANK_CORES + 1, RANK_CORES + 1) as nodes:
         yield nodes
-    finally:
-        nodes.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def driver(cluster, folder: Path, flags: dict[str, str | None], **variables: str) -> Iterator[Ranks]:
-    folder.parent.mkdir(exist_ok=True)
-    given = {"--ray.address": cluster.address} | TWO_RANKS | flags
-    log = folder.parent / f"{folder.name}.log"
-    words = arguments(folder, given)
-    run = Ranks(1, ROOT / "grpo_train.py", *words, log=log, environment=environment() | variables, found=False)
-    try:
-        yield run
-    finally:
-        run.kill()
-
-
-def actors_of(cluster, kind: str = "RankActor") -> list[int]:
-    """By node: the head's first, where rank 0 is, as the driver is there."""
-    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes()
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if words.startswith(f"ray::{kind}".encode()) and parent in raylets:
-            found[raylets.index(parent)] = int(path.name)
-    return [found[index] for index in sorted(found)]
 
 
 def wait_for(what: str, ready, run: Ranks, timeout_s: float = 150) -> None:
@@ -114,33 +64,33 @@ def under_torchrun(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_that_is_stopped_and_loses_a_rank_ends_as_one_under_torchrun(cluster, under_torchrun, tmp_path):
+def test_a_run_that_is_stopped_and_loses_a_rank_ends_as_one_under_torchrun(nodes, under_torchrun, tmp_path):
     """On two nodes. It is stopped with plain remote calls. With a Compiled Graph on each node it goes on, loses a rank,
     and goes on again."""
     folder = tmp_path / "run"
     flags = STEPS | {"--rollout.urls": embedded_url(), "--checkpoint.resume": "auto", "--checkpoint.interval": "1"}
-    with driver(cluster, folder, flags | {"--ray.dispatch": "remote"}) as run:
+    with driver(nodes, folder, flags | {"--ray.dispatch": "remote"}) as run:
         wait_for("the first step", lambda: steps(folder), run)
         run.send_signal(signal.SIGTERM)
         assert run.wait(90) == STOPPED, run.log
         last = steps(folder)[-1]["step"]
         assert f"stopped at step {last}, newest checkpoint {last} in" in run.log.splitlines()[-1]
-        assert last < LAST - 1 and not actors_of(cluster)
-    with driver(cluster, folder, flags | {"--ray.dispatch": "compiled"}) as run:
+        assert last < LAST - 1 and not nodes.actors()
+    with driver(nodes, folder, flags | {"--ray.dispatch": "compiled"}) as run:
         wait_for("a checkpoint", lambda: steps(folder)[-1]["step"] > last, run)
-        os.kill(actors_of(cluster)[1], signal.SIGKILL)
+        os.kill(nodes.actors()[1], signal.SIGKILL)
         run.check(180)
         assert "rank 1 (process" in run.log and "died" in run.log and "Restart 1 of 3" in run.log
         assert "falls back" not in run.log
     assert_same_run(under_torchrun, folder)
 
 
-def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothing_is_left(cluster, tmp_path):
+def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothing_is_left(nodes, tmp_path):
     """Each server has a supervisor of its own, in an actor. In the ranks' own loop."""
     folder = tmp_path / "run"
     flags = {"--training.steps": "100000", "--ray.step_timeout_seconds": "15", "--ray.max_restarts": "0"}
     flags |= {"--rollout.replicas": "2", "--ray.expose_servers": None, "--rollout.api_key_env": "SERVER_KEY"}
-    with driver(cluster, folder, flags, SERVER_KEY="of-a-test") as run:
+    with driver(nodes, folder, flags, SERVER_KEY="of-a-test") as run:
         wait_for("the first step", lambda: steps(folder), run)
         listed = (folder / "servers" / "urls.txt").read_text().split()
         here, there = sorted(listed)
@@ -159,20 +109,20 @@ def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothi
         (server,) = (pid for pid in server_pids(folder) if there.rpartition(":")[2] in command_of(pid))
         os.kill(server, signal.SIGKILL)
         wait_until_back(1)
-        os.kill(actors_of(cluster, "ServerActor")[0], signal.SIGKILL)
+        os.kill(nodes.actors(SERVER)[0], signal.SIGKILL)
         wait_until_back(2)
         assert all(line["policy/mismatch_abs"] < 1e-4 for line in steps(folder)), "no answer came from other weights"
-        ranks = actors_of(cluster)
+        ranks = nodes.actors()
         assert len(ranks) == 2 and len(server_pids(folder)) == 2
         os.kill(ranks[1], signal.SIGSTOP)
         assert run.wait(90) == 1
         assert re.search(r"rank 1 \(process .*stopped by a signal\) did not answer within 15 s", run.log), run.log
         assert re.search(r"rank 0, main thread, most recent call first:\n.*in train_step", run.log, re.DOTALL), run.log
-        assert not actors_of(cluster) and not actors_of(cluster, "ServerActor")
+        assert not nodes.actors() and not nodes.actors(SERVER)
         assert processes_of(folder) == [] and not (folder / "servers" / "urls.txt").exists()
 
 
-def test_compiled_graphs_are_not_deprecated(cluster, caplog):
+def test_compiled_graphs_are_not_deprecated(nodes, caplog):
     """The day that this fails, `dispatch = "compiled"` needs another way, or an upper limit of Ray's version."""
     from ray.dag import InputNode, MultiOutputNode
 
@@ -180,7 +130,7 @@ def test_compiled_graphs_are_not_deprecated(cluster, caplog):
         def call(self, number: int) -> int:
             return number
 
-    ray.init(address=cluster.address, log_to_driver=False)
+    ray.init(address=nodes.address, log_to_driver=False)
     try:
         with caplog.at_level("WARNING"), warnings.catch_warnings(), InputNode() as number:
             warnings.simplefilter("error", DeprecationWarning)

@@ -112,6 +112,10 @@ def test_torchrun_and_ray_are_not_both_taken(monkeypatch):
     [
         (["--ray.address", "ray://head:10001"], r"\[ray\] address = .*Ray Client"),
         (["--ray.warmup_tokens", "64"], r"\[ray\] warmup_tokens = 64 is read with dispatch = \"compiled\" only"),
+        (
+            ["--ray.expose_servers"],
+            r"\[ray\] expose_servers = true is read with \[ray\] enable and \[rollout\] replicas",
+        ),
         (["--ray.warmup_tokens", "4096", "--ray.dispatch", "compiled"], "over the longest packed row, 2048 tokens"),
         (["--parallelism.data_parallel_shard_degree", "3"], r"this run has 2 processes: change them or \[ray\] ranks"),
         (["--ray.dispatch", "graph"], "--ray.dispatch"),
@@ -137,6 +141,8 @@ def test_a_dry_run_says_what_ray_would_do(capsys):
                 "128",
                 "--ray.dispatch",
                 "compiled",
+                "--rollout.replicas",
+                "2",
             ]
         )
         == 0
@@ -144,3 +150,4 @@ def test_a_dry_run_says_what_ray_would_do(capsys):
     said = capsys.readouterr().out
     assert "2 on a cluster of its own on this machine; the driver calls each step by a Compiled Graph" in said
     assert "on 2 processes" in said
+    assert "each in a Ray actor, on the node of rank 0" in said
