@@ -37,6 +37,18 @@ def test_ranks_of_a_node_are_neighbours_in_order_of_their_gpus_and_the_drivers_n
     assert sorted_places == [("mine", "0"), ("mine", "1"), ("near", "2"), ("near", "10"), ("far", "0")]
 
 
+def test_a_server_needs_gpus_only_where_it_has_some():
+    servers = pytest.importorskip("torchtitan.grpo.ray_launch.servers", exc_type=ImportError)
+    vllm = ["--rollout.engine", "vllm", "--rollout.replicas", "2", "--rollout.gpus_per_server", "4"]
+    made = servers.Servers(load_config([*TINY, *vllm]))
+    assert made.count == 2 and made.variables
+    assert made.needs(cuda=True) == {"CPU": 1, "GPU": 4} and made.needs(cuda=False) == {"CPU": 1}
+    on_cpu = ["--rollout.replicas", "1", "--rollout.embedded_device", "cpu"]
+    assert servers.Servers(load_config([*TINY, *on_cpu])).needs(cuda=True) == {"CPU": 1}
+    none = servers.Servers(load_config(TINY))
+    assert none.count == 0 and not none.variables
+
+
 def test_a_restart_replaces_what_the_command_line_says_of_the_checkpoint():
     attempts = pytest.importorskip("torchtitan.grpo.ray_launch.attempts", exc_type=ImportError)
     given = [

@@ -80,9 +80,10 @@ def test_what_another_launcher_says_is_not_heard_and_its_files_stay(servers, tmp
     other.write([replace(FIRST, healthy=True)])
     time.sleep(0.1)
     assert servers.urls == []
-    mine.remove()
-    assert servers.urls_file.exists(), "this launcher has written nothing"
     other.remove()
+    assert servers.urls_file.exists(), "nobody has asked this launcher"
+    assert mine.is_wanted()
+    mine.remove()
     assert list((tmp_path / "servers").iterdir()) == []
 
 

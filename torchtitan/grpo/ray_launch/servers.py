@@ -103,12 +103,11 @@ class Servers:
         self.closing.set()
         for server in self._servers:
             server.ask_to_close()
-        deadline = time.monotonic() + 2 * _CLOSE_S
+        deadline = time.monotonic() + _CLOSE_S
         for server in self._servers:
             if server.is_alive():
                 server.join(max(0.0, deadline - time.monotonic()))
-            else:
-                server.release()
+            server.kill()  # unless its thread has closed it
         self.notices.remove()
 
     def __enter__(self) -> Self:
@@ -145,7 +144,11 @@ class _Server(threading.Thread):
         needs = servers.needs(servers.cuda)
         here = {} if servers.config.ray.expose_servers else {f"node:{servers.address}": 0.001}
         self._group = placement_group([needs | here], strategy="STRICT_PACK")
-        if not self._group.wait(limit_s):
+        deadline = time.monotonic() + limit_s
+        while not (has_room := self._group.wait(_POLL_S)) and time.monotonic() < deadline:
+            if servers.closing.is_set():
+                return
+        if not has_room:
             where = "the cluster"
             change = "lower [rollout] replicas or gpus_per_server, or add nodes"
             if here:
@@ -196,20 +199,26 @@ class _Server(threading.Thread):
                 return
 
     def ask_to_close(self) -> None:
+        actor = self._actor
         with suppress(ray.exceptions.RayError):
-            if self._actor is not None:
-                self._actor.do.remote("close")
+            if actor is not None:
+                actor.do.remote("close")
 
     def release(self) -> None:
         """End the server and its actor, and give the placement group back."""
-        actor, group, self._actor, self._group = self._actor, self._group, None, None
-        if actor is not None:
+        if self._actor is not None:
             with suppress(ray.exceptions.RayError, TimeoutError):
-                ray.get(actor.do.remote("close"), timeout=_CLOSE_S)
-            with suppress(ray.exceptions.RayError):
-                ray.kill(actor)  # also one that a signal has stopped: the guard then ends the server
-        if group is not None:
-            with suppress(ray.exceptions.RayError):
+                ray.get(self._actor.do.remote("close"), timeout=_CLOSE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """The same at once: the guard ends the server."""
+        actor, group, self._actor, self._group = self._actor, self._group, None, None
+        with suppress(ray.exceptions.RayError):
+            if actor is not None:
+                ray.kill(actor)  # also one that a signal has stopped
+        with suppress(ray.exceptions.RayError):
+            if group is not None:
                 remove_placement_group(group)
 
     def _keep(self) -> str:
@@ -223,6 +232,8 @@ class _Server(threading.Thread):
         limit_s, closing = servers.config.ray.start_timeout_seconds, servers.closing
         if self._group is None:
             self.place()
+        if closing.is_set():
+            return ""
         needs = servers.needs(servers.cuda)
         self._actor = (
             ray.remote(actors.ServerActor)

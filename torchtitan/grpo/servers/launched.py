@@ -42,18 +42,17 @@ class Notices:
     def __init__(self, folder: Path, token: str) -> None:
         self.folder, self._token = folder, token
         self._lock = threading.Lock()
-        self._wrote = False
+        self._is_wanted = False
 
     def is_wanted(self) -> bool:
         """Whether rank 0 has asked for servers."""
         with contextlib.suppress(OSError):
-            return (self.folder / _WANTED).read_text() == self._token
-        return False
+            self._is_wanted = (self.folder / _WANTED).read_text() == self._token
+        return self._is_wanted
 
     def write(self, states: Sequence[ServerState]) -> None:
         """Tell rank 0. The list of addresses comes once every server has one."""
         with self._lock:
-            self._wrote = True
             urls = dict.fromkeys(state.url for state in states)  # a new server may have a lost one's address
             if all(urls):
                 _replace(self.folder / URLS_FILE, "".join(f"{url}\n" for url in urls))
@@ -61,8 +60,8 @@ class Notices:
             _replace(self.folder / _STATE, json.dumps(told))
 
     def remove(self) -> None:
-        """Remove the files, if they are of this launcher."""
-        for name in (URLS_FILE, _STATE, _WANTED) if self._wrote else ():
+        """Remove the files, if rank 0 has asked this launcher for servers."""
+        for name in (URLS_FILE, _STATE, _WANTED) if self._is_wanted else ():
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink()
 
