@@ -38,6 +38,8 @@ def until(seen: Callable[[], object]) -> None:
 
 def test_rank_0_asks_for_servers_and_hears_of_their_ends_and_returns(servers, tmp_path):
     mine, other = (Notices(tmp_path / "servers", token) for token in ("mine", "another run's"))
+    mine.write([FIRST])
+    assert not (tmp_path / "servers" / "state.json").exists(), "it has not seen yet that servers are wanted"
     assert mine.is_wanted() and not other.is_wanted()
     ended: list[tuple[str, str, bool]] = []
     servers.on_end = lambda url, why: ended.append((url, why, servers.may_return(url, 0.0)))
@@ -70,27 +72,34 @@ def test_rank_0_asks_for_servers_and_hears_of_their_ends_and_returns(servers, tm
 def test_a_server_that_has_just_returned_counts_as_returning(servers, tmp_path, monkeypatch):
     """It may be lost for a reason of before its return, which rank 0 has found late."""
     monkeypatch.setattr(launched, "RETURN_S", 60.0)
-    Notices(tmp_path / "servers", "mine").write([replace(FIRST, healthy=True)])
+    notices = Notices(tmp_path / "servers", "mine")
+    assert notices.is_wanted()
+    notices.write([replace(FIRST, healthy=True)])
     servers.wait_healthy()
     assert servers.may_return("http://a:1", 0.0)
 
 
 def test_what_another_launcher_says_is_not_heard_and_its_files_stay(servers, tmp_path):
-    mine, other = (Notices(tmp_path / "servers", token) for token in ("mine", "another run's"))
-    other.write([replace(FIRST, healthy=True)])
-    time.sleep(0.1)
-    assert servers.urls == []
+    folder = tmp_path / "servers"
+    mine, other = Notices(folder, "mine"), Notices(folder, "another run's")
+    assert mine.is_wanted() and not other.is_wanted()
+    mine.write([replace(FIRST, healthy=True)])
+    servers.wait_healthy()
+    other.write([replace(SECOND, healthy=True)])
     other.remove()
-    assert servers.urls_file.exists(), "nobody has asked this launcher"
-    assert mine.is_wanted()
+    assert servers.urls_file.read_text() == "http://a:1\n", "nobody has asked the other launcher"
+    (folder / "state.json").write_text('{"token": "an earlier run", "servers": []}')
+    time.sleep(0.1)
+    assert servers.urls == ["http://a:1"]
     mine.remove()
-    assert list((tmp_path / "servers").iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_a_server_that_does_not_come_up_is_named(tmp_path):
     notices = Notices(tmp_path, "mine")
     with LaunchedServers(tmp_path, "mine", 0.3) as servers:
         servers.start()
+        assert notices.is_wanted()
         notices.write([replace(FIRST, healthy=True), SECOND])
         with pytest.raises(UserError, match=r"^server 1 \(http://b:1\) did not serve within 0.3 s \(\[rollout\] start"):
             servers.wait_healthy()

@@ -187,15 +187,17 @@ class _Server(threading.Thread):
             self.release()
             if closing.is_set():
                 return
+            name = f"server {self._index} {self.state.url}".rstrip()
             if not problem and (often := restarts.ended()):
-                problem = f"server {self._index} ({self.state.url}) {why} {often}"
-            self._ended(f"server {self._index} {why}", problem)
+                problem = f"{name} {why} {often}"
             if problem:
                 logger.error(problem)
+                self._is_wanted()  # else rank 0 would not hear of it
+            self._ended(f"server {self._index} {why}", problem)
+            if problem:
                 return
-            name, pause_s = f"server {self._index} ({self.state.url})", restarts.pause_s
-            logger.warning(f"{name} {why}: making it anew in {pause_s:g} s")
-            if closing.wait(pause_s):
+            logger.warning(f"{name} {why}: making it anew in {restarts.pause_s:g} s")
+            if closing.wait(restarts.pause_s):
                 return
 
     def ask_to_close(self) -> None:
@@ -247,9 +249,8 @@ class _Server(threading.Thread):
             .remote()
         )
         ray.get(self._actor.start.remote(servers.common, self._index), timeout=limit_s)
-        while not servers.notices.is_wanted():
-            if closing.wait(_POLL_S):
-                return ""
+        if not self._is_wanted():
+            return ""
         if problem := ray.get(self._actor.do.remote("serve", self._host), timeout=limit_s):
             raise UserError(problem)
         known = None
@@ -259,6 +260,13 @@ class _Server(threading.Thread):
                 known = state
                 self._tell(state)
         return ""
+
+    def _is_wanted(self) -> bool:
+        """Wait until rank 0 has asked for servers. False: it is time to close."""
+        while not self._servers.notices.is_wanted():
+            if self._servers.closing.wait(_POLL_S):
+                return False
+        return True
 
     def _tell(self, state: ServerState) -> None:
         """Of the actor that there is now."""

@@ -51,8 +51,10 @@ class Notices:
         return self._is_wanted
 
     def write(self, states: Sequence[ServerState]) -> None:
-        """Tell rank 0. The list of addresses comes once every server has one."""
+        """Tell rank 0, if it has asked. The list of addresses comes once every server has one."""
         with self._lock:
+            if not self._is_wanted:
+                return
             urls = dict.fromkeys(state.url for state in states)  # a new server may have a lost one's address
             if all(urls):
                 _replace(self.folder / URLS_FILE, "".join(f"{url}\n" for url in urls))
