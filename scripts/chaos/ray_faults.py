@@ -25,9 +25,12 @@ FLAGS: dict[str, str | None] = {
     "--rollout.api_key_env": "SERVER_KEY",
     "--ray.expose_servers": None,
     "--ray.max_restarts": "100",
+    "--ray.start_timeout_seconds": "600",
+    "--rollout.start_timeout_seconds": "600",
+    "--comm.init_timeout_seconds": "1800",
 }
-START_S = 300.0
-NOTICED_S, RECOVERED_S, GONE_S = 90.0, 240.0, 90.0
+START_S = 900.0
+NOTICED_S, RECOVERED_S, GONE_S = 120.0, 600.0, 120.0
 RANKS_FAILED = "from the newest checkpoint, if any"
 """What the driver says before it starts the ranks again."""
 

@@ -182,6 +182,7 @@ class _Server(threading.Thread):
                 why = problem = f"cannot be supervised: {error}"
             except (ray.exceptions.RayError, TimeoutError) as error:
                 why = f"has lost its supervisor on node {self._node[:12]} ({type(error).__name__})"
+                self.kill()  # it would not answer
             except Exception:  # without this thread nobody would make it anew
                 why = problem = f"cannot be kept any longer:\n{traceback.format_exc()}"
             self.release()
