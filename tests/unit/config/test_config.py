@@ -542,7 +542,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
 )
 def test_machine(flags, world_size, gpus, expected, monkeypatch):
     # load_config must accept it on a machine with these processes and GPUs
-    monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda config, **_: [])
+    monkeypatch.setattr("torchtitan.grpo.config.load.check_machine", lambda *_, **__: [])
     messages = check_machine(load_config([*MODEL, *flags]), world_size, gpus)
     assert len(messages) == bool(expected), messages
     for part in expected:
