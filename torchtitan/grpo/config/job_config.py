@@ -512,12 +512,13 @@ class Data:
         arguments: dict[str, Any] = {}
         for word in self.chat_template_kwargs:
             name, _, value = word.partition("=")
+            shown = repr(word if len(word) <= 60 else f"{word[:60]}...")
             try:
                 arguments[name] = json.loads(value)
-            except ValueError as error:
-                raise ValueError(f"{word!r} must be name=value in JSON, as in enable_thinking=false") from error
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{shown} must be name=value in JSON, as in enable_thinking=false") from error
             if not name.isidentifier() or name in _TEMPLATE_OWN:
-                raise ValueError(f"{word!r} must begin with the name of a variable of the template")
+                raise ValueError(f"{shown} must begin with the name of a variable of the template")
         return arguments
 
     @property
