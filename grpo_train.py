@@ -484,6 +484,7 @@ class Trainer:
             self,
             source=self.source,
             tokenizer=self.tokenizer,
+            merge=config.lora.merge,
             reference=self.reference,
             run_config=resolved(config),
             seed=self.seed,

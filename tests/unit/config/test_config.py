@@ -136,6 +136,29 @@ BAD_TOML = {
     "NUL": ('[job]\ndump_folder = "~\\u0000"', "[job] dump_folder", "NUL"),
     "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
+    "adapters": ("[lora]\nenable = true", "[lora] enable = true", "sft_train.py"),
+    "rank of no adapter": ("[lora]\nrank = 8", "[lora] rank = 8 is read with [lora] enable = true only"),
+    "dropout": ("[lora]\nenable = true\ndropout = 0.1", "[lora] dropout = 0.1 must be 0", "exported"),
+    "no layer": ("[lora]\nenable = true\ntarget_modules = []", "[lora] target_modules = []", "each once"),
+    "all layers and one": (
+        "[lora]\nenable = true\ntarget_modules = ['all-linear', 'q_proj']",
+        "[lora] target_modules",
+        "stands alone",
+    ),
+    "merge without export": (
+        "[lora]\nenable = true\nmerge = true\n[checkpoint]\nexport_hf = false",
+        "[lora] merge = true needs [checkpoint] enable and export_hf",
+    ),
+    "merge in the background": (
+        "[lora]\nenable = true\nmerge = true\n[checkpoint]\nasync_mode = 'async'",
+        "[lora] merge = true with [checkpoint] async_mode",
+        '"disabled"',
+    ),
+    "adapters of weights that nobody has": (
+        "[lora]\nenable = true\n[model]\nweights = 'random'",
+        '[model] weights = "random" with [lora]',
+        "merge = true",
+    ),
     "minibatches": (
         "[grpo]\nminibatches = 5",
         "[grpo] minibatches = 5",

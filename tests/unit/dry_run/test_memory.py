@@ -152,7 +152,7 @@ def read(folder: str, world: int, tokens: int, rows: int, *flags: str, monkeypat
 
 
 def build(config: JobConfig, world: int, trainable: bool = True) -> tuple[torch.nn.Module, Microbatch]:
-    source = resolve_model(config.model, config.training.seq_len)
+    source = resolve_model(config.model, config.training.seq_len, config.lora)
     tensor = config.parallelism.tensor_parallel_degree
     replicas = config.parallelism.data_parallel_replicate_degree or 1
     dims = ParallelDims(replicas, world // tensor // replicas, 1, tensor, 1, 1, 1, world)
@@ -194,6 +194,18 @@ def saved_by_autograd(function: Callable[[], Any], model: torch.nn.Module) -> in
     return size
 
 
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]], ids=",".join)
+@pytest.mark.parametrize(("model_name", "checkpointing"), [("qwen3-tiny", "none"), ("qwen2-tiny", "matmul")])
+def test_activations_of_adapters(model_name, checkpointing, targets, folders, gpu_kernels, monkeypatch):
+    config = read(folders[model_name], 1, 1024, 1, *CHECKPOINTING[checkpointing], monkeypatch=monkeypatch)
+    config.lora.enable, config.lora.target_modules = True, targets
+    with fake_world(1):
+        model, row = build(config, 1)
+        _, held, _ = allocated(lambda: model(row, 1.0))
+    parts = memory_bytes(config, 1).moments["log-probabilities' backward"]
+    assert parts["activations"] + parts["kept logits"] + parts["gathered weights"] == pytest.approx(held, rel=0.05)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("model_name", ["qwen3-tiny", "qwen3-small", "llama-tiny", "llama-small", "qwen2-tiny"])
@@ -220,12 +232,15 @@ def test_activations_of_a_forward(model_name, checkpointing, dtype, folders, gpu
         ("qwen3-tiny", "selective"),
         ("qwen3-tiny", "matmul"),
         ("qwen2-tiny", "selective"),
+        ("qwen3-tiny lora", "none"),
     ],
 )
 def test_activations_of_compiled_blocks(model_name, checkpointing, folders, gpu_kernels, monkeypatch):
     """By the partitioner that decides what a compiled block saves, on a GPU too; without code generation."""
     monkeypatch.setattr(logprobs, "_compiled", lambda function, whole_chunk: function)
+    model_name, _, config_lora = model_name.partition(" ")
     config = read(folders[model_name], 1, 1024, 1, *CHECKPOINTING[checkpointing], monkeypatch=monkeypatch)
+    config.lora.enable = bool(config_lora)
     config.compile.enable, config.compile.backend = True, "aot_eager_decomp_partition"
     config.training.dtype = "bfloat16"
     torch._dynamo.reset()
@@ -294,6 +309,23 @@ STEPS = {
         "first block's backward",
     ),
     "foreach AdamW": ("llama-small", 1, 64, 1, ["--optimizer.implementation", "foreach"], "optimizer step"),
+    "adapters": ("qwen3-small", 4, 1024, 2, [], "log-probabilities' backward"),
+    "adapters, tensor parallel": (
+        "llama-small",
+        4,
+        1024,
+        2,
+        ["--parallelism.tensor_parallel_degree", "2", *CHECKPOINTING["matmul"]],
+        None,
+    ),
+    "adapters, reduced once": (
+        "qwen3-small",
+        4,
+        256,
+        3,
+        ["--training.reduce_gradients", "step", *CHECKPOINTING["none"]],
+        None,
+    ),
     "without FSDP": (
         "llama-small",
         1,
@@ -310,6 +342,7 @@ def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
     """Weights, FSDP2's buffers, forward, backward, clipping and AdamW, three steps of several rows."""
     name, world, tokens, rows, flags, moment = STEPS[case]
     config = read(folders[name], world, tokens, rows, *flags, monkeypatch=monkeypatch)
+    config.lora.enable = case.startswith("adapters")
 
     def three_steps() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, row = build(config, world)

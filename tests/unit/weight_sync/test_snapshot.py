@@ -12,8 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.qwen3 import Qwen3Adapter
+from torchtitan.grpo.model.shards import canonical_name
 from torchtitan.grpo.weight_sync.packer import Packer
-from torchtitan.grpo.weight_sync.published import canonical_name, model_weights
+from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, primary_holdings
 from torchtitan.models.llama3 import TransformerModelArgs

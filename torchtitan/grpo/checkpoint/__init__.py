@@ -9,6 +9,7 @@ There is one folder per checkpoint under `[job] dump_folder`/`[checkpoint] folde
       run_config.json   every key of the configuration
       validation.json   the metrics of the validation after this step, if there was one
       hf/               Hugging Face folder for inference (`[checkpoint] export_hf`)
+      adapter/          with `[lora]` in its place: a folder for `peft`; hf/ too with `[lora] merge`
       complete.json     the marker: what the checkpoint is, and size and checksum of every file; written last
 
 All files are written into `step-20.tmp`, and one rename makes it `step-20`. A folder with the suffix, or without
@@ -18,6 +19,7 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     loading.py         which checkpoint a run continues from, and its state
     host_copy.py       `[checkpoint] async_mode`: weights and optimizer state in host memory, while a thread writes them
     export.py          the Hugging Face folder from DCP's files
+    adapters.py        `[lora]`: adapters as they are saved, and which frozen weights they belong to
     marker.py          complete.json: written, read, checked against the files
     together.py        one stage on every rank: all go on or none, and nobody waits for a rank that has failed
     random_states.py   Python's, NumPy's and torch's generators

@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.grpo.checkpoint.adapters import BASE, AdapterState, BaseState
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
-from torchtitan.grpo.checkpoint.export import read_hf
+from torchtitan.grpo.checkpoint.export import read_full, read_hf
 from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured, step_of
@@ -29,6 +30,7 @@ from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
 from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
 from torchtitan.tools.logging import logger
 
@@ -95,7 +97,9 @@ class Checkpointer:
         checkpoint_cfg: The `[checkpoint]` section: torchtitan's keys and ours.
         dump_folder: `[job] dump_folder`.
         trainer_state: Rank 0 saves its `state_dict`; every rank restores it by `load_state_dict`.
-        source, tokenizer: Used for the Hugging Face export. Only rank 0 uses the tokenizer.
+        source, tokenizer: Used for the export. Only rank 0 uses the tokenizer. With `source.lora` the model's adapters
+            are saved, not its frozen weights.
+        merge: `[lora] merge`: export the whole model, too.
         reference: The frozen model of `[grpo] kl_coef`. After a warm start, only the checkpoint has its weights.
         run_config: `config.resolved.resolved`: saved with each checkpoint, and compared with it at a resume.
         seed: `[debug] seed`. Random states are derived from it if the number of ranks has changed.
@@ -113,6 +117,7 @@ class Checkpointer:
         *,
         source: ModelSource,
         tokenizer: PreTrainedTokenizerBase | None,
+        merge: bool = False,
         reference: nn.Module | None = None,
         run_config: dict[str, Any] | None = None,
         seed: int = 0,
@@ -124,7 +129,11 @@ class Checkpointer:
         self.timeout_s = timeout_s
         self.trainer_state, self.run_config = trainer_state, run_config or {}
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
-        self.states = {"model": _ModelState(model), "optimizer": optimizers, "lr_scheduler": lr_schedulers}
+        self.exports_model = source.lora is None or merge
+        of_model: Stateful = _ModelState(model) if source.lora is None else AdapterState(model)
+        self.states = {"model": of_model, "optimizer": optimizers, "lr_scheduler": lr_schedulers}
+        if source.lora is not None:
+            self.states[BASE] = BaseState(model, source.lora)
         if reference is not None:
             self.states["reference"] = _ModelState(reference)
         self.together = Together(timeout_s)
@@ -239,7 +248,8 @@ class Checkpointer:
         if self.rank != 0 or not self.cfg.enable:
             return
         if newest := self.newest():
-            export = f"; for inference: {newest / 'hf'}" if (newest / "hf").is_dir() else ""
+            exports = [str(newest / name) for name in ("hf", "adapter") if (newest / name).is_dir()]
+            export = f"; for inference: {' and '.join(exports)}" if exports else ""
             logger.info(f"Newest checkpoint: {newest}{export}")
         if best := self._best():
             logger.info(f"Best checkpoint by {self.cfg.keep_best}: {best[0]}, {best[1]:.4g}")
@@ -369,7 +379,9 @@ class Checkpointer:
             f"writing {unfinished / 'dcp'}",
             lambda: dcp.save(taken.states, checkpoint_id=unfinished / "dcp", process_group=together.group),
         )
-        if self.cfg.export_hf:
+        if self.cfg.export_hf and self.source.lora is not None:
+            self._export_adapter(taken, unfinished)
+        if self.cfg.export_hf and self.exports_model:
             self._export(taken, unfinished)
         rng_path = unfinished / f"rng-rank-{self.rank}.pt"
         together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
@@ -382,6 +394,24 @@ class Checkpointer:
         if self.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
+
+    def _export_adapter(self, taken: Taken, unfinished: Path) -> None:
+        """The PEFT folder, as `_export`."""
+        together, folder, dtype = self.together, unfinished / "adapter", TORCH_DTYPE_MAP[self.cfg.export_dtype]
+
+        def write(full: dict[str, torch.Tensor]) -> None:
+            if self.rank == 0:
+                write_adapter(full, self.source, folder, dtype)
+
+        def read_and_write() -> None:
+            if self.rank == 0:
+                write(read_full(unfinished / "dcp", taken.states["model"]))
+
+        if taken.on_host:
+            together.locally(f"writing {folder}", read_and_write)
+        else:
+            full = together.collectively("gathering the adapters", lambda: gather_adapter(self.model))
+            together.locally(f"writing {folder}", lambda: write(full))
 
     def _export(self, taken: Taken, unfinished: Path) -> None:
         """The Hugging Face folder. A thread reads the weights back: the model's process groups are not its own."""

@@ -20,13 +20,19 @@ def read_hf(folder: Path, model: dict[str, Tensor], source: ModelSource, dtype: 
         folder: What DCP has written.
         model: The model's state dict, for names, shapes and dtypes.
     """
+    own = {name: value for name, value in model.items() if not (source.tied and name == "output.weight")}
+    return source.adapter.to_hf(read_full(folder, own, dtype))
+
+
+def read_full(folder: Path, model: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The tensors that `model` names, whole, in host memory; in `dtype`, by default as they were written."""
     full: dict[str, Tensor] = {}
     for names in _parts(model):
         part = {name: torch.empty(model[name].shape, dtype=model[name].dtype) for name in names}
         # Not `dcp.load`, which warns of `no_dist`: a filter of warnings would be for all threads.
         _load_state_dict({"model": part}, FileSystemReader(folder), planner=DefaultLoadPlanner(), no_dist=True)
-        full |= {name: value.to(dtype) for name, value in part.items() if not (source.tied and name == "output.weight")}
-    return source.adapter.to_hf(full)
+        full |= {name: value.to(dtype or value.dtype) for name, value in part.items()}
+    return full
 
 
 def _parts(model: dict[str, Tensor]) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.grpo.checkpoint.adapters import BASE
 from torchtitan.grpo.checkpoint.hyperparameters import kept
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, step_of
 from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
@@ -84,6 +85,9 @@ class Loader:
         path = self._folder / f"step-{marker.step}"
         if "reference" in states and "reference" not in marker.states:
             raise UserError(f"checkpoint {path} has no reference model: set [grpo] kl_coef = 0, as when it was written")
+        if (BASE in states) != (BASE in marker.states):
+            holds, key = ("all weights", "false") if BASE in states else ("adapters only", "true")
+            raise UserError(f"checkpoint {path} holds {holds}: set [lora] enable = {key}, as when it was written")
         read, together = collect(), self._together
         try:
             together.collectively(

@@ -29,11 +29,13 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         _check_offload,
         _check_torchtitan,
         _check_checkpoint,
+        _check_lora,
         check_data,
         check_tables,
         _check_ray,
     )
     of_grpo = (
+        _check_lora_job,
         _check_lengths,
         _check_losses,
         check_servers,
@@ -143,6 +145,45 @@ def _check_offload(config: JobConfig) -> Iterator[str]:
         )
     if offload.reference_weights == "host" and not grpo.kl_coef:
         yield '[offload] reference_weights = "host" needs a reference: set [grpo] kl_coef over 0, or leave it out'
+
+
+def _check_lora(config: JobConfig) -> Iterator[str]:
+    lora, checkpoint = config.lora, config.checkpoint
+    if not lora.enable:
+        for name in ("rank", "alpha", "target_modules", "dropout", "merge"):
+            value = getattr(lora, name)
+            if value != keys()[f"lora.{name}"].default:
+                yield f"[lora] {name} = {show(value)} is read with [lora] enable = true only: set that, or leave it out"
+        return
+    if lora.dropout:
+        yield (
+            f"[lora] dropout = {lora.dropout:g} must be 0: with dropout, log-probabilities would be another model's "
+            "than the one that is exported"
+        )
+    if not lora.target_modules or len(set(lora.target_modules)) < len(lora.target_modules):
+        yield f'[lora] target_modules = {show(lora.target_modules)} must name layers, each once, as in ["all-linear"]'
+    if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
+        yield f'[lora] target_modules = {show(lora.target_modules)}: "all-linear" names all layers, so it stands alone'
+    exports = checkpoint.enable and checkpoint.export_hf
+    if lora.merge and not exports:
+        yield "[lora] merge = true needs [checkpoint] enable and export_hf: the merged model is an export"
+    if lora.merge and checkpoint.async_mode != "disabled":
+        yield (
+            f"[lora] merge = true with [checkpoint] async_mode = {show(checkpoint.async_mode)}: the thread that writes "
+            'has no frozen weights, so set async_mode = "disabled", or merge the exported adapter later'
+        )
+    if config.model.weights == "random" and exports and not lora.merge:
+        yield (
+            '[model] weights = "random" with [lora] would export adapters of weights that are saved nowhere: set '
+            "[lora] merge = true, or [checkpoint] export_hf = false"
+        )
+
+
+def _check_lora_job(config: JobConfig) -> Iterator[str]:
+    if config.lora.enable:
+        yield (
+            "[lora] enable = true is for sft_train.py: grpo_train.py cannot publish adapters to servers; leave it out"
+        )
 
 
 def _check_torchtitan(config: JobConfig) -> Iterator[str]:

@@ -140,7 +140,8 @@ class Checkpoint:
     """Write checkpoints in the background, from a copy in host memory. `async_with_pinned_mem` copies beside training;
     `async` copies to pageable memory, and training waits for the copy. Off: it needs that memory."""
     export_hf: bool = True
-    """Write a Hugging Face folder (weights, config, tokenizer) inside every checkpoint, as `step-N/hf`."""
+    """Write a Hugging Face folder (weights, config, tokenizer) inside every checkpoint, as `step-N/hf`. With `[lora]`
+    it is `step-N/adapter`, a folder for `peft`."""
 
 
 @dataclass
@@ -430,6 +431,25 @@ class WeightSync:
 
 
 @dataclass
+class Lora:
+    enable: bool = False
+    """Train low-rank adapters beside frozen weights, which are held in `training.mixed_precision_param`
+    (docs/lora.md). With `sft_train.py` only."""
+    rank: Annotated[int, Range(at_least=1, at_most=512, why="vLLM serves none above")] = 16
+    """Rank of each weight's update. 16 trains about 1 % of a small model's parameters."""
+    alpha: Annotated[float, Range(above=0)] = 32.0
+    """The update is `alpha / rank` times the product of the two matrices."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear` is every linear layer of the blocks, which
+    learns more than attention alone."""
+    dropout: Annotated[float, Range(at_least=0, below=1)] = 0.0
+    """Must be 0: with dropout, log-probabilities would be another model's than the one that is exported."""
+    merge: bool = False
+    """Besides the adapters, export the whole model as `step-N/hf`, with adapters merged in float32 and then cast to
+    `checkpoint.export_dtype`. Off: it has the base's size."""
+
+
+@dataclass
 class Offload:
     offload_optimizer_states_for_logprob: bool = False
     """Keep the optimizer state in pinned host memory while old and reference log-probabilities are computed. The freed
@@ -617,6 +637,7 @@ class JobConfig:
     async_grpo: AsyncGrpo = field(default_factory=AsyncGrpo)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    lora: Lora = field(default_factory=Lora)
     offload: Offload = field(default_factory=Offload)
     data: Data = field(default_factory=Data)
     reward: Reward = field(default_factory=Reward)

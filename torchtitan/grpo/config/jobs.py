@@ -68,9 +68,10 @@ def check_job(given: dict[str, Any], job: Job) -> list[str]:
             f"this job, and leave it out (or --sft.lr {keys()['sft.lr'].default:g})"
         )
     if "optimizer.lr" not in given:
+        usual = "[lora] 2e-4" if given.get("lora.enable") else "SFT of a whole model 1e-5"
         messages.append(
-            f"[optimizer] lr is missing: its default of {keys()['optimizer.lr'].default:g} is made for GRPO; for SFT "
-            "of a whole model 1e-5 is usual"
+            f"[optimizer] lr is missing: its default of {keys()['optimizer.lr'].default:g} is made for GRPO; for "
+            f"{usual} is usual"
         )
     return messages
 

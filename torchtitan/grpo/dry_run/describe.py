@@ -10,7 +10,7 @@ from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
-from torchtitan.grpo.dry_run.memory import checkpoint_bytes, memory_bytes, sent_bytes
+from torchtitan.grpo.dry_run.memory import Memory, checkpoint_bytes, memory_bytes, sent_bytes
 from torchtitan.grpo.dry_run.under_way import under_way_lines
 from torchtitan.grpo.servers.plan import plan_lines
 
@@ -137,6 +137,8 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     peak, parameters = memory.peak, memory.parameters
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     lines = [f"memory of one rank on {target.name}, for {parameters:,} parameters on {processes}"]
+    if config.lora.enable:
+        lines.append(f"  adapters of {memory.trained:,} parameters are trained, {memory.trained / parameters:.2%}")
     if target.why:
         lines.append(f"  assumed for {target.why}: name another by --dry_run {' or '.join(NAMES)}")
     lines += [f"  {name:<28}{_mib(size):>14}" for name, size in memory.moments[peak].items() if size]
@@ -154,19 +156,21 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file or rollout.replicas):
         copy = _mib(parameters * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
-    lines += _disk_lines(config, parameters)
+    lines += _disk_lines(config, memory)
     return [*lines, "", "Only config.json of the model was read: no weights, tokenizer, data or server was looked at"]
 
 
-def _disk_lines(config: JobConfig, parameters: int) -> list[str]:
+def _disk_lines(config: JobConfig, memory: Memory) -> list[str]:
     """Checkpoints that are on the disk at once: those that are kept, and the one that is being written."""
     checkpoint, steps = config.checkpoint, config.training.steps
     if not checkpoint.enable:
         return []
     written = -(-steps // checkpoint.interval)
     at_once = min(checkpoint.keep_latest_k + 1, written) if checkpoint.keep_latest_k else written
-    each = checkpoint_bytes(config, parameters)
-    parts = "weights, AdamW state" + ", reference" * bool(config.grpo.kl_coef) + ", export" * checkpoint.export_hf
+    each, lora = checkpoint_bytes(config, memory), config.lora
+    parts = ("adapters" if lora.enable else "weights") + ", AdamW state"
+    parts += ", reference" * bool(config.grpo.kl_coef and not lora.enable) + ", export" * checkpoint.export_hf
+    parts += ", merged model" * lora.merge
     return [
         f"disk for checkpoints, in {config.job.dump_folder}",
         f"  {'each':<28}{_mib(each):>14}  {parts}",

@@ -22,6 +22,8 @@ from torchtitan.grpo.policy.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.model.families import ModelArgs
+    from torchtitan.grpo.model.lora import Lora
+    from torchtitan.grpo.model.source import ModelSource
 
 Parts = dict[str, int]
 """Bytes by holder."""
@@ -32,12 +34,14 @@ class Memory:
     """What one rank holds.
 
     Attributes:
-        parameters: Parameter count of the whole model.
+        parameters: Parameter count of the whole model, without adapters.
+        trained: How many parameters are trained: all, or those of the adapters.
         moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
         checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
     """
 
     parameters: int
+    trained: int
     moments: dict[str, Parts]
     checkpoint_copy: int = 0
 
@@ -77,6 +81,7 @@ def block_activations(
     tensor_degree: int,
     compiled: bool,
     mode: str,
+    lora: "Lora | None" = None,
 ) -> BlockActivations:
     """Activations of one of torchtitan's dense blocks for a row of `tokens`.
 
@@ -88,29 +93,38 @@ def block_activations(
         block: One of its blocks, on any device; it shows which norms and biases exist.
         itemsize: Bytes of an element in compute dtype.
         mode: `[activation_checkpoint] mode`.
+        lora: The block's adapters. A frozen layer without one does not save its input.
     """
     heads, kv_heads = args.n_heads, args.n_kv_heads
     residual, width = args.dim / tensor_degree, args.hidden_dim / tensor_degree
     query, key = heads * args.head_dim / tensor_degree, kv_heads * args.head_dim / tensor_degree
     log_sum_exp = 4 * heads / tensor_degree  # of flash attention, float32
 
-    norms = 2 * residual + 2 * args.dim  # inputs of the norms, and their outputs, which the projections save
+    adapted = {path.partition(".")[2] for path in lora.layers.values()} if lora else {"wq", "w1", "w2"}
+    # Inputs of the norms, and their outputs, which the projections save.
+    norms = 2 * residual + args.dim * (bool(adapted & {"wq", "wk", "wv"}) + bool(adapted & {"w1", "w3"}))
     attention = 2 * query + 2 * key  # queries and keys after RoPE, values, and attention's output
     statistics = 2 * 4 / tensor_degree + log_sum_exp  # of the norms, float32
     if getattr(block.attention, "q_norm", None) is not None:
         attention += query + key  # before the norm
         statistics += 4 * (heads + kv_heads) / tensor_degree
     gate = 3 if compiled else 4  # w1, w3, silu(w1) * w3, and silu(w1), which a compiled block recomputes
-    saved = (norms + attention + gate * width) * itemsize + statistics
+    gate -= "w2" not in adapted
+    inner = lora.rank * len(lora.layers) if lora else 0  # x A^T of each adapter
+    saved = (norms + attention + gate * width + inner) * itemsize + statistics
 
     # All matrix multiplications and attention; under tensor parallelism also the reduce-scattered sums.
     of_wo = 0 if compiled and tensor_degree > 1 else args.dim  # the reduce-scattered sum is kept in its place
     of_w2 = 0 if compiled else args.dim  # no backward reads it, so a compiled block drops it
     reduced = 2 * residual if tensor_degree > 1 else 0
-    matmuls = residual + 2 * query + 2 * key + 2 * width + of_wo + of_w2 + reduced
+    matmuls = residual + 2 * query + 2 * key + 2 * width + of_wo + of_w2 + reduced + inner
     # torchtitan drops every second matrix multiplication without a bias: wk, wo and w3, or w1 and w2.
     biased = block.attention.wq.bias is not None
     selected = matmuls - (width + of_w2 if biased else key + of_wo + width)
+    if lora:  # with an adapter on each layer, every second product is x A^T
+        sizes = {"wq": query, "wk": key, "wv": key, "wo": args.dim, "w1": width, "w3": width, "w2": args.dim}
+        matmuls += sum(sizes[name] for name in adapted) if biased else 0  # the update is an addmm, as a biased layer is
+        selected = matmuls
 
     # At silu(w1) * w3. A compiled block computes both gradients in place.
     gradients = residual + (1 if compiled and mode == "none" else 2) * width
@@ -154,10 +168,10 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     """
     from torchtitan.grpo.model.source import resolve_model
 
-    source = resolve_model(config.model, config.training.seq_len)
+    source = resolve_model(config.model, config.training.seq_len, config.lora)
     with torch.device("meta"):
         model = source.build()
-    rank = _Rank(config, world_size, source.model_args, model, target or this_machine(), job)
+    rank = _Rank(config, world_size, source, model, target or this_machine(), job)
     moments = {
         "log-probabilities' backward": rank.logprobs_backward(),
         "last block's backward": rank.block_backward(rank.layers),
@@ -167,17 +181,17 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     }
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
-    return Memory(rank.parameters, moments, rank.checkpoint_copy())
+    return Memory(rank.parameters, rank.trained or rank.parameters, moments, rank.checkpoint_copy())
 
 
 class _Rank:
     """The sizes of one rank's parts, and which parts it holds at which moment."""
 
     def __init__(
-        self, config: JobConfig, world_size: int, args: "ModelArgs", model: nn.Module, target: Target, job: Job
+        self, config: JobConfig, world_size: int, source: "ModelSource", model: nn.Module, target: Target, job: Job
     ) -> None:
-        training, parallelism = config.training, config.parallelism
-        self.config, self.args, self.target = config, args, target
+        training, parallelism, args, lora = config.training, config.parallelism, source.model_args, source.lora
+        self.config, self.args, self.target, self.frozen = config, args, target, lora is not None
         self.publishes = job == "grpo"
         self.held, self.computed, self.reduced = (
             TORCH_DTYPE_MAP[name].itemsize
@@ -200,6 +214,12 @@ class _Rank:
         self.local = math.ceil(self.whole / shards)
         block = next(iter(model.layers.values()))
         self.layers = len(model.layers)
+        # Adapters. Under tensor parallelism each rank has one of the two matrices whole; here it has both.
+        self.adapter = (
+            sum(lora.rank * sum(block.get_submodule(p).weight.shape) for p in lora.layers.values()) if lora else 0
+        )
+        self.trained = self.adapter * self.layers
+        self.trained_here = math.ceil(self.trained / shards) if lora else self.local
         self.block = math.ceil(sum(parameter.numel() for parameter in block.parameters()) / tensor)
         self.outside = self.whole - self.block * self.layers  # embedding, last norm, output
         self.vocabulary = math.ceil(args.vocab_size / tensor)
@@ -209,7 +229,8 @@ class _Rank:
         # Activations of one row, bytes.
         self.tokens = row_tokens(config)
         mode = config.activation_checkpoint.mode
-        self.activations = block_activations(args, block, self.tokens, self.computed, tensor, self.compiled, mode)
+        widths = self.tokens, self.computed, tensor
+        self.activations = block_activations(args, block, *widths, self.compiled, mode, lora)
         self.kept, self.recomputed = kept_activations(config, self.activations, self.layers)
         self.hidden = self.tokens * args.dim * self.computed
         rope = model.rope_cache
@@ -221,10 +242,12 @@ class _Rank:
         offload, sync = self.config.offload, self.config.weight_sync
         state_away = offload.optimizer_states == "host" or (in_window and offload.offload_optimizer_states_for_logprob)
         reference_here = self.config.grpo.kl_coef and (in_window or offload.reference_weights == "device")
+        reference_here = reference_here and not self.frozen  # with adapters it is the policy without them
         sent = sent_bytes(self.config, self.target)
         parts = {
-            "weights": self.local * self.held,
-            "AdamW state": 0 if state_away else 2 * self.local * self.held,
+            "weights": self.local * (self.computed if self.frozen else self.held),
+            "adapters": self.trained_here * self.held * self.frozen,
+            "AdamW state": 0 if state_away else 2 * self.trained_here * self.held,
             # The reference has no backward, after which FSDP2 would free what it gathered for the forward.
             "reference model": self.local * self.held + self._gathered(0) if reference_here else 0,
         }
@@ -263,13 +286,13 @@ class _Rank:
                 "activations' gradients": self.activations.gradients,
                 "gathered weights": self._gathered(self.layers if stay_gathered else 1 + self.ahead * (not first)),
                 "output weight's gradient": self._output_gradient(),
-                "gradients to reduce": self.block * self.reduced if self.uses_fsdp and not stay_gathered else 0,
+                "gradients to reduce": self._of_block() * self.reduced if self.uses_fsdp and not stay_gathered else 0,
             }
         )
 
     def embedding_backward(self) -> Parts:
         """At the end. Embedding and output are one FSDP2 group, whose gradients are reduced together."""
-        sharded = self.uses_fsdp and not self.reduced_once
+        sharded = self.uses_fsdp and not self.reduced_once and not self.frozen
         return (
             self.always()
             | self._all_gradients()
@@ -281,23 +304,24 @@ class _Rank:
         )
 
     def checkpoint_copy(self) -> int:
-        """Weights, both moments of AdamW, and the reference, on the host."""
+        """What is trained, both moments of AdamW, and the reference, on the host."""
         checkpoint = self.config.checkpoint
         in_background = checkpoint.enable and checkpoint.async_mode != "disabled"
-        return self.local * self.held * (4 if self.config.grpo.kl_coef else 3) * in_background
+        copies = 4 if self.config.grpo.kl_coef and not self.frozen else 3
+        return self.trained_here * self.held * copies * in_background
 
     def optimizer_step(self) -> Parts:
         """Fused AdamW needs no temporaries; foreach needs the square root of the second moments."""
         foreach = self.config.optimizer.implementation == "foreach"
         return self.always() | {
-            "gradients": self.local * self.held,
-            "AdamW's temporaries": self.local * self.held if foreach else 0,
+            "gradients": self.trained_here * self.held,
+            "AdamW's temporaries": self.trained_here * self.held if foreach else 0,
         }
 
     def reference_logprobs(self) -> Parts:
         """A forward without autograd. The last step's gradients still exist."""
         return self.always(in_window=True) | {
-            "gradients": self.local * self.held,
+            "gradients": self.trained_here * self.held,
             "activations": self.hidden + self.activations.gradients + self.rope,
             "logits chunk": self._logits_chunk(backward=False),
             "gathered weights": self._gathered(1 + self.ahead) - self._gathered(0),
@@ -306,30 +330,38 @@ class _Rank:
     def _earlier_gradients(self) -> Parts:
         """Gradients summed over the rows before this one."""
         if self.reduced_once:
-            return {"whole gradients": self.whole * self.reduced}
-        return {"gradients": self.local * self.held if self.several_rows else 0}
+            return {"whole gradients": self._trained_whole() * self.reduced}
+        return {"gradients": self.trained_here * self.held if self.several_rows else 0}
 
     def _all_gradients(self) -> Parts:
         """Gradients summed over the rows, this one included, when its backward is almost done."""
         if self.reduced_once:
-            return {"whole gradients": self.whole * self.reduced}
+            return {"whole gradients": self._trained_whole() * self.reduced}
         # FSDP2 keeps the replicas' sum until the end. In the first row it becomes the gradient itself.
         summing = self.replicated and self.several_rows
         return {
-            "gradients": self.local * self.held,
-            "gradients of replicas": self.local * self.reduced if summing else 0,
+            "gradients": self.trained_here * self.held,
+            "gradients of replicas": self.trained_here * self.reduced if summing else 0,
         }
+
+    def _trained_whole(self) -> int:
+        """Of one tensor-parallel rank."""
+        return self.trained if self.frozen else self.whole
+
+    def _of_block(self) -> int:
+        """Trained parameters of a block."""
+        return self.adapter if self.frozen else self.block
 
     def _gathered(self, blocks: int) -> int:
         """Unsharded weights in compute dtype: `blocks` blocks, and the embedding, last norm and output."""
         if not self.uses_fsdp:
             return 0
         if self.never_resharded:
-            return self.whole * self.computed
-        return (self.outside + min(blocks, self.layers) * self.block) * self.computed
+            return (self.whole + self.trained) * self.computed
+        return (self.outside + min(blocks, self.layers) * (self.block + self.adapter)) * self.computed
 
     def _output_gradient(self) -> int:
-        return self.vocabulary * self.args.dim * self.computed
+        return 0 if self.frozen else self.vocabulary * self.args.dim * self.computed
 
     def _kept_logits(self) -> int:
         """Whole chunks that fit into `[training] kept_logits_mib`, if every token is an answer token."""
@@ -351,11 +383,13 @@ def sent_bytes(config: JobConfig, target: Target) -> int:
     return {"float32": 4, "bfloat16": 2, "auto": 2 if target.cuda else 4}[config.weight_sync.dtype]
 
 
-def checkpoint_bytes(config: JobConfig, parameters: int) -> int:
-    """Bytes of one checkpoint: weights, AdamW's two moments, the reference and the export."""
-    held = TORCH_DTYPE_MAP[config.training.dtype].itemsize
-    export = TORCH_DTYPE_MAP[config.checkpoint.export_dtype].itemsize if config.checkpoint.export_hf else 0
-    return parameters * ((3 + bool(config.grpo.kl_coef)) * held + export)
+def checkpoint_bytes(config: JobConfig, memory: Memory) -> int:
+    """Bytes of one checkpoint: what is trained, AdamW's two moments, the reference and the export."""
+    held, checkpoint, lora = TORCH_DTYPE_MAP[config.training.dtype].itemsize, config.checkpoint, config.lora
+    exported = memory.trained + memory.parameters * lora.merge if lora.enable else memory.parameters
+    export = exported * TORCH_DTYPE_MAP[checkpoint.export_dtype].itemsize if checkpoint.export_hf else 0
+    reference = memory.parameters * held if config.grpo.kl_coef and not lora.enable else 0
+    return memory.trained * 3 * held + reference + export
 
 
 def _bucket_share(config: JobConfig, target: Target) -> int:

@@ -5,6 +5,8 @@
     tied_embedding.py      the part of a state-dict adapter that all families share
     hf_config.py           config.json or a flavour -> family and arguments; refuses what would be computed wrongly
     source.py              `ModelSource`: family, arguments, names; loads and exports safetensors
+    lora.py                `[lora]`: adapters beside frozen weights; peft_folder.py writes them as `peft` does
+    shards.py              names of sharded and wrapped parameters, and a rank's part of them
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens

@@ -12,8 +12,8 @@ class TrainingFlops:
     """FLOPs of the matrix multiplications in a forward and a backward pass. What is computed again counts once.
 
     Attributes:
-        per_token: 6 for each parameter of the layers' matrices.
-        per_answer_token: 6 for each parameter of the output layer, which computes trained answer tokens only.
+        per_token: 6 for each parameter of the layers' matrices. Frozen ones have no gradient: 4 for each of those.
+        per_answer_token: The same for the output layer, which computes trained answer tokens only.
         per_square: Times L^2 it is the causal attention of a document of L tokens, all layers and heads.
     """
 
@@ -29,10 +29,11 @@ class TrainingFlops:
             model: A model of torchtitan's parts (see `families.Family.model_cls`); meta tensors will do.
         """
         args = model.model_args
-        matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+        matrices = sum(p.numel() * _per_parameter(p) for p in model.layers.parameters() if p.dim() == 2)
+        output = args.vocab_size * args.dim * _per_parameter(model.output.weight)
         # 12 for each position that a token attends to; under the causal mask that is half the document.
         attention = 6 * args.n_layers * args.n_heads * args.head_dim
-        return cls(6 * matrices, 6 * args.vocab_size * args.dim, attention)
+        return cls(matrices, output, attention)
 
     def __call__(self, lengths: Iterable[int], answer_tokens: int) -> int:
         """FLOPs of packed documents.
@@ -44,3 +45,8 @@ class TrainingFlops:
         lengths = list(lengths)
         attention = self.per_square * sum(length**2 for length in lengths)
         return self.per_token * sum(lengths) + self.per_answer_token * answer_tokens + attention
+
+
+def _per_parameter(weight: nn.Parameter) -> int:
+    """FLOPs per token: 2 in the forward pass, 2 for the gradient of its input, and 2 for its own."""
+    return 6 if weight.requires_grad else 4

@@ -93,14 +93,15 @@ def make_packed(
 def attention_tokens(model: nn.Module) -> float:
     """The position from which a token's attention costs more FLOPs than its linear layers, for `packing.pack`.
 
-    Forward and backward take 6 FLOPs for each parameter that a token is multiplied by. For each position that it
-    attends to they take 12 per layer, head and head dimension. Kernel speed is not considered.
+    Forward and backward take 6 FLOPs for each parameter that a token is multiplied by, 4 if it is frozen. For each
+    position that it attends to they take 12 per layer, head and head dimension. Kernel speed is not considered.
     """
     args = model.model_args
-    parameters = sum(p.numel() for p in model.parameters())  # of all ranks' shards; a tied weight once
-    if model.output.weight is not model.tok_embeddings.weight:
-        parameters -= model.tok_embeddings.weight.numel()  # a look-up
-    return 6 * parameters / (12 * args.n_layers * args.n_heads * args.head_dim)
+    # Of all ranks' shards; a tied weight counts once.
+    flops = sum(p.numel() * (6 if p.requires_grad else 4) for p in model.parameters())
+    if (looked_up := model.tok_embeddings.weight) is not model.output.weight:
+        flops -= looked_up.numel() * (6 if looked_up.requires_grad else 4)
+    return flops / (12 * args.n_layers * args.n_heads * args.head_dim)
 
 
 def _packed_forward(

@@ -25,6 +25,7 @@ from torchtitan.grpo.model.flash_attention import (
     choose_attention,
     flash_attention_2,
 )
+from torchtitan.grpo.model.lora import add_adapters, init_adapters
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
@@ -53,15 +54,22 @@ def build_model(
 ) -> nn.Module:
     """Build, shard and randomly initialise a model that takes packed rows (see `packed.make_packed`).
 
+    With `[lora]` all weights but the adapters are frozen. They are held in the dtype that they are computed in, to
+    which FSDP2 would cast them for each use: in bfloat16 that halves them, and the values that are used are the same.
+
     Args:
         source: Which model, from `source.resolve_model`.
         trainable: False for a reference model: no gradients, no activation checkpointing.
     """
-    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+    lora, held = source.lora, TORCH_DTYPE_MAP[config.training.dtype]
+    base = TORCH_DTYPE_MAP[config.training.mixed_precision_param] if lora else held
+    with torch.device("meta"), set_default_dtype(base):
         model = source.build()
     tp_mesh = dims.get_optional_mesh("tp")
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
+    if lora:
+        add_adapters(model, lora, held)
     compiled = config.compile.enable
     make_packed(
         model,
@@ -79,7 +87,10 @@ def build_model(
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=device)
-    model.requires_grad_(trainable)
+    if lora:
+        init_adapters(model, config.debug.seed or 0)
+    else:
+        model.requires_grad_(trainable)
     return model.train()
 
 

@@ -17,13 +17,13 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import Family, ModelArgs, get_family
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder, read_json
+from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
+from torchtitan.grpo.model.shards import local, shard_of, whole
 from torchtitan.grpo.model_identity import ModelIdentity, identity
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
@@ -39,6 +39,7 @@ class ModelSource:
         adapter: State-dict adapter between torchtitan's names and Hugging Face's; takes partial state dicts.
         hf_config: Content of a `config.json` that describes the model to transformers and to servers.
         folder: `model.hf_assets_path`. A flavour with random weights needs none.
+        lora: The adapters that are trained; None: all weights are.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelSource:
     adapter: StateDictAdapter
     hf_config: dict[str, Any]
     folder: Path
+    lora: Lora | None = None
 
     @property
     def identity(self) -> ModelIdentity:
@@ -74,17 +76,18 @@ class ModelSource:
         return model
 
 
-def resolve_model(model_cfg: Any, seq_len: int) -> ModelSource:
+def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSource:
     """Find the model that `[model]` names.
 
     Args:
         model_cfg: The `[model]` section. With an empty `flavor`, family and shape are those of `config.json` in
             `hf_assets_path`. Otherwise they are the preset `flavor` of the family `name`.
         seq_len: `[training] seq_len`, the longest document in tokens.
+        lora_cfg: The `[lora]` section; None is as `enable = false`.
 
     Raises:
         UserError: The folder, its config or the flavour is missing, broken or not supported. Or `seq_len` is over
-            the model's maximum, or flavour and folder differ.
+            the model's maximum, or flavour and folder differ, or the model lacks a layer that `[lora]` names.
     """
     folder = Path(model_cfg.hf_assets_path)
     if model_cfg.flavor == "":
@@ -99,19 +102,25 @@ def resolve_model(model_cfg: Any, seq_len: int) -> ModelSource:
         )
     args = dataclasses.replace(args, attn_type="varlen", attn_mask_type="block_causal", max_seq_len=seq_len)
     family = get_family(name)
-    return ModelSource(name, family, args, family.adapter_cls(args, None), hf_config, folder)
+    adapter, lora = family.adapter_cls(args, None), None
+    if lora_cfg is not None and lora_cfg.enable:
+        with torch.device("meta"):
+            one_block = family.model_cls(dataclasses.replace(args, n_layers=1)).layers["0"]
+        lora = resolve_lora(lora_cfg, adapter, one_block)
+    return ModelSource(name, family, args, adapter, hf_config, folder, lora)
 
 
-def resolve_and_check(model_cfg: Any, seq_len: int) -> ModelSource:
+def resolve_and_check(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSource:
     """`resolve_model` for a run: with `[model] weights = "hf"`, check the weights before anything is started."""
-    source = resolve_model(model_cfg, seq_len)
+    source = resolve_model(model_cfg, seq_len, lora_cfg)
     if model_cfg.weights == "hf":
         check_hf_weights(source)
     return source
 
 
 def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:
-    """Fill `model` from the safetensors files in `folder`. Call on every rank, after the model is materialised.
+    """Fill `model` from the safetensors files in `folder`, except adapters. Call on every rank, after the model is
+    materialised.
 
     Each rank maps the files and copies its own shard, for any FSDP2 and tensor-parallel placement. Nothing is
     gathered or sent. Values are cast to the parameters' dtype.
@@ -120,7 +129,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
         UserError: There are no weights, a file is missing or broken, or names or shapes do not fit the model.
     """
     folder = Path(folder)
-    parameters = get_model_state_dict(model)
+    parameters = {name: value for name, value in get_model_state_dict(model).items() if not is_adapter(name)}
     if any(parameter.is_meta for parameter in parameters.values()):
         raise RuntimeError("load_hf_weights needs a materialised model: call to_empty and init_weights first")
     expected = _expected(source, parameters)
@@ -133,7 +142,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
                     if hf_name not in expected:
                         continue
                     for name, value in source.adapter.from_hf({hf_name: file.get_tensor(hf_name)}).items():
-                        _local(parameters[name]).copy_(_shard_of(value, parameters[name]))
+                        local(parameters[name]).copy_(shard_of(value, parameters[name]))
 
 
 def check_hf_weights(source: ModelSource) -> None:
@@ -217,25 +226,6 @@ def _some(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of `parameter` as a view of `full`, by torch.chunk's rule on each mesh axis."""
-    if not isinstance(parameter, DTensor):
-        return full
-    coordinate = parameter.device_mesh.get_coordinate()
-    axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    # FSDP2 shards what tensor parallelism has sharded, though its mesh axis comes first: it is marked as strided.
-    for axis in sorted(axes, key=lambda axis: isinstance(parameter.placements[axis], _StridedShard)):
-        dim, ranks = parameter.placements[axis].dim, parameter.device_mesh.size(axis)
-        rows = -(-full.shape[dim] // ranks)
-        start = min(rows * coordinate[axis], full.shape[dim])
-        full = full.narrow(dim, start, min(rows, full.shape[dim] - start))
-    return full
-
-
 def write_hf_config(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write config.json, generation_config.json (if the model's folder has one) and the tokenizer into `folder`."""
     folder = Path(folder)
@@ -253,7 +243,7 @@ def write_hf_config(source: ModelSource, tokenizer: PreTrainedTokenizerBase, fol
 def gather_hf(model: nn.Module, source: ModelSource, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The whole model on rank 0 in `dtype` in host memory, by Hugging Face name; nothing on others. Collective.
 
-    Tensors are gathered one at a time.
+    Adapters are merged into its weights. Tensors are gathered one at a time.
     """
     # Every rank runs the generator, because gathering is collective; only rank 0 keeps the tensors.
     # They are copied: a tensor gathered from uneven shards is a view of padded storage, which safetensors refuses.
@@ -285,6 +275,11 @@ def _is_writer() -> bool:
 
 
 def _gathered(model: nn.Module, source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in get_model_state_dict(model).items():
-        if not (source.tied and name == "output.weight"):
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+    state = get_model_state_dict(model)
+    for name, value in state.items():
+        if is_adapter(name) or (source.tied and name == "output.weight"):
+            continue
+        layer, full = name.removesuffix(".weight"), whole(value)
+        if source.lora is not None and layer + A in state:
+            full = merged(full, whole(state[layer + A]), whole(state[layer + B]), source.lora.scaling)
+        yield name, full

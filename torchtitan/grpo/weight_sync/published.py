@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.shards import canonical_name
 from torchtitan.grpo.weight_sync.snapshot import Slices
 from torchtitan.grpo.weight_wire.buckets import TensorSpec
 
@@ -87,11 +88,6 @@ class PublishedWeights:
     @property
     def device(self) -> torch.device:
         return self.parameters[self.tensors[0].parameter].device
-
-
-def canonical_name(name: str) -> str:
-    """The parameter's name without the parts that activation checkpointing and compilation add to it."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def whole(shape: torch.Size | tuple[int, ...]) -> Slices:

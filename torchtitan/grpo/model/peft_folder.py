@@ -1,0 +1,62 @@
+"""Adapters as a folder that `peft`, vLLM and SGLang load: adapter_config.json and adapter_model.safetensors."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from torchtitan.grpo.model.lora import PeftNames, is_adapter
+from torchtitan.grpo.model.shards import whole
+from torchtitan.grpo.model.source import ModelSource
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters of a model, sharded as they are, by torchtitan's names."""
+    return {name: value for name, value in get_model_state_dict(model).items() if is_adapter(name)}
+
+
+def gather_adapter(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters whole, in host memory, by torchtitan's names. On every rank: they are small. Collective."""
+    return {name: whole(value).detach().to("cpu", copy=True) for name, value in adapter_state(model).items()}
+
+
+def write_adapter(tensors: Mapping[str, Tensor], source: ModelSource, folder: Path, dtype: torch.dtype) -> None:
+    """Write the folder.
+
+    Args:
+        tensors: What `gather_adapter` returned.
+        source: Which model they belong to, and `lora`: how they apply.
+        dtype: Of the tensors in the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = PeftNames(source.adapter, {name: value.shape for name, value in tensors.items()})
+    content = {name: value.to(dtype).contiguous() for name, value in names.convert(tensors).items()}
+    save_file(content, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(adapter_config(source), indent=2)
+    (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def adapter_config(source: ModelSource) -> dict[str, object]:
+    """Content of adapter_config.json."""
+    lora = source.lora
+    if lora is None:
+        raise ValueError("a model without adapters has no adapter_config.json")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source.folder),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.layers),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
