@@ -103,7 +103,7 @@ def test_b_follows_the_rows_of_its_weight():
     assert names.name(f"{name}.lora_B") == "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
 
 
-def test_a_base_is_known_by_every_weight_and_the_factor():
+def test_a_base_is_known_by_every_weight_and_its_adapters_by_their_keys():
     source, model = resolve(["q_proj"]), adapted(["q_proj"], "cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
@@ -114,8 +114,13 @@ def test_a_base_is_known_by_every_weight_and_the_factor():
     now = BaseState(model, source.lora)
     now.state_dict()
     now.load_state_dict(saved)  # a trained adapter has the same base
-    with pytest.raises(UserError, match="alpha / rank = 3, not 1"):
-        now.load_state_dict(saved | {"scaling": torch.tensor(3.0)})
+    for key, value, word in (
+        ("alpha", 3.0, r"\[lora\] alpha = 3, not 6"),
+        ("rank", 8, r"\[lora\] rank = 8, not 4"),
+        ("layers", 0, "other layers than q_proj: restore"),
+    ):
+        with pytest.raises(UserError, match=word):
+            now.load_state_dict(saved | {key: torch.tensor(value)})
     with torch.no_grad():
         model.layers["3"].ffn_norm.weight[-1] += 1e-6
     other = BaseState(model, source.lora)

@@ -1,5 +1,6 @@
 """`[lora]` in checkpoints: the adapters alone, and what says which frozen weights they belong to."""
 
+import zlib
 from typing import Any
 
 import torch
@@ -31,37 +32,46 @@ class AdapterState(Stateful):
 
 
 class BaseState(Stateful):
-    """Which frozen weights a checkpoint's adapters belong to, and how strongly they apply: nothing that is loaded.
+    """Which frozen weights a checkpoint's adapters belong to, where they are and how they apply: nothing is loaded.
 
     The first `state_dict` gathers the weights one at a time. It is collective.
     """
 
     def __init__(self, model: nn.Module, lora: Lora) -> None:
-        self._model, self._scaling = model, lora.scaling
+        self._model, self._lora = model, lora
         self._checksum: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._checksum is None:
             self._checksum = base_checksum(self._model)
         # New tensors: DCP reads what a checkpoint has into them.
-        return {"checksum": torch.tensor(self._checksum), "scaling": torch.tensor(self._scaling, dtype=torch.float64)}
+        return {
+            "checksum": torch.tensor(self._checksum),
+            "rank": torch.tensor(self._lora.rank),
+            "alpha": torch.tensor(self._lora.alpha, dtype=torch.float64),
+            "layers": torch.tensor(zlib.crc32(" ".join(sorted(self._lora.layers)).encode())),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
-            UserError: The checkpoint's adapters are of other weights, or apply with another factor.
+            UserError: The checkpoint's adapters are of other weights or layers, or have another rank or `alpha`.
         """
-        if int(state_dict["checksum"]) != self._checksum:
-            found = f"{int(state_dict['checksum']):016x}, and these have {self._checksum:016x}"
+        saved, own = ({name: each.item() for name, each in of.items()} for of in (state_dict, self.state_dict()))
+        if saved["checksum"] != own["checksum"]:
+            found, here = (f"{each['checksum'] % 2**64:016x}" for each in (saved, own))
             raise UserError(
-                f"the checkpoint's adapters belong to weights with the checksum {found}: restore [model], [training] "
-                "mixed_precision_param, and for random weights [debug] seed and the number of ranks"
+                f"the checkpoint's adapters belong to weights with the checksum {found}, and these have {here}: "
+                "restore [model], [training] mixed_precision_param, and for random weights [debug] seed and the "
+                "number of ranks"
             )
-        if float(state_dict["scaling"]) != self._scaling:
-            raise UserError(
-                f"the checkpoint's adapters apply with [lora] alpha / rank = {float(state_dict['scaling']):g}, not "
-                f"{self._scaling:g}: restore both"
-            )
+        # DCP would leave out what this run has no place for: fewer layers would lose trained adapters in silence.
+        if saved["layers"] != own["layers"]:
+            layers = ", ".join(self._lora.layers)
+            raise UserError(f"the checkpoint adapts other layers than {layers}: restore [lora] target_modules")
+        for key in ("rank", "alpha"):
+            if saved[key] != own[key]:
+                raise UserError(f"the checkpoint's adapters have [lora] {key} = {saved[key]:g}, not {own[key]:g}")
 
 
 @torch.no_grad()

@@ -90,10 +90,11 @@ class Loader:
             raise UserError(f"checkpoint {path} holds {holds}: set [lora] enable = {key}, as when it was written")
         read, together = collect(), self._together
         try:
-            together.collectively(
-                f"reading {path / 'dcp'}",
-                lambda: dcp.load(read, checkpoint_id=path / "dcp", process_group=together.group),
-            )
+            if BASE in states:  # first: a refusal names keys of [lora], where DCP would name tensors
+                base = {BASE: read.pop(BASE)}
+                self._read(path, base)
+                together.locally(f"comparing with {path}", lambda: states[BASE].load_state_dict(base[BASE]))
+            self._read(path, read)
             with kept(optimizers, lr_schedulers):
                 together.locally(f"restoring {path}", lambda: self._restore(path, marker, states, read))
         except StageFailed as error:
@@ -149,9 +150,15 @@ class Loader:
         found, torn = candidates(self._folder, self._load_step)
         return {str(path): asdict(marker) for path, marker in found.items()}, {str(p): what for p, what in torn.items()}
 
+    def _read(self, path: Path, states: dict[str, Any]) -> None:
+        self._together.collectively(
+            f"reading {path / 'dcp'}",
+            lambda: dcp.load(states, checkpoint_id=path / "dcp", process_group=self._together.group),
+        )
+
     def _restore(self, path: Path, marker: Marker, states: dict[str, Stateful], read: dict[str, Any]) -> None:
-        for name, state in states.items():
-            state.load_state_dict(read[name])
+        for name, content in read.items():
+            states[name].load_state_dict(content)
         self._trainer_state.load_state_dict(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
         rank, world_size = self._together.rank, self._together.world_size
         if marker.world_size == world_size:  # last, so that nothing draws random numbers in between

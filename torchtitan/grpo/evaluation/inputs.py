@@ -18,6 +18,7 @@ from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.sources import question
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.hf_config import adapters_alone
 from torchtitan.tools.logging import logger
 
 OF_THE_RUN = {
@@ -29,6 +30,11 @@ OF_THE_RUN = {
     "metrics.enable_wandb": "false",
     "metrics.prometheus_port": "0",
     "ray.enable": "false",
+    "lora.enable": "false",
+    "lora.rank": "16",
+    "lora.alpha": "32",
+    "lora.target_modules": "all-linear",
+    "lora.merge": "false",
     "weight_sync.transport": "auto",
     "weight_sync.disk_folder": "",
     "rollout.min_servers": "1",
@@ -49,10 +55,10 @@ def model_folder(path: Path) -> Path:
     for folder in (path / "hf", path):
         if (folder / "config.json").is_file():
             return folder
-    raise UserError(
-        f"{path} is no Hugging Face folder, and holds none as hf/: give a checkpoint of a run with [checkpoint] "
-        "export_hf, or a folder with config.json, weights and tokenizer"
+    what = adapters_alone(path) or (
+        "give a checkpoint of a run with [checkpoint] export_hf, or a folder with config.json, weights and tokenizer"
     )
+    raise UserError(f"{path} is no Hugging Face folder, and holds none as hf/: {what}")
 
 
 def evaluation_config(

@@ -52,7 +52,8 @@ def read_json(path: Path) -> dict[str, Any]:
             "(config.json, tokenizer.json, *.safetensors), e.g. from `hf download Qwen/Qwen3-0.6B --local-dir ...`"
         )
     if not path.is_file():
-        raise UserError(f'[model] hf_assets_path = "{path.parent}" has no {path.name}: download the whole model folder')
+        what = adapters_alone(path.parent) or "download the whole model folder"
+        raise UserError(f'[model] hf_assets_path = "{path.parent}" has no {path.name}: {what}')
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -60,6 +61,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}: download it again")
     return content
+
+
+def adapters_alone(folder: Path) -> str:
+    """What to do about a folder, or a checkpoint, of LoRA adapters without their base; "" for others."""
+    if not any((folder / part / "adapter_config.json").is_file() for part in (".", "adapter")):
+        return ""
+    return "it holds LoRA adapters without their base; merge them (docs/lora.md), or export with [lora] merge = true"
 
 
 def _architecture(raw: dict[str, Any], where: str) -> str:

@@ -156,11 +156,6 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def trained_parameters(model: nn.Module) -> int:
-    """Elements of what is trained, of all ranks' shards."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within it the model is its base, to the bit. Not for a forward pass whose backward pass comes after."""
