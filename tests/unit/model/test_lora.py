@@ -8,7 +8,10 @@ from torch import nn
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.checkpoint.adapters import BaseState
+from torchtitan.grpo.config.job_config import Lora
+from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.evaluation.inputs import OF_THE_RUN, model_folder
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.lora import LoraLinear, PeftNames, adapters_off, add_adapters, init_adapters, merged
 from torchtitan.grpo.model.source import resolve_model
@@ -101,6 +104,22 @@ def test_b_follows_the_rows_of_its_weight():
         torch.testing.assert_close(up @ down, weight)
         assert (names.order(f"{name}.lora_B") is None) == (layer == "wv")
     assert names.name(f"{name}.lora_B") == "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize("part", ["", "adapter"])
+def test_adapters_without_their_base_are_no_model(part, tmp_path):
+    (tmp_path / part).mkdir(exist_ok=True)
+    (tmp_path / part / "adapter_config.json").touch()
+    model = SimpleNamespace(flavor="", hf_assets_path=str(tmp_path))
+    for look in (lambda: resolve_model(model, 64), lambda: model_folder(tmp_path)):
+        with pytest.raises(UserError, match="LoRA adapters without their base; merge"):
+            look()
+
+
+def test_an_evaluation_sets_back_every_key():
+    set_back = [f"--{key}={value}" for key, value in OF_THE_RUN.items() if key.startswith("lora.")]
+    config = load_config([f"--model.hf_assets_path={TINY_QWEN3}", "--rollout.urls=http://127.0.0.1:1", *set_back])
+    assert config.lora == Lora()
 
 
 def test_a_base_is_known_by_every_weight_and_its_adapters_by_their_keys():
