@@ -10,24 +10,28 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_overlay  # noqa: F401  before torchtitan
-from torchtitan.grpo.broadcast import BEAT_S, Broadcaster
+from torchtitan.grpo import broadcast
+from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.config.job_config import Debug
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
 from torchtitan.grpo.stopping import StopRequested
 
-LIMIT_S, SILENCE_S = 2.0, 3.0
+LIMIT_S, SILENCE_S = 4.0, 3.0
+BEAT_S = 0.2
 
 
 def main(how: str) -> None:
     dist.init_process_group("gloo")
+    broadcast.BEAT_S = BEAT_S  # a busy machine may make a beat a second late: the limits are far longer
+    silence_s = SILENCE_S if how == "frozen" else 60.0
     ledger = Ledger(torch.device("cpu"))
     progress = Progress(ledger)
     groups = 0
     progress.watch(lambda: groups)
     hang_s = LIMIT_S if how == "busy" else 0.0
     with (
-        Broadcaster(progress, LIMIT_S, SILENCE_S) as broadcaster,
+        Broadcaster(progress, LIMIT_S, silence_s) as broadcaster,
         Watchdog(Debug(hang_seconds=hang_s, hang_exit_code=5), progress, [broadcaster.describe]),
     ):
         assert broadcaster.json("begin") == "begin"
@@ -38,10 +42,10 @@ def main(how: str) -> None:
                 if how == "frozen":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if how == "gone":
-                    time.sleep(3 * BEAT_S)  # the other rank reads what this one wrote up to two beats ago
+                    time.sleep(6 * BEAT_S)  # the other rank reads what this one wrote up to two beats ago
                     os._exit(9)
-                for groups in range(1, 9):  # noqa: B007  `progress` reads it
-                    time.sleep(LIMIT_S / 4)
+                for groups in range(1, 26):  # noqa: B007  `progress` reads it
+                    time.sleep(LIMIT_S / 20)
                 if how == "stuck":
                     time.sleep(60)
         waited_from = time.monotonic()
