@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     trl.add_argument(
         "--url", type=address, help="vLLM server with TRL's weight transfer (default: generate in process)"
     )
+    trl.add_argument(
+        "--colocate", action="store_true", help="GRPOTrainer's vLLM in its own process, on its GPU (default: no vLLM)"
+    )
     trl.add_argument("--python", default=sys.executable, help="Python that has TRL 1.16 (default: this one)")
 
     commands.add_parser("report", parents=[report], allow_abbrev=False).set_defaults(time_limit_s=600.0)
@@ -77,6 +80,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--thresholds {args.thresholds} must rise")
     if args.command == "trl" and args.trainer == "async" and not args.url:
         parser.error("--trainer async needs --url, the address of a vLLM server")
+    if args.command == "trl" and args.colocate and (args.url or args.trainer == "async" or args.gpus == ["cpu"]):
+        parser.error("--colocate is for --trainer grpo on a GPU, without --url")
     if args.command == "runs" and "cpu" in args.gpus and args.ranks > 1:
         parser.error("--gpus cpu has one rank")
     return args

@@ -104,11 +104,12 @@ def run_ours(args: argparse.Namespace, out: Output) -> bool:
 def run_trl(args: argparse.Namespace, out: Output) -> bool:
     """TRL's trainer at every learning rate and seed. It writes the metrics that ours writes, as far as it has them."""
     flags = job_flags(args)
-    name = "trl_async" if args.trainer == "async" else "trl_grpo"
+    name = "trl_async" if args.trainer == "async" else "trl_colocate" if args.colocate else "trl_grpo"
+    vllm = "colocate" if args.colocate else args.url or "-"
 
     def start(folder: Path, title: str, lr: float, seed: int, limit_s: float) -> str:
         own = flags | {"optimizer.lr": lr, "debug.seed": seed, "job.dump_folder": folder}
-        command = [args.python, str(BENCH / "learning_bench" / "trl_run.py"), args.trainer, args.url or "-"]
+        command = [args.python, str(BENCH / "learning_bench" / "trl_run.py"), args.trainer, vllm]
         environment = device_environment(args.gpus) | import_environment()
         process = Process([*command, *as_flags(own)], folder.parent / f"{folder.name}.log", environment)
         return follow(process, title, folder, limit_s, _show(out))

@@ -1,6 +1,6 @@
 """One run of TRL's GRPOTrainer or AsyncGRPOTrainer on the job of a configuration of grpo_train.py.
 
-    python trl_run.py grpo|async URL|- --job.config_file ... [--section.key value ...]
+    python trl_run.py grpo|async URL|colocate|- --job.config_file ... [--section.key value ...]
 
 `learning.py trl` starts it. Model, prompts, rewards, answers a step, their length, temperature, learning rate, warm-up
 and seed are the configuration's; the loss and everything else are TRL's defaults. It writes metrics.jsonl with the
@@ -99,7 +99,9 @@ def settings_of(kind: str, config: Any, task: Task, url: str) -> dict[str, Any]:
         return settings | {"token_budget": budget, "vllm_server_base_url": url}
     at_once = max(n for n in range(1, min(answers, ANSWERS_AT_ONCE) + 1) if answers % n == 0)
     settings |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": answers // at_once}
-    if url:
+    if url == "colocate":
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": config.training.seq_len}
+    elif url:
         settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
     return settings
 
