@@ -142,6 +142,9 @@ class RayFaults:
     def _until(self, what: str, ready: Callable[[], object], run: Ranks | None, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while not ready():
-            if time.monotonic() > deadline or (run is not None and run.poll() is not None):
-                raise Broken(f"{what}: not within {limit_s:g} s\n{run.log[-6000:] if run else ''}")
+            log = f"\n{run.log[-6000:]}" if run else ""
+            if run is not None and (status := run.poll()) is not None:
+                raise Broken(f"{what}: the run has ended with exit status {status}{log}")
+            if time.monotonic() > deadline:
+                raise Broken(f"{what}: not within {limit_s:g} s{log}")
             time.sleep(0.05)

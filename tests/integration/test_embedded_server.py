@@ -219,9 +219,12 @@ def test_an_incomplete_cohort_is_not_held_forever(monkeypatch: pytest.MonkeyPatc
     server.close()
 
 
-async def running_before(client: Client) -> None:
-    """Until a request that was sent before is running: the server takes them in order, and has answered this one."""
-    await client.generate([3], SamplingParams(1, 1.0, 1), "after it")
+async def started(client: Client, prompt: list[int], params: SamplingParams, name: str = "r") -> asyncio.Task:
+    """A request that the server is answering. It starts with another one, as a cohort, and that one has its answer."""
+    cohort = (name, 2)
+    task = asyncio.create_task(client.generate(prompt, params, name, cohort))
+    await client.generate([3], SamplingParams(1, 1.0, 1), f"{name} runs", cohort)
+    return task
 
 
 def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, reference) -> None:
@@ -230,8 +233,7 @@ def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, 
     async def scenario() -> list[Completion]:
         async with Client(server.url) as client:
             params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
-            running = asyncio.create_task(client.generate([3, 4], params, "running"))
-            await running_before(client)
+            running = await started(client, [3, 4], params)
             assert not running.done()
             await asyncio.to_thread(control.pause)
             assert await asyncio.to_thread(control.is_paused)
@@ -251,8 +253,7 @@ def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, 
 def test_pause_abort_ends_answers_and_the_client_takes_none_of_them(server: EmbeddedServer) -> None:
     async def scenario() -> None:
         async with Client(server.url) as client:
-            task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, LONG, ignore_eos=True), "r"))
-            await running_before(client)
+            task = await started(client, [3], SamplingParams(1, 1.0, LONG, ignore_eos=True))
             await asyncio.to_thread(VllmControl(server.url, None, 30.0).pause, "abort")
             await task
 
@@ -263,8 +264,7 @@ def test_pause_abort_ends_answers_and_the_client_takes_none_of_them(server: Embe
 def test_pause_wait_drains(server: EmbeddedServer) -> None:
     async def scenario() -> Completion:
         async with Client(server.url) as client:
-            task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, 200, ignore_eos=True), "r"))
-            await running_before(client)
+            task = await started(client, [3], SamplingParams(1, 1.0, 200, ignore_eos=True))
             await asyncio.to_thread(VllmControl(server.url, None, 30.0).pause, "wait")
             return (await asyncio.wait_for(task, 20.0))[0]  # on its way
 
@@ -308,8 +308,7 @@ def test_killed_server_is_an_error_with_its_address(model_dir: Path, tmp_path: P
 
     async def scenario() -> None:
         async with Client(server.url, request_timeout_s=20.0) as client:
-            task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, LONG, ignore_eos=True), "r"))
-            await running_before(client)
+            task = await started(client, [3], SamplingParams(1, 1.0, LONG, ignore_eos=True))
             server.process.kill()
             with pytest.raises(EngineError, match=rf"{server.url}: request r"):
                 await asyncio.wait_for(task, 5.0)
@@ -338,8 +337,7 @@ def test_sigterm_ends_in_order(model_dir: Path, tmp_path: Path) -> None:
 
         async def scenario() -> None:
             async with Client(server.url) as client:
-                task = asyncio.create_task(client.generate([3], SamplingParams(1, 1.0, LONG, ignore_eos=True), "r"))
-                await running_before(client)
+                task = await started(client, [3], SamplingParams(1, 1.0, LONG, ignore_eos=True))
                 server.process.terminate()
                 await task
 
@@ -465,8 +463,7 @@ def test_weight_update_under_running_requests(model_dir: Path, reference, tmp_pa
         async def scenario() -> tuple[Completion, list[int]]:
             async with Client(url) as client:
                 params = SamplingParams(1, 0.7, 300, seed=1, ignore_eos=True)
-                task = asyncio.create_task(client.generate([3, 4], params, "r"))
-                await running_before(client)
+                task = await started(client, [3, 4], params)
                 acknowledgement = await asyncio.to_thread(publish)
                 return (await task)[0], acknowledgement
 
