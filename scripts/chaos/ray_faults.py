@@ -31,6 +31,8 @@ FLAGS: dict[str, str | None] = {
 }
 START_S = 900.0
 NOTICED_S, RECOVERED_S, GONE_S = 120.0, 600.0, 120.0
+IN_TRAFFIC = " is in traffic, with weights of version"
+"""What rank 0 says of a server that has come back."""
 RANKS_FAILED = "from the newest checkpoint, if any"
 """What the driver says before it starts the ranks again."""
 
@@ -94,7 +96,9 @@ class RayFaults:
             return lambda: os.kill(pids()[-1], number)
 
         def kill_node(kind: str, cores: int) -> None:
-            nodes.kill(nodes.node_of(nodes.actors(kind)[-1]))
+            if not (number := nodes.node_of(nodes.actors(kind)[-1])):  # the driver is on node 0
+                raise Broken(f"no {kind} on a node but the head's")
+            nodes.kill(number)
             nodes.add(cores)
 
         made_anew = ("making it anew",)
@@ -119,7 +123,8 @@ class RayFaults:
 
         def recovered() -> bool:
             line = metric_lines(run_folder)[-1]
-            again = line["sync/servers_restarted"] <= restarts if fault.ranks else True
+            # A server whose supervisor is lost counts as restarted while the old one still serves.
+            again = line["sync/servers_restarted"] <= restarts if fault.ranks else IN_TRAFFIC in run.log[said:]
             return again and line["step"] > step and self._in_traffic(run_folder, restarts + (not fault.ranks))
 
         self._until(f"{fault.name}: noticed", noticed, run, NOTICED_S)
