@@ -31,8 +31,8 @@ FLAGS: dict[str, str | None] = {
 }
 START_S = 900.0
 NOTICED_S, RECOVERED_S, GONE_S = 120.0, 600.0, 120.0
-IN_TRAFFIC = " is in traffic, with weights of version"
-"""What rank 0 says of a server that has come back."""
+SERVES, IN_TRAFFIC = " serves at http", " is in traffic, with weights of version"
+"""What the supervisor says of a server that it has started, and then rank 0."""
 RANKS_FAILED = "from the newest checkpoint, if any"
 """What the driver says before it starts the ranks again."""
 
@@ -75,7 +75,10 @@ class RayFaults:
                     seen.setdefault(fault.name, []).append(self._try(fault, run_folder, run))
             started = time.monotonic()
             run.kill()
-            self._until("nothing is left", lambda: not self._left(nodes, run_folder), None, GONE_S)
+            try:
+                self._until("nothing is left", lambda: not self._left(nodes, run_folder), None, GONE_S)
+            except Broken as error:
+                raise Broken(f"{error}{''.join(map(_described, self._left(nodes, run_folder)))}") from None
             seen["SIGKILL to the driver: nothing is left"] = [(time.monotonic() - started, 0.0)]
         rows = []
         for name, times in seen.items():
@@ -123,9 +126,10 @@ class RayFaults:
 
         def recovered() -> bool:
             line = metric_lines(run_folder)[-1]
-            # A server whose supervisor is lost counts as restarted while the old one still serves.
-            again = line["sync/servers_restarted"] <= restarts if fault.ranks else IN_TRAFFIC in run.log[said:]
-            return again and line["step"] > step and self._in_traffic(run_folder, restarts + (not fault.ranks))
+            # Once its supervisor is lost a server counts as restarted, and the old one may be in traffic for a moment.
+            _, serves, after = run.log[said:].rpartition(SERVES)
+            again = line["sync/servers_restarted"] <= restarts if fault.ranks else serves and IN_TRAFFIC in after
+            return bool(again) and line["step"] > step and self._in_traffic(run_folder, restarts + (not fault.ranks))
 
         self._until(f"{fault.name}: noticed", noticed, run, NOTICED_S)
         noticed_s = time.monotonic() - started
@@ -153,3 +157,14 @@ class RayFaults:
             if time.monotonic() > deadline:
                 raise Broken(f"{what}: not within {limit_s:g} s{log}")
             time.sleep(0.05)
+
+
+def _described(pid: int) -> str:
+    """The process's command, state and parent, on a line."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return f"\n{pid} has just ended"
+    state = ", ".join(line for line in lines if line.startswith(("State", "PPid")))
+    return f"\n{pid}: {command[:200]} {state}"
