@@ -40,6 +40,7 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError, refuse
 from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
+from torchtitan.grpo.model.lora import without_adapters
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model, parallel_dims
 from torchtitan.grpo.model.source import load_hf_weights, resolve_and_check, write_hf_config
@@ -77,7 +78,7 @@ from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.running import running
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit
-from torchtitan.grpo.weight_sync.published import model_weights
+from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection, device_module, device_type
@@ -371,13 +372,14 @@ class Trainer:
         the reward.
         """
         grpo, temperature = self.config.grpo, self.config.rollout.temperature
-        kl_in_reward = self.reference is not None and grpo.kl_placement == "reward"
+        kl_in_reward = grpo.kl_coef > 0 and grpo.kl_placement == "reward"
+        reference = self.reference or without_adapters(self.model)
         needs_old = kl_in_reward or (len(batch.minibatches) > 1 and grpo.proximal_logprobs == "recompute")
 
         def fixed(row: Microbatch) -> FixedLogprobs:
             self.offload.poll()
             old = self.model(row, temperature)[0] if needs_old else None
-            return old, self.reference(row, temperature)[0] if self.reference is not None else None
+            return old, reference(row, temperature)[0] if grpo.kl_coef > 0 else None
 
         with self.ledger.stage("logprobs"), torch.no_grad():
             with self.offload.logprobs():
@@ -417,7 +419,7 @@ class Trainer:
     def _read_inputs(self) -> None:
         config = self.config
         assets = config.model.hf_assets_path
-        self.source = resolve_and_check(config.model, config.training.seq_len)
+        self.source = resolve_and_check(config.model, config.training.seq_len, config.lora)
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
@@ -469,8 +471,8 @@ class Trainer:
         self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
         self.finite_steps = FiniteSteps(self.optimizers, self.device)
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
-        self.reference = None
-        if config.grpo.kl_coef > 0:
+        self.reference = None  # with [lora] the model without its adapters is used
+        if config.grpo.kl_coef > 0 and not config.lora.enable:
             self.reference = build_model(self.source, config, self.dims, self.device, trainable=False)
         self.offload = Offloading(
             config.offload, self.optimizers, self.reference, self.device, lambda: self.weight_sync.idle()
@@ -545,7 +547,7 @@ class Trainer:
         self.sampler_check = SamplerCheck(config, self.fleet if self.is_rank0 else None)
         sync = self.own_servers.weight_sync
         self.weight_sync = WeightSync(
-            model_weights(self.model, self.source.adapter, wire_dtype(sync, self.device), self.source.tied),
+            published_weights(self.model, self.source, wire_dtype(sync, self.device)),
             sync,
             self.fleet if self.is_rank0 else None,
             self.device,

@@ -42,6 +42,7 @@ def load_toml(tmp_path: Path, text: str, *flags: str):
 
 
 # Each row: a TOML text, then parts of the message: the key's name and the hint.
+LORA = "[optimizer]\nlr = 1e-4\n[lora]\nenable = true\n"
 BAD_TOML = {
     # unknown names
     "key": ("[grpo]\ngroup_sise = 4", "[grpo] group_sise", "did you mean [grpo] group_size?"),
@@ -136,26 +137,43 @@ BAD_TOML = {
     "NUL": ('[job]\ndump_folder = "~\\u0000"', "[job] dump_folder", "NUL"),
     "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
-    "adapters": ("[lora]\nenable = true", "[lora] enable = true", "sft_train.py"),
+    "adapters for SGLang": (
+        LORA + "[rollout]\nengine = 'sglang'",
+        '[lora] enable = true with [rollout] engine = "sglang"',
+    ),
+    "adapters of random weights": (
+        LORA + "[model]\nweights = 'random'",
+        '[model] weights = "random"',
+        "load the frozen weights from [model] hf_assets_path",
+    ),
+    "adapters have no reference's weights": (
+        LORA + "[grpo]\nkl_coef = 0.1\n[offload]\nreference_weights = 'host'",
+        '[offload] reference_weights = "host" with [lora]',
+    ),
+    "adapters after a warm start": (
+        LORA + "[grpo]\nkl_coef = 0.1\n[sft]\nsteps = 3",
+        "[sft] steps = 3 with [lora] and [grpo] kl_coef",
+    ),
+    "rate of adapters": ("[lora]\nenable = true", "[optimizer] lr is missing", "for [lora] 1e-5 to 1e-4"),
     "rank of no adapter": ("[lora]\nrank = 8", "[lora] rank = 8 is read with [lora] enable = true only"),
-    "dropout": ("[lora]\nenable = true\ndropout = 0.1", "[lora] dropout = 0.1 must be 0", "exported"),
-    "no layer": ("[lora]\nenable = true\ntarget_modules = []", "[lora] target_modules = []", "each once"),
+    "dropout": (LORA + "dropout = 0.1", "[lora] dropout = 0.1 must be 0", "exported"),
+    "no layer": (LORA + "target_modules = []", "[lora] target_modules = []", "each once"),
     "all layers and one": (
-        "[lora]\nenable = true\ntarget_modules = ['all-linear', 'q_proj']",
+        LORA + "target_modules = ['all-linear', 'q_proj']",
         "[lora] target_modules",
         "stands alone",
     ),
     "merge without export": (
-        "[lora]\nenable = true\nmerge = true\n[checkpoint]\nexport_hf = false",
+        LORA + "merge = true\n[checkpoint]\nexport_hf = false",
         "[lora] merge = true needs [checkpoint] enable and export_hf",
     ),
     "merge in the background": (
-        "[lora]\nenable = true\nmerge = true\n[checkpoint]\nasync_mode = 'async'",
+        LORA + "merge = true\n[checkpoint]\nasync_mode = 'async'",
         "[lora] merge = true with [checkpoint] async_mode",
         '"disabled"',
     ),
     "adapters of weights that nobody has": (
-        "[lora]\nenable = true\n[model]\nweights = 'random'",
+        LORA + "[model]\nweights = 'random'",
         '[model] weights = "random" with [lora]',
         "merge = true",
     ),

@@ -180,9 +180,27 @@ def _check_lora(config: JobConfig) -> Iterator[str]:
 
 
 def _check_lora_job(config: JobConfig) -> Iterator[str]:
-    if config.lora.enable:
+    if not config.lora.enable:
+        return
+    if config.rollout.engine != "embedded":
         yield (
-            "[lora] enable = true is for sft_train.py: grpo_train.py cannot publish adapters to servers; leave it out"
+            f'[lora] enable = true with [rollout] engine = "{config.rollout.engine}": adapters are published to '
+            'embedded servers only; set engine = "embedded", or train all weights'
+        )
+    if config.model.weights == "random":
+        yield (
+            '[lora] enable = true with [model] weights = "random": servers get adapters only, and load the frozen '
+            'weights from [model] hf_assets_path; set weights = "hf"'
+        )
+    if config.offload.reference_weights == "host":
+        yield (
+            '[offload] reference_weights = "host" with [lora]: the reference is the model without its adapters and '
+            "has no weights of its own; leave it out"
+        )
+    if config.sft.steps and config.grpo.kl_coef:
+        yield (
+            f"[sft] steps = {config.sft.steps} with [lora] and [grpo] kl_coef: the warm start trains the adapters, and "
+            "the reference is the model without them; set kl_coef = 0, or leave the warm start out"
         )
 
 

@@ -434,7 +434,7 @@ class WeightSync:
 class Lora:
     enable: bool = False
     """Train low-rank adapters beside frozen weights, which are held in `training.mixed_precision_param`
-    (docs/lora.md). With `sft_train.py` only."""
+    (docs/lora.md). With `grpo_train.py` servers load the frozen weights themselves and get adapters only."""
     rank: Annotated[int, Range(at_least=1, at_most=512, why="vLLM serves none above")] = 16
     """Rank of each weight's update. 16 trains about 1 % of a small model's parameters."""
     alpha: Annotated[float, Range(above=0)] = 32.0

@@ -53,8 +53,13 @@ def without_unread(given: dict[str, Any], job: Job) -> tuple[dict[str, Any], lis
 
 
 def check_job(given: dict[str, Any], job: Job) -> list[str]:
-    """Keys of the warm start that a user may take for those of the SFT job, and a default that is made for GRPO."""
+    """Keys of the warm start that a user may take for those of the SFT job, and a default made for other runs."""
     if job == "grpo":
+        if given.get("lora.enable") and "optimizer.lr" not in given:
+            return [
+                f"[optimizer] lr is missing: its default of {keys()['optimizer.lr'].default:g} is made for GRPO of a "
+                "whole model; for [lora] 1e-5 to 1e-4 is usual"
+            ]
         return []
     messages = []
     if given.get("sft.steps"):

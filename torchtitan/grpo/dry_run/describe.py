@@ -154,7 +154,7 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         lines.append(f"  in each rank's host memory: {_mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
     rollout = config.rollout
     if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file or rollout.replicas):
-        copy = _mib(parameters * sent_bytes(config, target))
+        copy = _mib(memory.trained * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
     lines += _disk_lines(config, memory)
     return [*lines, "", "Only config.json of the model was read: no weights, tokenizer, data or server was looked at"]

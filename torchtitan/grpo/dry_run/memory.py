@@ -220,6 +220,7 @@ class _Rank:
         )
         self.trained = self.adapter * self.layers
         self.trained_here = math.ceil(self.trained / shards) if lora else self.local
+        self.published = self.trained or self.parameters
         self.block = math.ceil(sum(parameter.numel() for parameter in block.parameters()) / tensor)
         self.outside = self.whole - self.block * self.layers  # embedding, last norm, output
         self.vocabulary = math.ceil(args.vocab_size / tensor)
@@ -254,8 +255,8 @@ class _Rank:
         if not self.publishes:
             return parts
         return parts | {
-            "snapshots": self.local * sent * (2 if sync.async_weight_update else 1),
-            "buckets, at most": min(_bucket_share(self.config, self.target), self.parameters * sent),
+            "snapshots": self.trained_here * sent * (2 if sync.async_weight_update else 1),
+            "buckets, at most": min(_bucket_share(self.config, self.target), self.published * sent),
         }
 
     def logprobs_backward(self) -> Parts:

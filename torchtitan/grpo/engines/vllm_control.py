@@ -12,6 +12,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.backend import BACKEND
 from torchtitan.grpo.model_identity import KEY, ModelIdentity, identity, identity_of_folder
 from torchtitan.grpo.version_names import OWNED
+from torchtitan.grpo.weight_wire.adapters import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,8 @@ class VllmControl(HttpControl):
             )
         if phase == "connect" and OWNED in said:
             raise UserError(f"{self.url}: {said[said.index(OWNED) :]}")
+        if phase == "connect" and REFUSED in said:
+            raise UserError(f"{self.url}: {said[said.index(REFUSED) :]}")
         if phase == "connect" and any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "

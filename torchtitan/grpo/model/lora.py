@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.model.shards import canonical_name, local, shard_of
+from torchtitan.grpo.weight_wire.adapters import PREFIX
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 A, B = ".lora_A", ".lora_B"
@@ -169,6 +170,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.adapts = True
 
 
+def without_adapters(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward pass as that of its base; see `adapters_off`."""
+
+    def forward(*args: Any) -> Any:
+        with adapters_off(model):
+            return model(*args)
+
+    return forward
+
+
 def merged(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
     """The weight that computes what layer and adapter do, in float32: in bfloat16 an update would be rounded away."""
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling)
@@ -184,8 +195,6 @@ class PeftNames:
         shapes: Name -> shape of all adapters; the same names as in a state dict of the model.
     """
 
-    PREFIX = "base_model.model."
-
     def __init__(self, adapter: StateDictAdapter, shapes: Mapping[str, torch.Size]) -> None:
         self._adapter, self._orders = adapter, dict[str, Tensor | None]()
         self._names: dict[str, str] = {}
@@ -195,7 +204,7 @@ class PeftNames:
             if layer not in self._of_weight:
                 size = shapes[layer + B][0], shapes[layer + A][1]
                 self._of_weight[layer] = self._look(layer, size)
-            self._names[name] = f"{self.PREFIX}{self._of_weight[layer]}{A if name.endswith(A) else B}.weight"
+            self._names[name] = f"{PREFIX}{self._of_weight[layer]}{A if name.endswith(A) else B}.weight"
 
     def name(self, name: str) -> str:
         """PEFT's name of an adapter."""

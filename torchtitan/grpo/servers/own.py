@@ -13,7 +13,7 @@ from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.servers.launched import TOKEN, LaunchedServers
-from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, URLS_FILE, on_cuda, run_launches
+from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, URLS_FILE, on_cuda, run_launches, served_base
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 
@@ -56,7 +56,8 @@ class OwnServers:
         write_model(dump / MODEL_FOLDER)
         if self._starts_one:
             server = self._resources.enter_context(EmbeddedServer())
-            self._urls = [server.start(dump / MODEL_FOLDER, rollout, self._one_on, dump / "embedded_server.log")]
+            served = served_base(self._config) or dump / MODEL_FOLDER
+            self._urls = [server.start(served, rollout, self._one_on, dump / "embedded_server.log")]
             return
         folder, limit_s = dump / LOG_FOLDER, rollout.start_timeout_seconds
         kept: Supervisor | LaunchedServers

@@ -120,15 +120,21 @@ def on_cuda(config: JobConfig, cuda: bool) -> bool:
     return cuda and not (config.rollout.engine == "embedded" and config.rollout.embedded_device == "cpu")
 
 
+def served_base(config: JobConfig) -> str:
+    """With `[lora]`: the folder whose weights servers load, since they get adapters only. Without it: ""."""
+    return config.model.hf_assets_path if config.lora.enable else ""
+
+
 def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: str = "") -> list[PlannedServer]:
     """The servers of `[rollout] replicas`. Trainers have the first GPUs, servers the next ones.
 
     Args:
         cuda: The machine has GPUs.
         trainers_here: Trainer processes on it.
-        model: A folder with weights. Without it, the trainer sends them.
+        model: A folder with weights. Without it, the trainer sends them; with `[lora]` it sends adapters only.
     """
     rollout = config.rollout
+    model = model or served_base(config)
     each = rollout.gpus_per_server if on_cuda(config, cuda) else 0
     loads = () if model or rollout.engine == "embedded" else ("--load-format", "dummy")
     return [

@@ -1,23 +1,28 @@
 """What the servers get: named tensors, and how the trainer's sharded parameters become them.
 
 The rest of weight sync sees a `PublishedWeights` and knows nothing of models, state-dict adapters or tied weights.
-`model_weights` makes one of a model. Anything else that servers can load (LoRA adapters, experts that are one
-parameter in the trainer and many tensors in a checkpoint) is published by making another.
+`model_weights` makes one of a model, `adapter_weights` one of its LoRA adapters. Anything else that servers can load
+(experts that are one parameter in the trainer and many tensors in a checkpoint) is published by making another.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.lora import Lora, PeftNames, is_adapter
 from torchtitan.grpo.model.shards import canonical_name
+from torchtitan.grpo.model.shards import whole as full_tensor
+from torchtitan.grpo.model.source import ModelSource
 from torchtitan.grpo.weight_sync.snapshot import Slices
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo, fingerprint
 from torchtitan.grpo.weight_wire.buckets import TensorSpec
 
 
@@ -55,6 +60,7 @@ class PublishedWeights:
         parameters: The trainer's tensors, by any name that is unique: DTensors, or plain tensors that every rank has in
             full. All on one device.
         tensors: What is sent, in this order. All of one dtype, to which parameters are cast.
+        announced: What servers are told of it when they connect: fields of `receiver.InitInfo`.
 
     Raises:
         ValueError: The parts contradict each other.
@@ -62,6 +68,7 @@ class PublishedWeights:
 
     parameters: dict[str, torch.Tensor]
     tensors: tuple[PublishedTensor, ...]
+    announced: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = {tensor.spec.name for tensor in self.tensors}
@@ -95,6 +102,13 @@ def whole(shape: torch.Size | tuple[int, ...]) -> Slices:
     return tuple((0, size) for size in shape)
 
 
+def published_weights(model: nn.Module, source: ModelSource, dtype: torch.dtype) -> PublishedWeights:
+    """What a run publishes: its adapters with `[lora]`, else all weights of its model. Collective."""
+    if source.lora is not None:
+        return adapter_weights(model, source.adapter, source.lora, dtype, str(source.folder))
+    return model_weights(model, source.adapter, dtype, source.tied)
+
+
 def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool) -> PublishedWeights:
     """All weights of a model, in the model's order.
 
@@ -110,9 +124,7 @@ def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool
     Raises:
         UserError: `tied` contradicts the adapter, or one parameter becomes several tensors (mixture of experts).
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation may have left parameters gathered
+    _reshard(model)
     parameters, tensors = {}, []
     for raw_name, parameter in model.named_parameters():
         name = canonical_name(raw_name)
@@ -134,6 +146,52 @@ def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool
             f"[model] tied is {tied}, but the adapter {'gives' if sends_output else 'drops'} lm_head.weight"
         )
     return PublishedWeights(parameters, tuple(tensors))
+
+
+def adapter_weights(model: nn.Module, adapter: Any, lora: Lora, dtype: torch.dtype, base_name: str) -> PublishedWeights:
+    """The LoRA adapters of a model under PEFT's names, in the model's order. Servers have the frozen weights already.
+
+    The weights are gathered one at a time for their fingerprints. It is collective.
+
+    Args:
+        model: Parallelised model with adapters, with its optimizer made and its frozen weights loaded.
+        adapter: torchtitan's state-dict adapter.
+        lora: How the adapters apply.
+        dtype: Precision on the wire.
+        base_name: Where the frozen weights are from.
+    """
+    _reshard(model)
+    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
+    parameters = {name: parameter for name, parameter in named if is_adapter(name)}
+    names, tensors = PeftNames(adapter, {name: value.shape for name, value in parameters.items()}), []
+    for name, parameter in parameters.items():
+        order = names.order(name)
+        rearrange = None if order is None else functools.partial(_ordered, order)
+        spec = TensorSpec(names.name(name), dtype, tuple(parameter.shape))
+        tensors.append(PublishedTensor(spec, name, whole(parameter.shape), rearrange))
+    info = AdapterInfo(lora.rank, lora.alpha, base_name, base_fingerprints(model, adapter))
+    return PublishedWeights(parameters, tuple(tensors), {"adapter": info.to_json()})
+
+
+def base_fingerprints(model: nn.Module, adapter: Any) -> dict[str, str]:
+    """Hugging Face name -> fingerprint of each frozen weight, whatever its shards. Collective."""
+    found: dict[str, str] = {}
+    for name, value in get_model_state_dict(model).items():
+        if not is_adapter(name):
+            converted = adapter.to_hf({name: full_tensor(value)})
+            found |= {hf_name: fingerprint(tensor) for hf_name, tensor in converted.items()}
+    return found
+
+
+def _reshard(model: nn.Module) -> None:
+    """An evaluation may have left parameters gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _ordered(order: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    return full[order.to(full.device)]
 
 
 def _converted(adapter: Any, name: str, full: torch.Tensor) -> torch.Tensor:

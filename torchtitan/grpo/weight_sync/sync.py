@@ -301,7 +301,7 @@ class WeightSync:
             "num_buffers": config.num_buffers,
             "verify": config.verify,
             "plan": plan_to_json(buckets),
-        }
+        } | self._published.announced
         board = self._board = Board(
             fleet,
             buckets,

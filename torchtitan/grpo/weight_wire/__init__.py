@@ -3,6 +3,7 @@
     buckets.py         the plan: which tensor travels at which byte of which bucket; trailers and checksums
     transport.py       a process group between trainer rank 0 and one server, with bounded waits
     receiver.py        the server's end: receive buckets, verify each, hand the tensors to the engine, acknowledge
+    adapters.py        LoRA: how adapters apply, and fingerprints of the weights that they belong to
     bucket_files.py    a bucket as a safetensors file, for transport "disk"
 
 The trainer computes the plan once and sends it when it connects. A version is then its buckets, in order, and one

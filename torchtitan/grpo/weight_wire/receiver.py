@@ -8,6 +8,7 @@ There are two messages, both plain JSON, sent through the server's own HTTP rout
     {"protocol": 2, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
      "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0, "verify": true,
      "plan": [[["model.embed_tokens.weight", "float32", [512, 64], 0], ...], ...]}
+With LoRA also `"adapter": {...}`, the fields of `adapters.AdapterInfo`: the plan is one of adapters then.
 
 `POST /update_weights {"update_info": {"version": 7, "run": "gpu01-4711-5f3a2c"}}`, once per version, with the fields of
 `UpdateInfo`. All buckets move within this one call.
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +40,10 @@ LoadBucket = Callable[[Bucket, torch.Tensor], None]
 
 @dataclass
 class InitInfo:
-    """What a server needs to connect: the run, the rendezvous, the ranks and the plan (`buckets.plan_to_json`)."""
+    """What a server needs to connect: the run, the rendezvous, the ranks and the plan (`buckets.plan_to_json`).
+
+    `adapter`: if the plan is one of LoRA adapters, the fields of `adapters.AdapterInfo`.
+    """
 
     protocol: int
     run: str
@@ -51,6 +56,7 @@ class InitInfo:
     timeout_seconds: float
     verify: bool
     plan: list[list[list]]
+    adapter: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.protocol != PROTOCOL:

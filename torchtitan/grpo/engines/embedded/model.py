@@ -1,15 +1,18 @@
 """The embedded server's model: built from a Hugging Face folder, updated in place."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from torchtitan.grpo.engines.embedded.adapters import base_parameters, fit_adapters, remove_adapters
 from torchtitan.grpo.engines.stop_strings import Decode
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import MODEL_TYPES
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -57,12 +60,27 @@ def load_decode(folder: Path) -> Decode | None:
 
 
 class ModelUpdate:
-    """One weight update of a model, in place: call `load` for each bucket, then `check_complete`."""
+    """One weight update of a model, in place: call `begin`, `load` for each bucket, then `check_complete`.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        # Tied embeddings have two names here. Either one fills them.
-        self._targets = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
-        self._missing = {name for name, _ in model.named_parameters()}
+    Args:
+        adapter: If adapters are updated: how they apply.
+        names: What an update holds.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: AdapterInfo | None = None, names: Sequence[str] = ()) -> None:
+        self._model, self._adapter, self._names = model, adapter, names
+        self._targets: dict[str, torch.nn.Parameter] = {}
+        self._missing: set[str] = set()
+
+    def begin(self) -> None:
+        """Make place for what comes: adapters as the trainer has them, or none."""
+        if self._adapter is not None:
+            self._targets = fit_adapters(self._model, self._adapter, self._names)
+            self._missing = set(self._targets)
+            return
+        remove_adapters(self._model)
+        self._targets = base_parameters(self._model)  # of two names of a tied embedding, either one fills it
+        self._missing = {name for name, _ in self._model.named_parameters()}
 
     @torch.no_grad()
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

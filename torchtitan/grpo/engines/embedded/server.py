@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from torchtitan.grpo.engines.embedded.adapters import check_adapters
 from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
 from torchtitan.grpo.model_identity import KEY, identity
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +264,8 @@ class EmbeddedApp:
             await asyncio.to_thread(before.yield_to, str(init_info.get("run")))
             if self._receiver is before:
                 self._receiver = None
+        if init_info.get("adapter") is not None:
+            await asyncio.to_thread(self._check_adapters, init_info)
         # A trainer may never join. Generation does not wait for it, and a newer connection takes its place.
         joining = self._joining = in_thread(lambda: Receiver(init_info, self.generator.model.device), "weight-transfer")
         try:
@@ -275,12 +279,18 @@ class EmbeddedApp:
         self._receiver = receiver
         return web.json_response({"message": "Weight transfer initialized"})
 
+    def _check_adapters(self, init_info: dict) -> None:
+        names = [entry[0] for bucket in init_info["plan"] for entry in bucket]
+        check_adapters(self.generator.model, self.model_name, AdapterInfo(**init_info["adapter"]), names)
+
     async def start_weight_update(self, _: web.Request) -> web.Response:
         if self._receiver is None:
             raise BadRequest("call /init_weight_transfer_engine first")
         if not self.worker.paused:
             raise BadRequest("pause the server before a weight update")
-        self._update = ModelUpdate(self.generator.model)
+        adapter = self._receiver.info.adapter
+        info = AdapterInfo(**adapter) if adapter is not None else None
+        self._update = ModelUpdate(self.generator.model, info, self._receiver.names)
         return web.json_response({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
@@ -292,6 +302,7 @@ class EmbeddedApp:
             raise BadRequest("update_info must be an object")
         # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
         self._torn, self._update = True, None
+        await self._call(update.begin)
         await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete))
         if receiver is not self._receiver:
             raise BadRequest("a trainer has connected since this update began")

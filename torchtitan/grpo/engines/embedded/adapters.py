@@ -1,0 +1,51 @@
+"""LoRA adapters beside the linear layers of the embedded server's model, as the trainer has them beside its own."""
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from torchtitan.grpo.model.lora import Lora, LoraLinear, is_adapter
+from torchtitan.grpo.weight_wire.adapters import PREFIX, REFUSED, AdapterInfo, adapted_layers, fingerprint
+
+
+def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: Iterable[str]) -> None:
+    """Whether adapters of these names fit the model, and belong to its weights.
+
+    Args:
+        name: The model's folder, for people.
+
+    Raises:
+        ValueError: They do not.
+    """
+    linear = {layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if unknown := [layer for layer in adapted_layers(names) if layer not in linear]:
+        raise ValueError(f"{REFUSED} {name} has no linear layer {unknown[0]} to adapt")
+    info.check_base(name, {own: fingerprint(weight) for own, weight in base_parameters(model).items()})
+
+
+def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The model's own weights by Hugging Face's names. Tied embeddings have two names here."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if not is_adapter(name)}
+
+
+def fit_adapters(model: PreTrainedModel, info: AdapterInfo, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Give the model adapters in place of those that it has. Their values are undefined.
+
+    Returns:
+        PEFT's name -> parameter.
+    """
+    remove_adapters(model)
+    for layer in adapted_layers(names):
+        LoraLinear.adapt(model.get_submodule(layer), Lora(info.rank, info.alpha, {}), model.dtype)
+    model.requires_grad_(False)
+    return {f"{PREFIX}{name}.weight": parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+
+
+def remove_adapters(model: PreTrainedModel) -> None:
+    """The model is its base again."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            del layer.lora_A, layer.lora_B
+            layer.__class__ = nn.Linear

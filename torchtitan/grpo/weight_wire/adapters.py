@@ -1,0 +1,94 @@
+"""What both ends know of LoRA adapters: how they apply, and which base weights they belong to.
+
+The tensors of an adapter travel as those of a model do, under the names of the `peft` package. The server learns the
+rest once, when the trainer connects: `AdapterInfo`, in the field `adapter` of `receiver.InitInfo`. Adapters change a
+model in the right way on top of the right weights only, so both ends compare fingerprints of their base first.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from torchtitan.grpo.weight_wire.buckets import ALIGNMENT_BYTES, Checksum, combine_checksums
+
+PREFIX = "base_model.model."
+"""In front of each module's name in PEFT's names."""
+ENDS = (".lora_A.weight", ".lora_B.weight")
+REFUSED = "[lora]"
+"""How a server's refusal of a trainer begins, if the user can mend it."""
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """How adapters apply.
+
+    Attributes:
+        rank: Rows of A and columns of B.
+        alpha: The update of a weight is alpha / rank times B A.
+        base_name: Where the trainer has its base from, for people.
+        base: Hugging Face name -> `fingerprint` of each frozen weight.
+    """
+
+    rank: int
+    alpha: float
+    base_name: str
+    base: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check_base(self, name: str, found: Mapping[str, str]) -> None:
+        """Compare the server's base with the trainer's.
+
+        Args:
+            name: Where the server has its base from.
+            found: Fingerprints of its weights. More of them than the trainer's do not matter.
+
+        Raises:
+            ValueError: They differ. The message begins with REFUSED.
+        """
+        differing = [weight for weight, value in self.base.items() if found.get(weight) != value]
+        if differing:
+            own, theirs = together(self.base.values()), together(found.get(weight, "") for weight in self.base)
+            raise ValueError(
+                f"{REFUSED} the adapters belong to other base weights: the trainer has {self.base_name} with the "
+                f"fingerprint {own}, this server has {name} with {theirs}. They differ in {len(differing)} of "
+                f"{len(self.base)} weights, such as {differing[0]}. Start the server with the folder that [model] "
+                "hf_assets_path names"
+            )
+
+
+def adapted_layers(names: Iterable[str]) -> list[str]:
+    """Hugging Face names of the layers that the adapters with these names belong to, in their order.
+
+    Raises:
+        ValueError: A name is not that of an adapter, or a layer lacks one of its two matrices.
+    """
+    halves: dict[str, int] = {}
+    for name in names:
+        if not name.startswith(PREFIX) or not name.endswith(ENDS):
+            raise ValueError(f"{name} is no adapter's name: expected {PREFIX}LAYER{ENDS[0]} or {ENDS[1]}")
+        layer = name.removeprefix(PREFIX).removesuffix(ENDS[0]).removesuffix(ENDS[1])
+        halves[layer] = halves.get(layer, 0) + 1
+    if alone := [layer for layer, count in halves.items() if count != 2]:
+        raise ValueError(f"{alone[0]} has one of its adapter's two matrices only")
+    return list(halves)
+
+
+@torch.no_grad()
+def fingerprint(weight: torch.Tensor) -> str:
+    """64 bits of a tensor's values in bfloat16, in hex: the same in whichever dtype a program holds the weights."""
+    data = weight.detach().to(torch.bfloat16).contiguous().flatten().view(torch.uint8)
+    data = torch.nn.functional.pad(data, (0, -len(data) % ALIGNMENT_BYTES))
+    return _hex(int(Checksum(data.device, len(data))(data)))
+
+
+def together(fingerprints: Iterable[str]) -> str:
+    """One fingerprint for several, in their order."""
+    return _hex(combine_checksums([int(each or "0", 16) for each in fingerprints]))
+
+
+def _hex(value: int) -> str:
+    return f"{value % 2**64:016x}"
