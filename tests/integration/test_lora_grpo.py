@@ -82,4 +82,4 @@ def test_another_base_is_refused_and_both_are_named(base, tmp_path):
     assert status == 2 and "Traceback" not in said, said[-3000:]
     error = said[said.index("\nerror: ") :]
     assert f"{url}: [lora] the adapters belong to other base weights" in error
-    assert f"the trainer has {base} with" in error and f"this server has {other} with" in error
+    assert "the trainer has those of 'model' with" in error and "this server those of 'other' with" in error

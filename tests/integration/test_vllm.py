@@ -34,7 +34,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import counted_versions
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
 from tests.helpers.servers import TINY, RunningServer, declare_plugin, save_tiny_qwen3, serve_vllm
-from tests.helpers.weight_senders import CPU, SYNC, changed, fleet_of, trainer_of, weights_of
+from tests.helpers.weight_senders import CPU, SYNC, AdapterTrainer, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
@@ -213,6 +213,15 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vl
     assert control.weight_version() == version_name(8)
     reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
     assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
+    sync.close()
+
+
+def test_adapters_need_a_server_that_has_a_place_for_them(vllm_server: RunningServer):
+    sync = WeightSync(
+        AdapterTrainer(vllm_server.model_dir).published(), SYNC, fleet_of(VllmControl(vllm_server.url)), CPU
+    )
+    with pytest.raises(UserError, match=r"\[lora\] .* start it with --enable-lora --max-loras 1 --max-lora-rank 4"):
+        sync.connect()
     sync.close()
 
 

@@ -35,6 +35,8 @@ OWN_FLAGS = {
 }
 """Flags that only this file sets, from other arguments."""
 CPU_MODEL_LEN = 1024
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vLLM's slots for adapters. A smaller adapter fits into a larger slot."""
 _TITLE = {"vllm": "vLLM", "sglang": "SGLang"}
 _CPU_VENV = {
     "vllm": ("TORCHTITAN_GRPO_VLLM_VENV", "vllm-cpu"),
@@ -79,6 +81,7 @@ class ServerCommand:
         max_model_len: Longest prompt and answer together, in tokens; None leaves it to the engine.
         flags: The engine's own flags. They come last, and the last of two wins.
         has_tokenizer: The folder has, or will have, a tokenizer. False: it is looked for.
+        lora_rank: Of the adapters that vLLM will get; 0 for none.
     """
 
     engine: str
@@ -91,6 +94,7 @@ class ServerCommand:
     max_model_len: int | None = None
     flags: tuple[str, ...] = ()
     has_tokenizer: bool = False
+    lora_rank: int = 0
 
     def argv(self, folder: str, environ: Mapping[str, str]) -> list[str]:
         """The command line. It never holds an API key.
@@ -139,6 +143,9 @@ class ServerCommand:
             flags.append("--enable-scale-out")
         if environ.get("VLLM_API_KEY"):
             flags += ["--middleware", "torchtitan.grpo.inside_vllm.api_key.ApiKeyMiddleware"]
+        if self.lora_rank:
+            slot = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
+            flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(slot)]
         max_model_len = self.max_model_len
         if self.device == "cpu":
             flags += ["--dtype", "float32", "--enforce-eager"]

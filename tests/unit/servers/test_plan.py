@@ -37,6 +37,15 @@ def test_trainers_have_the_first_gpus_and_servers_the_next_ones(monkeypatch):
     assert servers[0].environment()["CUDA_VISIBLE_DEVICES"] == "4,3"
 
 
+def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
+    words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "vllm", "--rollout.replicas", "1"]
+    for rank, slot in ((1, 1), (9, 16), (32, 32), (257, 320)):
+        (server,) = planned_servers(configured(*words, "--lora.rank", str(rank)), True, 1)
+        argv = server.argv(1)
+        assert "--enable-lora" in argv and value(argv, "--max-lora-rank") == str(slot)
+        assert value(argv, "--model") == str(TINY_QWEN3) and "--load-format" not in argv
+
+
 def test_an_embedded_server_may_be_on_the_cpu_beside_trainers_on_gpus():
     flags = ["--rollout.replicas", "2", "--rollout.embedded_device"]
     assert [server.gpus for server in planned_servers(configured(*flags, "cpu"), True, 2)] == [(), ()]

@@ -182,10 +182,10 @@ def _check_lora(config: JobConfig) -> Iterator[str]:
 def _check_lora_job(config: JobConfig) -> Iterator[str]:
     if not config.lora.enable:
         return
-    if config.rollout.engine != "embedded":
+    if config.rollout.engine == "sglang":
         yield (
-            f'[lora] enable = true with [rollout] engine = "{config.rollout.engine}": adapters are published to '
-            'embedded servers only; set engine = "embedded", or train all weights'
+            '[lora] enable = true with [rollout] engine = "sglang": adapters are published to vLLM and embedded '
+            'servers only; set engine = "vllm", or train all weights'
         )
     if config.model.weights == "random":
         yield (

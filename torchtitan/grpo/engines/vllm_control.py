@@ -134,7 +134,8 @@ class VllmControl(HttpControl):
         if phase == "connect" and OWNED in said:
             raise UserError(f"{self.url}: {said[said.index(OWNED) :]}")
         if phase == "connect" and REFUSED in said:
-            raise UserError(f"{self.url}: {said[said.index(REFUSED) :]}")
+            why = said[said.index(REFUSED) :].partition(_VLLM_ADDS)[0]
+            raise UserError(f"{self.url}: {why}")
         if phase == "connect" and any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "
@@ -148,6 +149,7 @@ def _identity(model: dict[str, Any]) -> ModelIdentity:
     return identity(name, config) if isinstance(config, dict) else identity_of_folder(name)
 
 
+_VLLM_ADDS = "', please check the stack trace"
 _WRONG_BACKEND = ("Weight transfer not configured", "Invalid init_info for")
 
 

@@ -4,11 +4,13 @@
     process         at start                        when `--weight-transfer-config` names our backend
     API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields
                                                     served_model: /v1/models tells the model's shape
+                    adapter_requests: with --enable-lora, each request gets the trainer's adapter
                     api_key.ApiKeyMiddleware, if a flag names it
     engine core     plugin.register: two hooks      bundled_outputs; it ends with its parent
     worker          plugin.register: two hooks      transfer_engine
                                                       weight_wire.receiver: buckets in, checksums verified
                                                       direct_load, load_recording: buckets into parameters
+                                                      adapters: LoRA, tensors into vLLM's slot; base_weights: whose
 
 A vLLM that is started with another backend, or with none, runs unchanged. It imports only `plugin`
 and `backend`, the backend's name, which the trainer imports too.

@@ -79,13 +79,21 @@ def set_up_api_server(vllm_config: Any) -> None:
     """Runs in an API server before it starts its engine core, so a wrong BUNDLE_TOKENS is an error at once."""
     import vllm
 
-    from torchtitan.grpo.inside_vllm import bundled_outputs, flat_logprobs, served_model, token_versions
+    from torchtitan.grpo.inside_vllm import (
+        adapter_requests,
+        bundled_outputs,
+        flat_logprobs,
+        served_model,
+        token_versions,
+    )
 
     if complaint := untested(vllm.__version__):
         logger.warning(complaint)
     bundled_outputs.tokens_per_entry()
     flat_logprobs.install()
     served_model.install(vllm_config.model_config.hf_config)
+    if vllm_config.lora_config is not None:
+        adapter_requests.install()
     if not token_versions.reported_by_vllm():
         token_versions.install()
 

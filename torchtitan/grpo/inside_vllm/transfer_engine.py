@@ -8,6 +8,7 @@ the second update on.
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from torchtitan.grpo.inside_vllm import adapters
+from torchtitan.grpo.inside_vllm.adapters import ServedAdapters
+from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
 from torchtitan.grpo.weight_wire import receiver
+from torchtitan.grpo.weight_wire.adapters import REFUSED, AdapterInfo
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
@@ -62,15 +67,27 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     _receiver: receiver.Receiver | None = None
     _direct: DirectLoading | None = None
+    _adapters: ServedAdapters | None = None
+    _base: dict[str, str] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        lora = self.vllm_config.lora_config
+        if lora is not None:
+            self._adapters = adapters.install(self.model, lora, self.device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's group. It replaces the last connection, unless that is another run's and lives."""
         if self._receiver is not None:
             self._receiver.yield_to(init_info.run)
             self._receiver = None
+        self._check_adapters(init_info)
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         joined = receiver.Receiver(asdict(init_info), self.device, rank)
+        if self._adapters is not None:
+            self._receiver = joined
+            return
         missing = sorted(expected_names(self.model, self._tied) - set(joined.names))
         if missing and self.model_config.quantization is None and parallel.pipeline_parallel_size == 1:
             joined.close()
@@ -90,12 +107,40 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
                 say=logger.info,
             )
 
+    def _check_adapters(self, init_info: InitInfo) -> None:
+        """Whether the server has a place for what this trainer sends, and the base that its adapters belong to.
+
+        Raises:
+            ValueError: It has not. The message begins with `adapters.REFUSED`.
+        """
+        if (init_info.adapter is None) == (self._adapters is None):
+            if self._adapters is None or init_info.adapter is None:
+                return
+            info = AdapterInfo(**init_info.adapter)
+            names = [entry[0] for bucket in init_info.plan for entry in bucket]
+            self._adapters.check(info, names, self.parallel_config.pipeline_parallel_size == 1)
+            if self._base is None:
+                self._base = base_fingerprints(self.vllm_config, self.model, self.device)
+            info.check_base(Path(self.model_config.model).name, self._base)
+        elif init_info.adapter is None:
+            raise ValueError(
+                f"{REFUSED} this server was started with --enable-lora and takes adapters, and the trainer sends all "
+                "weights: set [lora] enable = true, or start the server without that flag"
+            )
+        else:
+            raise ValueError(
+                f"{REFUSED} the trainer sends adapters, and this server has no place for them: start it with "
+                f"--enable-lora --max-loras 1 --max-lora-rank {init_info.adapter['rank']}, or vLLM's next greater size"
+            )
+
     def start_weight_update(self) -> None:
         """Prepare the model. An update that failed before is undone first: vLLM would go on with it.
 
         vLLM keeps the tensors of a layer until the layer has all of them. Those of a failed update would count for this
         one, and a shape that does not fit would fail every later update.
         """
+        if self._adapters is not None:
+            return
         with self._vllm_config():
             unfinished = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
             for info in unfinished:
@@ -107,6 +152,9 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
                 initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self._receiver is not None and self._adapters is not None:
+            self._receive_adapters(self._receiver, self._adapters, update_info)
+            return
         if self._receiver is None or self._direct is None:
             raise RuntimeError("no trainer has connected: /init_weight_transfer_engine comes first")
         direct = self._direct
@@ -127,7 +175,15 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         with self._vllm_config():
             self._receiver.receive_buckets(asdict(update_info), load, complete)
 
+    def _receive_adapters(self, link: receiver.Receiver, served: ServedAdapters, update_info: UpdateInfo) -> None:
+        """The last version stays in service until all of the new one is here."""
+        info, tensors = AdapterInfo(**(link.info.adapter or {})), dict[str, torch.Tensor]()
+        with self._vllm_config():
+            link.receive(asdict(update_info), tensors.update, lambda: served.serve(info, tensors))
+
     def finish_weight_update(self) -> None:
+        if self._adapters is not None:
+            return
         with self._vllm_config():
             if self._direct is None:
                 self._finish_layerwise()

@@ -38,7 +38,7 @@ class PlannedServer:
         gpus: Indices among the visible CUDA devices; empty: the CPU.
         flags: Further flags of the engine.
         python: The Python that has the engine; "" for `engine_python`.
-        max_model_len, has_tokenizer: As in `ServerCommand`.
+        max_model_len, has_tokenizer, lora_rank: As in `ServerCommand`.
         rollout: `embedded_*` and `api_key_env` are used. The key itself is in no command line.
     """
 
@@ -51,6 +51,7 @@ class PlannedServer:
     max_model_len: int | None = None
     has_tokenizer: bool = False
     rollout: Rollout = field(default_factory=Rollout)
+    lora_rank: int = 0
 
     def argv(self, port: int, folder: str = "") -> list[str]:
         """The command line; `folder` as in `ServerCommand.argv`."""
@@ -92,6 +93,7 @@ class PlannedServer:
             self.max_model_len,
             self.flags,
             self.has_tokenizer,
+            self.lora_rank,
         )
 
 
@@ -147,6 +149,7 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
             max_model_len=longest_tokens(config),  # the engine's own limit may be far longer, and would cost memory
             has_tokenizer=True,
             rollout=rollout,
+            lora_rank=config.lora.rank if config.lora.enable else 0,
         )
         for i in range(rollout.replicas)
     ]

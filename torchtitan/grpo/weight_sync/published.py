@@ -105,7 +105,7 @@ def whole(shape: torch.Size | tuple[int, ...]) -> Slices:
 def published_weights(model: nn.Module, source: ModelSource, dtype: torch.dtype) -> PublishedWeights:
     """What a run publishes: its adapters with `[lora]`, else all weights of its model. Collective."""
     if source.lora is not None:
-        return adapter_weights(model, source.adapter, source.lora, dtype, str(source.folder))
+        return adapter_weights(model, source.adapter, source.lora, dtype, source.folder.name)
     return model_weights(model, source.adapter, dtype, source.tied)
 
 
@@ -158,7 +158,7 @@ def adapter_weights(model: nn.Module, adapter: Any, lora: Lora, dtype: torch.dty
         adapter: torchtitan's state-dict adapter.
         lora: How the adapters apply.
         dtype: Precision on the wire.
-        base_name: Where the frozen weights are from.
+        base_name: Of the folder that the frozen weights are from.
     """
     _reshard(model)
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())

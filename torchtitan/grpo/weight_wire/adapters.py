@@ -27,7 +27,7 @@ class AdapterInfo:
     Attributes:
         rank: Rows of A and columns of B.
         alpha: The update of a weight is alpha / rank times B A.
-        base_name: Where the trainer has its base from, for people.
+        base_name: Of the trainer's folder, for people.
         base: Hugging Face name -> `fingerprint` of each frozen weight.
     """
 
@@ -43,7 +43,7 @@ class AdapterInfo:
         """Compare the server's base with the trainer's.
 
         Args:
-            name: Where the server has its base from.
+            name: Of the server's folder. vLLM hides whole paths in its errors.
             found: Fingerprints of its weights. More of them than the trainer's do not matter.
 
         Raises:
@@ -53,10 +53,10 @@ class AdapterInfo:
         if differing:
             own, theirs = together(self.base.values()), together(found.get(weight, "") for weight in self.base)
             raise ValueError(
-                f"{REFUSED} the adapters belong to other base weights: the trainer has {self.base_name} with the "
-                f"fingerprint {own}, this server has {name} with {theirs}. They differ in {len(differing)} of "
-                f"{len(self.base)} weights, such as {differing[0]}. Start the server with the folder that [model] "
-                "hf_assets_path names"
+                f"{REFUSED} the adapters belong to other base weights: the trainer has those of {self.base_name!r} "
+                f"with the fingerprint {own}, this server those of {name!r} with {theirs}. They differ in "
+                f"{len(differing)} of {len(self.base)} weights, such as {differing[0]}. Start the server with the "
+                "folder that [model] hf_assets_path names"
             )
 
 

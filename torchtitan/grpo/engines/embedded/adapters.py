@@ -1,6 +1,7 @@
 """LoRA adapters beside the linear layers of the embedded server's model, as the trainer has them beside its own."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: 
     linear = {layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)}
     if unknown := [layer for layer in adapted_layers(names) if layer not in linear]:
         raise ValueError(f"{REFUSED} {name} has no linear layer {unknown[0]} to adapt")
-    info.check_base(name, {own: fingerprint(weight) for own, weight in base_parameters(model).items()})
+    info.check_base(Path(name).name, {own: fingerprint(weight) for own, weight in base_parameters(model).items()})
 
 
 def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
