@@ -64,8 +64,9 @@ class RayNodes:
         self._nodes.append(self._cluster.add_node(num_cpus=cores, object_store_memory=80 * 2**20, **own))
 
     def kill(self, number: int) -> None:
-        """kill -9 to a node's raylet."""
+        """kill -9 to a node's raylet. Its workers end once it is no process any more, so it must not stay a zombie."""
         os.kill(self._raylet(number), signal.SIGKILL)
+        self._nodes[number].all_processes["raylet"][0].process.wait(10)
 
     def actors(self, kind: str = RANK) -> list[int]:
         """Processes of the actors of this kind, in order of their nodes."""
