@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     trainer = argparse.ArgumentParser(add_help=False)
     trainer.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the trainer")
     trainer.add_argument(
-        "--transport", choices=["auto", "nccl", "gloo"], default="auto", help="[weight_sync] transport"
+        "--transport", choices=["auto", "nccl", "gloo", "ipc"], default="auto", help="[weight_sync] transport"
     )
     trainer.add_argument("--urls", nargs="+", type=address, default=[], metavar="URL", help="servers that are running")
     trainer.add_argument(

@@ -1,4 +1,4 @@
-"""Weights from real trainer ranks to receivers in other processes, over gloo: what arrives, and how it fails."""
+"""Weights from real trainer ranks to receivers in other processes, by gloo and "ipc": what arrives, how it fails."""
 
 import json
 import random
@@ -99,21 +99,27 @@ def assert_only_whole_versions(receivers: Receivers, urls: list[str], loop: dict
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp", "family", "tied", "servers", "num_buffers", "dtype", "background"),
+    ("ranks", "tp", "family", "tied", "servers", "num_buffers", "dtype", "background", "transport"),
     [
-        (1, 1, "qwen3", True, 1, 1, "float32", True),
-        (2, 1, "llama3", False, 2, 2, "bfloat16", False),
-        (4, 2, "qwen3", False, 1, 3, "float32", True),
+        (1, 1, "qwen3", True, 1, 1, "float32", True, "gloo"),
+        (2, 1, "llama3", False, 2, 2, "bfloat16", False, "gloo"),
+        (4, 2, "qwen3", False, 1, 3, "float32", True, "gloo"),
+        (1, 1, "qwen3", True, 2, 2, "bfloat16", False, "ipc"),
     ],
-    ids=["one-rank-async", "fsdp2-two-servers", "fsdp2-x-tp2-async"],
+    ids=["one-rank-async", "fsdp2-two-servers", "fsdp2-x-tp2-async", "ipc-two-servers"],
 )
 def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
-    tmp_path, receivers, ranks, tp, family, tied, servers, num_buffers, dtype, background
+    tmp_path, receivers, ranks, tp, family, tied, servers, num_buffers, dtype, background, transport
 ):
     folder = save_model(tmp_path / "model", family, tied)
     urls = [receivers.start() for _ in range(servers)]
     acts = [["publish", 1], ["publish", 2], ["flip", 3], ["publish", 4], ["trailer", 5], ["publish", 6]]
-    sync = SYNC | {"num_buffers": num_buffers, "dtype": dtype, "async_weight_update": background}
+    sync = SYNC | {
+        "num_buffers": num_buffers,
+        "dtype": dtype,
+        "async_weight_update": background,
+        "transport": transport,
+    }
     # With one server min_servers = 0, so that its loss is not the end of the run.
     seen = Trainer(
         tmp_path, ranks, folder=str(folder), tp=tp, urls=urls, sync=sync, acts=acts, min_servers=servers - 1
@@ -159,11 +165,11 @@ def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
         assert record["threads"] == []
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("sleep", 2), ("die", 1)])
-def test_too_few_servers_left_is_an_error_within_the_bound(tmp_path, receivers, fault, ranks):
+@pytest.mark.parametrize(("fault", "ranks", "transport"), [("sleep", 2, "gloo"), ("die", 1, "gloo"), ("die", 1, "ipc")])
+def test_too_few_servers_left_is_an_error_within_the_bound(tmp_path, receivers, fault, ranks, transport):
     folder = save_model(tmp_path / "model", "qwen3", False)
     url = receivers.start("--fault", fault, "2", "60")
-    sync = SYNC | {"timeout_seconds": 4.0}
+    sync = SYNC | {"timeout_seconds": 4.0, "transport": transport}
     acts = [["publish", 1], ["fails", 2], ["fails", 3]]
     seen = Trainer(tmp_path, ranks, folder=str(folder), urls=[url], sync=sync, acts=acts).records()
     assert seen[0]["acts"][0]["equal"] == [True]

@@ -83,7 +83,7 @@ class FakeServer:
         numbers = itertools.count(1)
 
         self._updating = False
-        receiver.receive(body["update_info"], lambda tensors: self.load(version, next(numbers), tensors))
+        receiver.receive(body["update_info"], lambda tensors: self.load(version, next(numbers), tensors), copies=True)
         self._updating = receiver is self._receiver  # else the trainer has given up this update and reconnected
         return {}
 

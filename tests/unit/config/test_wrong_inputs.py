@@ -192,6 +192,11 @@ CONFIGURATION = {
     "seed as text": flag("--debug.seed", "abc", "[debug] seed", '"abc" is text, not int'),
     "seed too large": flag("--debug.seed", "4294967296", "[debug] seed", "NumPy takes no other"),
     "compile on a CPU": flag("--compile.enable", None, "[compile] enable", "this machine has none"),
+    "SGLang maps no memory": wrong(
+        {"--rollout.engine": "sglang", "--rollout.urls": "http://a:1", "--weight_sync.transport": "ipc"},
+        '[weight_sync] transport = "ipc"',
+        '[rollout] engine = "sglang"',
+    ),
     "NCCL on a CPU": flag("--weight_sync.transport", "nccl", "[weight_sync] transport", 'use "auto" or "gloo"'),
     "embedded server on a missing GPU": flag("--rollout.embedded_device", "cuda", "[rollout] embedded_device", "CUDA"),
     "more ranks than processes": flag("--parallelism.tensor_parallel_degree", "2", "1 process;", "--nproc-per-node"),

@@ -401,9 +401,10 @@ class Rollout:
 
 @dataclass
 class WeightSync:
-    transport: Literal["auto", "nccl", "gloo", "disk"] = "auto"
+    transport: Literal["auto", "nccl", "gloo", "ipc", "disk"] = "auto"
     """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a spawned server on the same GPU. Set
-    `gloo` for servers of `urls` on the trainer's GPU, and `disk` for servers that can join no process group."""
+    `ipc` for vLLM or embedded servers on the trainer's own GPU (on CPU: its machine), which then read the trainer's
+    memory, and `disk` for servers that can join no process group."""
     disk_folder: str = ""
     """With `transport = "disk"`, the folder of the newest version, at one path for trainer and servers. Empty: a
     folder in /dev/shm, for servers on this machine. Old versions are removed."""

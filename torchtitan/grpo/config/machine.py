@@ -107,6 +107,13 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
         yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
     yield from _check_replicas(config, world_size, gpus)
     rollout = config.rollout
+    own = rollout.replicas or (rollout.engine == "embedded" and not (rollout.urls or rollout.urls_file))
+    if transport == "ipc" and gpus and own and (rollout.replicas or rollout.embedded_device == "cpu"):
+        where = f"replicas = {rollout.replicas}" if rollout.replicas else 'embedded_device = "cpu"'
+        yield (
+            f'[weight_sync] transport = "ipc" reaches servers on the trainer\'s GPU only, and [rollout] {where} puts '
+            'them elsewhere: use "auto"'
+        )
     if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
         return
     device = rollout.embedded_device

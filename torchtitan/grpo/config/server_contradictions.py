@@ -94,6 +94,11 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
 
 def check_weight_sync(config: JobConfig) -> Iterator[str]:
     sync = config.weight_sync
+    if sync.transport == "ipc" and config.rollout.engine == "sglang":
+        yield (
+            '[weight_sync] transport = "ipc" is not there for [rollout] engine = "sglang", which maps no memory of the '
+            'trainer: use "auto" or "gloo", or engine = "vllm"'
+        )
     if sync.disk_folder and sync.transport != "disk":
         yield (
             f'[weight_sync] disk_folder = {show(sync.disk_folder)} is read with transport = "disk" only: set that, or '

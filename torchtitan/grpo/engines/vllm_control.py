@@ -13,6 +13,7 @@ from torchtitan.grpo.inside_vllm.backend import BACKEND
 from torchtitan.grpo.model_identity import KEY, ModelIdentity, identity, identity_of_folder
 from torchtitan.grpo.version_names import OWNED
 from torchtitan.grpo.weight_wire.adapters import REFUSED
+from torchtitan.grpo.weight_wire.shared_memory import ELSEWHERE
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,8 @@ class VllmControl(HttpControl):
         if phase == "connect" and REFUSED in said:
             why = said[said.index(REFUSED) :].partition(_VLLM_ADDS)[0]
             raise UserError(f"{self.url}: {why}")
+        if phase == "connect" and ELSEWHERE in said:
+            raise UserError(f'{self.url}: {said[said.index(ELSEWHERE) :]}. Set [weight_sync] transport = "auto"')
         if phase == "connect" and any(m in said for m in _WRONG_BACKEND) and "TorchtitanGrpoEngine" not in said:
             raise UserError(
                 f"{self.url}: the server has another weight-transfer engine ({said}). Install torchtitan-grpo in its "

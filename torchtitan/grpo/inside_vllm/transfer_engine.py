@@ -173,7 +173,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
                 raise RuntimeError(f"{len(missing)} weights of the served model got nothing: {missing[:8]}")
 
         with self._vllm_config():
-            self._receiver.receive_buckets(asdict(update_info), load, complete)
+            self._receiver.receive_buckets(asdict(update_info), load, complete, copies=direct.active)
 
     def _receive_adapters(self, link: receiver.Receiver, served: ServedAdapters, update_info: UpdateInfo) -> None:
         """The last version stays in service until all of the new one is here."""

@@ -41,6 +41,8 @@ class OwnServers:
         reached_by_nccl = not rollout.replicas or on_cuda(config, device.type == "cuda")
         if self._starts_one:
             self._one_on, reached_by_nccl = choose_device(rollout.embedded_device, device, trainers_here)
+            if config.weight_sync.transport == "ipc":
+                self._one_on = str(device)
         if config.weight_sync.transport == "auto" and not reached_by_nccl:
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="gloo")
 

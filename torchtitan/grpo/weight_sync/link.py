@@ -62,7 +62,7 @@ class ServerLink:
 
     Args:
         control: The server's control routes.
-        backend: "nccl" or "gloo"; not used by links over files.
+        backend: "nccl", "gloo" or "ipc"; not used by links over files.
         device: Where buckets lie.
         timeout_s: Bound of each phase (I6).
         pause: How the server is paused.
@@ -222,7 +222,7 @@ class ServerLink:
         with self._phase("transfer"):
             while len(self._in_flight) > at_most:
                 work, payload_bytes, deadline = self._in_flight[0]
-                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error)
+                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error, self._group.rest)
                 self._in_flight.popleft()
                 self.bytes_done += payload_bytes
 
@@ -233,7 +233,7 @@ class ServerLink:
             deadline = time.monotonic() + self._timeout_s
             table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self._device)
             what = "the server's acknowledgement"
-            wait(self._group.all_reduce(table), deadline, what, self._raise_servers_error)
+            wait(self._group.all_reduce(table), deadline, what, self._raise_servers_error, self._group.rest)
             for rank, row in enumerate(table.tolist()[1:]):
                 if row[0] == 0:
                     self._servers_error(deadline)

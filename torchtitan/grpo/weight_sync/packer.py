@@ -4,7 +4,7 @@ Everything here runs on the push's own stream and the weight-sync groups, so a t
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class Packer:
             holds the gathered shards.
         verify: Put a checksum into each bucket's trailer.
         snapshots: Snapshot buffers; see `Snapshots`.
+        allocate: Makes a wire buffer of so many zero bytes on a device.
 
     Attributes:
         buckets: The plan, a pure function of names, shapes, dtype and `limit_bytes` (I7).
@@ -88,6 +89,9 @@ class Packer:
         num_buffers: int,
         verify: bool,
         snapshots: int = 2,
+        allocate: Callable[[int, torch.device], torch.Tensor] = lambda size, device: torch.zeros(
+            size, dtype=torch.uint8, device=device
+        ),
     ):
         self._ranks = ranks
         self._verify = verify
@@ -102,7 +106,7 @@ class Packer:
         owned = primary_holdings(held, self.snapshots.shapes)
         pieces = self._pieces(published, owned)
         self.snapshots.allocate([piece.held for bucket in pieces for piece in bucket[ranks.rank]])
-        self._lay_out(published, pieces, num_buffers)
+        self._lay_out(published, pieces, num_buffers, allocate)
 
     def _pieces(self, published: PublishedWeights, owned: list[list[Holding]]) -> list[list[list[Piece]]]:
         """For each bucket and rank: what the rank gives to it, in the order of the bucket's tensors."""
@@ -118,7 +122,13 @@ class Packer:
             pieces.append(of_ranks)
         return pieces
 
-    def _lay_out(self, published: PublishedWeights, pieces: list[list[list[Piece]]], num_buffers: int) -> None:
+    def _lay_out(
+        self,
+        published: PublishedWeights,
+        pieces: list[list[list[Piece]]],
+        num_buffers: int,
+        allocate: Callable[[int, torch.device], torch.Tensor],
+    ) -> None:
         """Slices of the snapshots and of the gathered shards, and the copies that put shards into wire buffers."""
         self._counts = [[sum(piece.held.numel for piece in rank) for rank in ranks] for ranks in pieces]
         own_counts = [counts[self._ranks.rank] for counts in self._counts]
@@ -132,7 +142,7 @@ class Packer:
         else:
             self._gathered = self._own
         slots = [
-            torch.zeros(max(b.wire_bytes for b in self.buckets[i::num_buffers]), dtype=torch.uint8, device=self.device)
+            allocate(max(b.wire_bytes for b in self.buckets[i::num_buffers]), self.device)
             for i in range(min(num_buffers, len(self.buckets)))
         ]
         self._wires = [slots[b.index % num_buffers][: b.wire_bytes] for b in self.buckets]

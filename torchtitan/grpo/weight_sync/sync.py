@@ -29,6 +29,7 @@ from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+from torchtitan.grpo.weight_wire.shared_buffers import allocate
 from torchtitan.grpo.weight_wire.transport import in_thread
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class WeightSync:
             config.num_buffers,
             config.verify,
             snapshots=2 if config.async_weight_update else 1,
+            **({"allocate": allocate} if self._backend == "ipc" else {}),
         )
         self._warn_of_large_tensors()
         self._on_rank0_then_share("connect", self._connect_servers)

@@ -2,6 +2,8 @@
 
     buckets.py         the plan: which tensor travels at which byte of which bucket; trailers and checksums
     transport.py       a process group between trainer rank 0 and one server, with bounded waits
+    shared_memory.py   the same group within one machine: the server reads the trainer's own buckets (transport "ipc")
+    shared_buffers.py  memory that another process can map: memfd, CUDA IPC
     receiver.py        the server's end: receive buckets, verify each, hand the tensors to the engine, acknowledge
     adapters.py        LoRA: how adapters apply, and fingerprints of the weights that they belong to
     bucket_files.py    a bucket as a safetensors file, for transport "disk"

@@ -28,6 +28,7 @@ import torch
 from torchtitan.grpo.version_names import lives, owned_by
 from torchtitan.grpo.weight_wire.bucket_files import read_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_from_json
+from torchtitan.grpo.weight_wire.shared_memory import Shared
 from torchtitan.grpo.weight_wire.transport import Group, address_towards, join_store, wait
 
 PROTOCOL = 2
@@ -96,6 +97,7 @@ class Receiver:
         self.buckets = plan_from_json(info.plan)
         self._checksum = Checksum(self.device, max(bucket.payload_bytes for bucket in self.buckets))
         self._group: Group | None = None
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         if info.backend == "disk":
             return
         store = join_store(info.master_address, info.master_port, info.timeout_seconds)
@@ -125,15 +127,18 @@ class Receiver:
         """Hugging Face names of all tensors of an update, in their order."""
         return [spec.name for bucket in self.buckets for spec in bucket.tensors]
 
-    def receive(self, update_info: dict, load: Load, complete: Callable[[], None] | None = None) -> None:
+    def receive(
+        self, update_info: dict, load: Load, complete: Callable[[], None] | None = None, copies: bool = False
+    ) -> None:
         """Receive one version. The engine must be paused, since a failure leaves it with a mix of old and new weights.
 
         Args:
             update_info: Fields of `UpdateInfo`.
             load: Called once per bucket, in plan order, with (name, tensor) pairs in checkpoint form: full tensors,
-                Hugging Face names. Each bucket has a fresh buffer, so the engine may keep the tensors.
+                Hugging Face names. Each bucket has a fresh buffer, so the engine may keep the tensors; unless `copies`.
             complete: Called after the last bucket and before the acknowledgement. It raises if the engine finds that a
                 tensor is missing.
+            copies: See `receive_buckets`.
 
         Raises:
             ValueError: A bucket was torn: wrong version, index, size or checksum. It is not given to `load`.
@@ -143,23 +148,32 @@ class Receiver:
         After a torn bucket or a failed load, the remaining buckets are received and discarded, and the acknowledgement
         says "no". Both ends stay in step, and the trainer may repeat the update over the same group.
         """
-        self.receive_buckets(update_info, lambda bucket, wire: load(bucket.views(wire)), complete)
+        self.receive_buckets(update_info, lambda bucket, wire: load(bucket.views(wire)), complete, copies)
 
-    def receive_buckets(self, update_info: dict, load: LoadBucket, complete: Callable[[], None] | None = None) -> None:
-        """As `receive`, but `load` gets whole buckets: a part of the plan, and its bytes (uint8)."""
+    def receive_buckets(
+        self, update_info: dict, load: LoadBucket, complete: Callable[[], None] | None = None, copies: bool = False
+    ) -> None:
+        """As `receive`, but `load` gets whole buckets: a part of the plan, and its bytes (uint8).
+
+        Args:
+            copies: `load` copies what it needs and keeps no view. With backend "ipc" it may then read the trainer's
+                own memory, and gets no buffer of its own.
+        """
         info = UpdateInfo(**update_info)
         if self._group is None:
             self._read_buckets(info, load, complete)
             return
         try:
-            failure = self._receive_buckets(info.version, load, complete)
+            failure = self._receive_buckets(info.version, load, complete, copies)
         except (TimeoutError, RuntimeError):
             self.close()
             raise
         if failure is not None:
             raise failure
 
-    def _receive_buckets(self, version: int, load: LoadBucket, complete: Callable[[], None] | None) -> Exception | None:
+    def _receive_buckets(
+        self, version: int, load: LoadBucket, complete: Callable[[], None] | None, copies: bool
+    ) -> Exception | None:
         posted: deque = deque()
         checksums: list[int] = []
         names = received_bytes = 0
@@ -171,20 +185,22 @@ class Receiver:
             deadline = time.monotonic() + self.info.timeout_seconds
             where = f"bucket {bucket.index + 1} of {len(self.buckets)}"
             what = f"{where} of version {version} from the trainer, after {received_bytes} bytes"
-            wait(work, deadline, what, self._group.raise_if_abandoned)
+            wait(work, deadline, what, self._group.raise_if_abandoned, self._group.rest)
             # Post the next receive before loading this bucket, so the wire never waits for the engine.
             if bucket.index + self.info.num_buffers < len(self.buckets):
                 posted.append(self._post(self.buckets[bucket.index + self.info.num_buffers]))
-            if failure is not None:
-                continue
-            try:
-                checksums.append(self._verify(bucket, wire, version))
-                load(bucket, wire)
-            except Exception as error:  # raised once both ends are in step again
-                failure = error
-                continue
-            names += len(bucket.tensors)
-            received_bytes += bucket.payload_bytes
+            if failure is None:
+                try:
+                    if isinstance(work, Shared):
+                        wire = work.wire if copies else work.wire.clone()
+                    checksums.append(self._verify(bucket, wire, version))
+                    load(bucket, wire)
+                    names += len(bucket.tensors)
+                    received_bytes += bucket.payload_bytes
+                except Exception as error:  # raised once both ends are in step again
+                    failure = error
+            if isinstance(work, Shared):
+                self._group.give_back(work)
         if failure is None and complete is not None:
             try:
                 complete()
@@ -201,7 +217,9 @@ class Receiver:
         if complete is not None:
             complete()
 
-    def _post(self, bucket: Bucket) -> tuple[torch.Tensor, torch.distributed.Work]:
+    def _post(self, bucket: Bucket) -> tuple[torch.Tensor, torch.distributed.Work | Shared]:
+        if self._group.lends:
+            return self._nothing, self._group.borrow()
         wire = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device=self.device)
         return wire, self._group.broadcast(wire)
 
@@ -228,7 +246,7 @@ class Receiver:
         table = table.to(self.device)
         deadline = time.monotonic() + self.info.timeout_seconds
         what = f"the trainer to take the acknowledgement of version {fields[1]}"
-        wait(self._group.all_reduce(table), deadline, what, self._group.raise_if_abandoned)
+        wait(self._group.all_reduce(table), deadline, what, self._group.raise_if_abandoned, self._group.rest)
 
     def close(self) -> None:
         """Leave the group without waiting."""

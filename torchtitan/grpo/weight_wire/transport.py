@@ -1,7 +1,7 @@
 """A process group between trainer rank 0 and one server (I4), and bounded waits on it (I6).
 
-It is built directly on torch's `ProcessGroupGloo` or `ProcessGroupNCCL` over a TCPStore. Neither end has to initialise
-`torch.distributed`, and no default group is touched. Needs torch only, so it runs in any server.
+It is built on torch's `ProcessGroupGloo` or `ProcessGroupNCCL`, or on `shared_memory`, over a TCPStore. Neither
+end has to initialise `torch.distributed`, and no default group is touched. Needs torch only, so it runs in any server.
 """
 
 import atexit
@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from torchtitan.grpo.weight_wire.shared_memory import Shared, SharedMemoryGroup
 
 T = TypeVar("T")
 
@@ -210,15 +212,17 @@ class Group:
             options._threads = 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._pg = dist.ProcessGroupGloo(store, rank, size, options)
+        elif backend == "ipc":
+            self._pg = SharedMemoryGroup(store, rank, size, device, timeout_s)
         else:
-            raise ValueError(f"weight transfer backend {backend!r}: expected nccl or gloo")
+            raise ValueError(f"weight transfer backend {backend!r}: expected nccl, gloo or ipc")
         if not hello:
             return
         # The first collective creates NCCL's communicator. Run it here, where both ends are present.
         ranks = torch.ones(1, dtype=torch.int64, device=device)
         what = "the first all_reduce of a weight-transfer group"
         try:
-            wait(self.all_reduce(ranks), time.monotonic() + timeout_s, what)
+            wait(self.all_reduce(ranks), time.monotonic() + timeout_s, what, rest=self.rest)
             if ranks.item() != size:
                 raise RuntimeError(f"weight-transfer group: {ranks.item()} ranks answered, expected {size}")
         except BaseException:
@@ -250,7 +254,28 @@ class Group:
         """Start a sum over all ranks, in place."""
         return self._started(lambda pg: pg.allreduce([tensor]))
 
-    def _started(self, start: Callable[[Any], dist.Work]) -> dist.Work:
+    @property
+    def lends(self) -> bool:
+        """Whether buckets stay in rank 0's memory: ranks 1.. `borrow` and `give_back` them."""
+        return self.backend == "ipc"
+
+    def borrow(self) -> Shared:
+        """For ranks 1..: the next bucket. The work has its `wire` once it is complete."""
+        return self._started(lambda pg: pg.receive())
+
+    def give_back(self, bucket: Shared) -> None:
+        """For ranks 1..: the bucket has been loaded, or will be by what is on the current stream."""
+        self._started(lambda pg: pg.release(bucket))
+
+    def rest(self, seconds: float) -> None:
+        """A pause between two looks at a work. It ends early if there is something to see, where that can be told."""
+        pg = self._pg
+        if isinstance(pg, SharedMemoryGroup):
+            pg.rest(seconds)
+        else:
+            time.sleep(seconds)
+
+    def _started(self, start: Callable[[Any], Any]) -> Any:
         pg = self._pg
         if pg is None:  # by another thread
             raise RuntimeError(_GIVEN_UP)
@@ -308,6 +333,7 @@ class Group:
                 threading.Event().wait()  # forever, so that this frame's objects are never destroyed
             if self.backend == "nccl":
                 torch.cuda.set_device(self.device)
+            if self.backend != "gloo":
                 holder[0].abort()
             works.clear()
             holder.clear()
@@ -316,10 +342,17 @@ class Group:
         threading.Thread(target=give_up, name="weight-sync-abort", daemon=True).start()
 
 
-def wait(work: dist.Work, deadline: float, what: str, check: Callable[[], None] | None = None) -> None:
+def wait(
+    work: dist.Work | Shared,
+    deadline: float,
+    what: str,
+    check: Callable[[], None] | None = None,
+    rest: Callable[[float], None] = time.sleep,
+) -> None:
     """Wait for `work` until `deadline` (time.monotonic seconds). On CUDA, also order the current stream after it.
 
     `check` is called between polls. It may raise to end the wait, when another channel says that waiting is useless.
+    `rest` pauses between two polls (`Group.rest`).
 
     Raises:
         TimeoutError: The deadline passed. The message says `what` was waited for. The work is still running: abort its
@@ -332,7 +365,7 @@ def wait(work: dist.Work, deadline: float, what: str, check: Callable[[], None] 
             raise TimeoutError(f"timed out waiting for {what}")
         if check is not None:
             check()
-        time.sleep(pause_s)
+        rest(pause_s)
         pause_s = min(pause_s * 1.5, _POLL_MAX_S)
     try:
         work.wait()

@@ -303,7 +303,7 @@ class EmbeddedApp:
         # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
         self._torn, self._update = True, None
         await self._call(update.begin)
-        await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete))
+        await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete, copies=True))
         if receiver is not self._receiver:
             raise BadRequest("a trainer has connected since this update began")
         self._update = update

@@ -1,0 +1,116 @@
+"""Transport "ipc" between two real processes, on the CPU. tests/gpu has CUDA's side."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+from torchtitan.grpo.weight_wire.shared_buffers import allocate
+from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, wait
+
+CPU = torch.device("cpu")
+LOCALHOST = "127.0.0.1"
+BYTES = 1 << 16
+
+# For each bucket it prints its size, the sum of its bytes, and how many of the trainer's files are mapped.
+READER = """
+import sys, time, torch
+from torchtitan.grpo.weight_wire import shared_memory
+from torchtitan.grpo.weight_wire.transport import Group, join_store, wait
+
+port, buckets, act = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if act == "elsewhere":
+    shared_memory.place = lambda device: {"host": "there", "boot": "another", "device": "cpu"}
+store = join_store("127.0.0.1", port, 20.0)
+group = Group("ipc", store, 1, 2, torch.device("cpu"), 20.0, "127.0.0.1")
+for _ in range(buckets):
+    work = group.borrow()
+    wait(work, time.monotonic() + 20, "a bucket", group.raise_if_abandoned, group.rest)
+    files = sum("memfd:torchtitan-grpo" in line for line in open("/proc/self/maps"))
+    print(work.wire.numel(), int(work.wire.long().sum()), files, flush=True)
+    if act == "hold":
+        time.sleep(60)
+    group.give_back(work)
+table = torch.tensor([[0, 0], [1, -(1 << 63)]])
+wait(group.all_reduce(table), time.monotonic() + 20, "the sum", group.raise_if_abandoned, group.rest)
+print(table.tolist(), flush=True)
+"""
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[..., tuple[Rendezvous, subprocess.Popen]]]:
+    """A rendezvous with a reader in a process of its own."""
+    readers = []
+
+    def meet(buckets: int, act: str = "") -> tuple[Rendezvous, subprocess.Popen]:
+        rendezvous = Rendezvous("ipc", 2, CPU, 20.0, LOCALHOST)
+        command = [sys.executable, "-c", READER, str(rendezvous.port), str(buckets), act]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        reader = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        readers.append(reader)
+        return rendezvous, reader
+
+    yield meet
+    for reader in readers:
+        reader.kill()
+        reader.communicate()
+
+
+def finish(group: Group, work) -> None:
+    wait(work, time.monotonic() + 20, "the reader", None, group.rest)
+
+
+def test_buckets_are_read_where_they_are(meet):
+    """Buffers are mapped once. A bucket from elsewhere is put into a buffer first."""
+    rendezvous, reader = meet(5)
+    group = rendezvous.group()
+    buffers = [allocate(BYTES, CPU), allocate(BYTES, CPU)]
+    for index in range(4):
+        wire = buffers[index % 2][: BYTES - index]
+        wire.fill_(index)
+        finish(group, group.broadcast(wire))
+    finish(group, group.broadcast(torch.full((100,), 9, dtype=torch.uint8)))
+    table = torch.zeros(2, 2, dtype=torch.int64)
+    finish(group, group.all_reduce(table))
+    said = reader.communicate(timeout=20)[0].splitlines()
+    sizes = [(BYTES - index, index * (BYTES - index)) for index in range(4)] + [(100, 900)]
+    assert said == [f"{size} {total} {files}" for (size, total), files in zip(sizes, [1, 2, 2, 2, 3], strict=True)] + [
+        "[[0, 0], [1, -9223372036854775808]]"
+    ]
+    assert table.tolist() == [[0, 0], [1, -(1 << 63)]]
+    group.abort()
+
+
+def test_a_reader_that_is_killed_is_noticed_at_once_and_keeps_nothing(meet):
+    rendezvous, reader = meet(1, "hold")
+    group = rendezvous.group()
+    work = group.broadcast(allocate(BYTES, CPU))
+    reader.stdout.readline()
+    reader.send_signal(signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="the other end has closed the connection"):
+        finish(group, work)
+    assert time.monotonic() - started < 2
+    group.abort()
+    del group, work, rendezvous
+    deadline = time.monotonic() + 5
+    while "memfd:torchtitan-grpo" in Path("/proc/self/maps").read_text():
+        assert time.monotonic() < deadline, "the buffer is still there"
+        time.sleep(0.05)
+
+
+def test_a_reader_on_another_machine_is_refused_with_both_named(meet):
+    rendezvous, reader = meet(1, "elsewhere")
+    errors = reader.communicate(timeout=20)[1]
+    rendezvous.give_up()
+    assert 'ValueError: transport "ipc" cannot reach this server: it is on host there, device cpu, and the' in errors
+    assert f"trainer on host {os.uname().nodename}, device cpu" in errors
+    with pytest.raises(RuntimeError, match="given up"):
+        rendezvous.joined.result(5)
