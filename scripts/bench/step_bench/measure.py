@@ -87,6 +87,7 @@ def measure(setup: Setup, contender: Contender) -> dict[str, Any]:
     flops = setup.flops * setup.data_ranks
     return {
         "parameters": setup.parameters,
+        "lora": job["lora"],
         "gpus": world,
         "work": f"{work.microbatches} x {job['tokens']:,}",
         "tokens": tokens,

@@ -16,7 +16,7 @@ POLL_S = 0.2
 LEAST_S = 20.0
 """A contender is not started with less time left."""
 
-STEPS = """shape contender gpus work ac compile tokens_per_s_gpu to_torchtitan mfu_percent forward_backward_ms
+STEPS = """shape contender lora gpus work ac compile tokens_per_s_gpu to_torchtitan mfu_percent forward_backward_ms
     optimizer_ms peak_gib estimate_gib error"""
 LOGPROBS = "shape way pass compile tokens vocabulary ms peak_gib error"
 OFFLOAD = "shape way step_ms exposed_ms state_gib freed_gib window_gib peak_gib error"

@@ -16,6 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.memory import memory_bytes
 from torchtitan.grpo.model.flops import TrainingFlops
+from torchtitan.grpo.model.lora import add_adapters
 from torchtitan.grpo.model.parallelize import parallel_dims
 from torchtitan.grpo.model.source import resolve_model
 
@@ -37,9 +38,11 @@ class Setup:
         on_cuda = job["device"] == "cuda" or (job["device"] == "auto" and torch.cuda.is_available())
         self.config = configure(job, on_cuda)
         self.work = Work.of(job)
-        self.source = resolve_model(self.config.model, self.config.training.seq_len)
+        self.source = resolve_model(self.config.model, self.config.training.seq_len, self.config.lora)
         with torch.device("meta"):
             model = self.source.build()
+            if self.source.lora is not None:
+                add_adapters(model, self.source.lora, torch.float32)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops = TrainingFlops.of(model)(self.work.lengths, self.work.trained_tokens)
         self.estimate = peak_parts(memory_bytes(self.config, job["gpus"]).moments)
@@ -87,6 +90,8 @@ def configure(job: Mapping[str, Any], on_cuda: bool) -> JobConfig:
         "debug.seed": 0,
     }
     config = load_config(as_flags(flags | job["flags"]))
+    # Set here: a run of random weights with adapters is refused.
+    config.lora.enable, config.lora.rank = job["lora"] > 0, max(1, job["lora"])
     # From these the memory estimate counts rows. The rows themselves are made without them.
     samples = job["microbatches"] * job["tokens"] // job["documents"]
     config.grpo.group_size = 1

@@ -7,9 +7,11 @@ import time
 from contextlib import ExitStack
 
 import torch
+import urllib3
 from bench_common.output import Output, Row, cell, medians
 
 from torchtitan.grpo.config import job_config
+from torchtitan.grpo.engines.vllm import GENERATE_ROUTE
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread
 
@@ -17,12 +19,12 @@ from .raw import LOCALHOST, broadcast, receive
 from .receivers import Child
 from .trainer import Ranks, Servers, bounded, build, change, connected, shape_source
 
-COLUMNS = """servers num_buffers bucket_mib buckets total_ms pause_ms snapshot_ms gather_ms pack_ms wire_ms apply_ms
-    acknowledge_ms gb_per_s wire_gb_per_s"""
+COLUMNS = """servers num_buffers bucket_mib buckets total_ms answered_ms stopped_ms pause_ms snapshot_ms gather_ms
+    pack_ms wire_ms apply_ms acknowledge_ms gb_per_s wire_gb_per_s"""
 
 
 def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitStack) -> None:
-    source = shape_source(args.shape)
+    source = shape_source(args.shape, lora_rank=args.lora)
     model = build(source, ranks, "float32")
     servers = Servers(args, ranks, resources)
     rows: list[Row] = []
@@ -40,7 +42,8 @@ def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitSt
         rows.append(row | publishes(args, ranks, model, source, settings, servers.urls[:count]))
         out.say(f"{count} server(s), num_buffers {num_buffers}, {bucket_mib} MiB: {rows[-1].get('total_ms', 0):.1f} ms")
     size = f"{cell(rows[0].get('bytes', 0) / 1e9)} GB"
-    title = f"Refit of Qwen3's {args.shape} shape, {size}, {ranks.describe()}"
+    what = f"adapters of rank {args.lora} beside " * bool(args.lora)
+    title = f"Refit of {what}Qwen3's {args.shape} shape, {size}, {ranks.describe()}"
     out.table(f"{title}: medians of {args.repeats}", COLUMNS, rows)
     if ranks.rank == 0 and args.raw_gpu is not None:
         pieces = sorted({1, *(row["buckets"] for row in rows)})
@@ -65,6 +68,9 @@ def publishes(args: argparse.Namespace, ranks: Ranks, model, source, settings, u
                 reports = {report.version: report for report in sync.finished()}
                 check_acknowledged(version, urls, reports, fleet)
                 samples.append({"total": totals[-1]} | phases(reports[version]))
+                if args.urls:
+                    ask(args.urls, args.timeout_s)
+                    samples[-1]["answered"] = time.perf_counter() - started
         sync.check()
     finally:
         sync.close()
@@ -81,9 +87,18 @@ def publishes(args: argparse.Namespace, ranks: Ranks, model, source, settings, u
 def phases(report) -> dict[str, float]:
     """Seconds of each phase; of the servers' phases, the slowest server's."""
     seconds = {phase: report.seconds[phase] for phase in ("snapshot", "gather", "pack")}
-    for phase in ("pause", "wire", "apply", "acknowledge"):
+    for phase in ("pause", "wire", "apply", "acknowledge", "stopped"):
         seconds[phase] = max(server[phase] for server in report.servers.values())
     return seconds
+
+
+def ask(urls: list[str], timeout_s: float) -> None:
+    """One token from each server, one after the other."""
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1, "detokenize": False}}
+    for url in urls:
+        reply = urllib3.request("POST", url + GENERATE_ROUTE, json=body, timeout=timeout_s, retries=False)
+        if reply.status != 200:
+            raise UserError(f"{url} does not answer: HTTP {reply.status} {reply.data[:300]!r}")
 
 
 def check_acknowledged(version: int, urls: list[str], reports: dict, fleet) -> None:

@@ -1,6 +1,7 @@
 """The trainer's side of a measurement: ranks, a model of a given shape, servers, and bounded waits."""
 
 import argparse
+import dataclasses
 import json
 import os
 import tempfile
@@ -28,7 +29,7 @@ from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import ModelSource, resolve_model
-from torchtitan.grpo.weight_sync.published import model_weights
+from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 
 from .receivers import Receivers
@@ -38,11 +39,12 @@ MAX_TOKENS = 4096
 _HEALTH_TIMEOUT_S = 30.0
 
 
-def shape_source(shape: str, seq_len: int = 64) -> ModelSource:
-    """The model of a `--shape`, without weights."""
+def shape_source(shape: str, seq_len: int = 64, lora_rank: int = 0) -> ModelSource:
+    """The model of a `--shape`, without weights. `lora_rank` over 0: with adapters beside all of its layers."""
+    lora = job_config.Lora(enable=lora_rank > 0, rank=max(1, lora_rank))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, MAX_TOKENS)))
-        return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), seq_len)
+        return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), seq_len, lora)
 
 
 def hf_tensors(source: ModelSource) -> dict[str, torch.Size]:
@@ -135,7 +137,9 @@ def connected(
     if ranks.rank == 0:
         control_s = settings.timeout_seconds
         fleet = Fleet(urls, lambda url: Server(url, VllmControl(url, None, control_s), engine=ENGINES["vllm"]))
-    published = model_weights(model, source.adapter, wire_dtype(settings, ranks.device), source.tied)
+    published = published_weights(model, source, wire_dtype(settings, ranks.device))
+    if info := published.announced.get("adapter"):  # the base is random: no server has it
+        published = dataclasses.replace(published, announced={"adapter": info | {"base": {}}})
     sync = WeightSync(published, settings, fleet, ranks.device)
     try:
         sync.connect()

@@ -368,6 +368,15 @@ def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
     assert moment in (None, memory.peak)
 
 
+def test_servers_get_the_adapters_alone(folders, monkeypatch):
+    config = read(folders["qwen3-tiny"], 1, 64, 1, monkeypatch=monkeypatch)
+    config.lora.enable, config.grpo.kl_coef = True, 0.1
+    memory = memory_bytes(config, 1)
+    parts = memory.moments[memory.peak]
+    assert parts["snapshots"] == parts["buckets, at most"] == 4 * memory.trained < memory.parameters
+    assert not parts["reference model"], "it is the model without its adapters"
+
+
 def test_the_estimate_knows_what_auto_does(folders, monkeypatch):
     def peak(choice: str) -> int:
         flags = ["--training.reduce_gradients", choice]

@@ -40,6 +40,7 @@ SMALL += ["--microbatches", "2", "--steps", "2", "--warmup", "1"]
         ("--steps 0", "0 is under 1"),
         ("--peak-tflops 0", "0 is not a positive number"),
         ("--what logprobs offload --profile x", "--profile is of training steps"),
+        ("--what ours trl --lora 4", "--lora is for --what ours"),
         ("--micro 2", "unrecognized arguments: --micro 2"),
         ("-- training.steps 3", "'training.steps' is not --section.key"),
     ],
@@ -180,7 +181,7 @@ def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys, monkeypatch):
         title = f"tiny {name} max_norm=0.5: device time of one step by class"
         assert {line["name"] for line in lines if line["table"] == title} >= {"matmul", "optimizer"}
         assert (tmp_path / "profile" / f"tiny_{name}_rank0.json").stat().st_size > 0
-    assert "| shape | contender | gpus | work | ac | compile | tokens_per_s_gpu |" in said
+    assert "| shape | contender | lora | gpus | work | ac | compile | tokens_per_s_gpu |" in said
 
 
 def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ whole weights do. vLLM's prefix cache tells adapters apart by name, and versions
 """
 
 import functools
+import inspect
 import logging
 from typing import Any
 
@@ -48,5 +49,4 @@ def install() -> None:
 
 def _position(function: Any) -> int:
     """Of the argument `lora_request`, behind `self`."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return names.index("lora_request") - 1
+    return list(inspect.signature(function).parameters).index("lora_request") - 1

@@ -17,6 +17,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from torchtitan.grpo.inside_vllm.adapter_requests import ID
 from torchtitan.grpo.weight_wire.adapters import REFUSED, AdapterInfo, adapted_layers
 
+_ZEROS_RANK = 8
 _served: "ServedAdapters | None" = None
 """Of this process, which has one worker."""
 
@@ -64,7 +65,8 @@ class ServedAdapters:
     def model(self) -> LoRAModel:
         """The adapters as vLLM's object, which owns its tensors: vLLM scales them in place."""
         if self._info is None:
-            return self._manager.create_dummy_lora(ID, self._config.max_lora_rank, {})
+            embeddings = getattr(self._manager.model, "embedding_modules", {})
+            return self._manager.create_dummy_lora(ID, min(_ZEROS_RANK, self._config.max_lora_rank), embeddings)
         layers = sorted({layer.rpartition(".")[2] for layer in adapted_layers(self._tensors)})
         own = {name: value.to(self._config.lora_dtype, copy=True) for name, value in self._tensors.items()}
         helper = PEFTHelper(r=self._info.rank, lora_alpha=self._info.alpha, target_modules=layers)

@@ -119,9 +119,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
             info = AdapterInfo(**init_info.adapter)
             names = [entry[0] for bucket in init_info.plan for entry in bucket]
             self._adapters.check(info, names, self.parallel_config.pipeline_parallel_size == 1)
-            if self._base is None:
-                self._base = base_fingerprints(self.vllm_config, self.model, self.device)
-            info.check_base(Path(self.model_config.model).name, self._base)
+            info.check_base(Path(self.model_config.model).name, self._fingerprints)
         elif init_info.adapter is None:
             raise ValueError(
                 f"{REFUSED} this server was started with --enable-lora and takes adapters, and the trainer sends all "
@@ -132,6 +130,12 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
                 f"{REFUSED} the trainer sends adapters, and this server has no place for them: start it with "
                 f"--enable-lora --max-loras 1 --max-lora-rank {init_info.adapter['rank']}, or vLLM's next greater size"
             )
+
+    def _fingerprints(self) -> dict[str, str]:
+        """Of the base. They are computed once."""
+        if self._base is None:
+            self._base = base_fingerprints(self.vllm_config, self.model, self.device)
+        return self._base
 
     def start_weight_update(self) -> None:
         """Prepare the model. An update that failed before is undone first: vLLM would go on with it.

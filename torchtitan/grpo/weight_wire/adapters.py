@@ -5,7 +5,7 @@ rest once, when the trainer connects: `AdapterInfo`, in the field `adapter` of `
 model in the right way on top of the right weights only, so both ends compare fingerprints of their base first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ class AdapterInfo:
         rank: Rows of A and columns of B.
         alpha: The update of a weight is alpha / rank times B A.
         base_name: Of the trainer's folder, for people.
-        base: Hugging Face name -> `fingerprint` of each frozen weight.
+        base: Hugging Face name -> `fingerprint` of each frozen weight. Empty in a benchmark, whose weights nobody has:
+            then nothing is compared.
     """
 
     rank: int
@@ -39,16 +40,17 @@ class AdapterInfo:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def check_base(self, name: str, found: Mapping[str, str]) -> None:
+    def check_base(self, name: str, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         """Compare the server's base with the trainer's.
 
         Args:
             name: Of the server's folder. vLLM hides whole paths in its errors.
-            found: Fingerprints of its weights. More of them than the trainer's do not matter.
+            fingerprints: Computes those of its weights. More of them than the trainer's do not matter.
 
         Raises:
             ValueError: They differ. The message begins with REFUSED.
         """
+        found = fingerprints() if self.base else {}
         differing = [weight for weight, value in self.base.items() if found.get(weight) != value]
         if differing:
             own, theirs = together(self.base.values()), together(found.get(weight, "") for weight in self.base)

@@ -22,7 +22,8 @@ def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: 
     linear = {layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)}
     if unknown := [layer for layer in adapted_layers(names) if layer not in linear]:
         raise ValueError(f"{REFUSED} {name} has no linear layer {unknown[0]} to adapt")
-    info.check_base(Path(name).name, {own: fingerprint(weight) for own, weight in base_parameters(model).items()})
+    base = base_parameters(model)
+    info.check_base(Path(name).name, lambda: {weight: fingerprint(value) for weight, value in base.items()})
 
 
 def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
