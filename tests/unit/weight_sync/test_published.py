@@ -5,14 +5,19 @@ import time
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import ROOT
 from tests.helpers.published_worker import checkpoint, parameters, published
 from tests.helpers.ranks import Ranks as Processes
+from tests.helpers.weight_senders import AdapterTrainer
+from torchtitan.grpo.model.lora import PeftNames
+from torchtitan.grpo.model.peft_folder import gather_adapter
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights, whole
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import Holding, joined
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo, fingerprint
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS, PROTOCOL, Receiver
 from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread, wait
@@ -88,6 +93,26 @@ def test_neighbours_are_copied_as_one_piece():
     halves = [Holding("w", ((e, 1), (start, 2), (0, 8))) for e in range(2) for start in (0, 2)]
     assert joined(halves) == halves
     assert joined([Holding("scale", ()), Holding("scale", ())]) == [Holding("scale", ())] * 2
+
+
+def test_adapters_of_a_model_have_pefts_names_and_rows(tmp_path):
+    """Llama's queries and keys lie in another order of rows in torchtitan."""
+    torch.manual_seed(0)
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=1, max_position_embeddings=64)).save_pretrained(tmp_path)
+    trainer = AdapterTrainer(tmp_path)
+    trainer.learn(1)
+    names = PeftNames(trainer.source.adapter, {n: v.shape for n, v in gather_adapter(trainer.model).items()})
+    own = trainer.published()
+    sent = {t.spec.name: (t.rearrange or (lambda x: x))(own.parameters[t.parameter].detach()) for t in own.tensors}
+    assert any(t.rearrange for t in own.tensors)
+    assert_same_bytes(sent, names.convert(gather_adapter(trainer.model)))
+    info = AdapterInfo(**own.announced["adapter"])
+    base = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    info.check_base("same", lambda: {name: fingerprint(weight) for name, weight in base.state_dict().items()})
+    base.model.layers[1].mlp.up_proj.weight.data[3, 4] += 1
+    with pytest.raises(ValueError, match=r"in 1 of 21 weights, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+        info.check_base("other", lambda: {name: fingerprint(weight) for name, weight in base.state_dict().items()})
 
 
 def tensor(box, shape=(2, 3), name="w", dtype=torch.float32) -> PublishedTensor:
