@@ -10,7 +10,7 @@ import dataclasses
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.model.shards import canonical_name, local, shard_of
 from torchtitan.grpo.weight_wire.adapters import PREFIX
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+if TYPE_CHECKING:  # a server needs the layers only, and no model of upstream
+    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 A, B = ".lora_A", ".lora_B"
 """Ends of the adapters' parameter names. Before them stands the name of the linear layer."""
@@ -47,7 +49,7 @@ class Lora:
         return self.alpha / self.rank
 
 
-def resolve_lora(lora_cfg: Any, adapter: StateDictAdapter, block: nn.Module) -> Lora:
+def resolve_lora(lora_cfg: Any, adapter: "StateDictAdapter", block: nn.Module) -> Lora:
     """The layers that `[lora]` names.
 
     Args:
@@ -195,7 +197,7 @@ class PeftNames:
         shapes: Name -> shape of all adapters; the same names as in a state dict of the model.
     """
 
-    def __init__(self, adapter: StateDictAdapter, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, adapter: "StateDictAdapter", shapes: Mapping[str, torch.Size]) -> None:
         self._adapter, self._orders = adapter, dict[str, Tensor | None]()
         self._names: dict[str, str] = {}
         self._of_weight: dict[str, str] = {}
