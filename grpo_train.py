@@ -34,6 +34,7 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
@@ -455,6 +456,7 @@ class Trainer:
     def _start_servers(self) -> None:
         """Those of `[rollout] replicas` load while the trainer loads its own weights."""
         trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        check_shared_gpu(self.config, self.device)
         self.own_servers = OwnServers(self.config, self.device, trainers_here)
         self.resources.callback(self.own_servers.close)
         if self.is_rank0:

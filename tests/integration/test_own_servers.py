@@ -50,6 +50,27 @@ def test_servers_that_die_come_back_and_die_with_the_trainer(tmp_path):
         print(f"gone {time.monotonic() - gone_at:.1f} s after kill -9 of the trainer")
 
 
+def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
+    """A whole run over transport "ipc". kill -9 of the server leaves it nothing, and it gets the newest weights."""
+    flags = {"--rollout.colocate": None, "--grpo.prompts_per_step": "16", "--checkpoint.no-enable": None}
+    with endless(tmp_path / "run", flags) as run:
+        (server,) = server_pids(run.folder)
+        trainers_files = Path(f"/proc/{server}/maps").read_text().count("memfd:torchtitan-grpo")
+        assert trainers_files, "it has mapped the trainer's buffers"
+        os.kill(server, signal.SIGKILL)
+
+        def is_back() -> bool:
+            last = steps(run.folder)[-1]
+            return last["sync/servers_restarted"] == 1 and last["sync/servers_in_traffic"] == 1
+
+        run.wait_for("it to be back", is_back, 60)
+        assert all(line["policy/mismatch_abs"] < 1e-4 for line in steps(run.folder))
+        (server,) = server_pids(run.folder)
+        assert Path(f"/proc/{server}/maps").read_text().count("memfd:torchtitan-grpo") == trainers_files
+        run.process.kill()
+        run.wait_until_gone(10)
+
+
 def test_a_server_that_cannot_start_ends_the_run_with_its_log(tmp_path):
     flags = {"--rollout.replicas": "1", "--rollout.server_flags=--max-model-len,99999": None}
     status, said = attempt(tmp_path / "run", flags)

@@ -26,6 +26,8 @@ STEPS = 2
 RUN = {
     "--job.config_file": "train_configs/smollm2_sums_1gpu.toml",
     "--training.steps": STEPS,
+    "--rollout.engine": "embedded",
+    "--rollout.no-colocate": None,
     "--training.mixed_precision_param": "float32",
     "--data.size": 200,
     "--grpo.prompts_per_step": 2,

@@ -29,6 +29,7 @@ LEAST_S = 30.0
 OWN_KEYS = ("optimizer.lr", "debug.seed", "job.dump_folder", "async_grpo.", "weight_sync.async_weight_update")
 """Keys that the comparison sets."""
 SERVER_KEYS = ("rollout.engine", "rollout.replicas", "rollout.urls", "rollout.gpus_per_server", "rollout.server_")
+SERVER_KEYS += ("rollout.colocate", "rollout.memory_share")
 """Keys that may differ between calls for one folder: TRL has no servers of ours."""
 
 

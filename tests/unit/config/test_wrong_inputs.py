@@ -192,6 +192,24 @@ CONFIGURATION = {
     "seed as text": flag("--debug.seed", "abc", "[debug] seed", '"abc" is text, not int'),
     "seed too large": flag("--debug.seed", "4294967296", "[debug] seed", "NumPy takes no other"),
     "compile on a CPU": flag("--compile.enable", None, "[compile] enable", "this machine has none"),
+    "colocated and apart": wrong(
+        {"--rollout.colocate": None, "--rollout.replicas": "2"}, "[rollout] colocate = true", "replicas = 2"
+    ),
+    "colocated and running elsewhere": wrong(
+        {"--rollout.colocate": None, "--rollout.urls": "http://a:1"}, "[rollout] colocate = true and [rollout] urls"
+    ),
+    "colocated SGLang": wrong({"--rollout.colocate": None, "--rollout.engine": "sglang"}, 'engine = "vllm"'),
+    "NCCL on one GPU": wrong(
+        {"--rollout.colocate": None, "--weight_sync.transport": "nccl"}, "cannot join two processes on one GPU"
+    ),
+    "colocated under Ray": wrong(
+        {"--rollout.colocate": None, "--ray.enable": None}, "[ray] enable = true", "[rollout] colocate = true"
+    ),
+    "a share of two kinds": wrong(
+        {"--rollout.colocate": None, "--rollout.server_flags=--gpu-memory-utilization=0.5": None},
+        "set [rollout] memory_share",
+    ),
+    "a share of nothing": flag("--rollout.memory_share", "0.5", "[rollout] colocate = true only"),
     "SGLang maps no memory": wrong(
         {"--rollout.engine": "sglang", "--rollout.urls": "http://a:1", "--weight_sync.transport": "ipc"},
         '[weight_sync] transport = "ipc"',

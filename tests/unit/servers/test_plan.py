@@ -54,6 +54,15 @@ def test_an_embedded_server_may_be_on_the_cpu_beside_trainers_on_gpus():
     assert value(planned_servers(configured(*flags, "auto"), False, 2)[0].argv(1), "--device") == "cpu"
 
 
+def test_a_colocated_server_has_the_trainers_gpu_and_its_share():
+    for engine, flag in (("vllm", "--gpu-memory-utilization"), ("embedded", "--memory-share")):
+        config = configured("--rollout.engine", engine, "--rollout.colocate", "--rollout.memory_share", "0.4")
+        (server,) = planned_servers(config, cuda=True, trainers_here=1)
+        assert server.gpus == (0,) and value(server.argv(1), flag) == "0.4"
+        (server,) = planned_servers(config, cuda=False, trainers_here=1)
+        assert server.gpus == () and flag not in server.argv(1)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_key_of_the_run_is_the_servers_and_in_no_command_line(engine, monkeypatch):
     monkeypatch.setenv("MY_KEY", "hush")

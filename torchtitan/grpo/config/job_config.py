@@ -343,6 +343,12 @@ class Rollout:
     """Servers that the run starts and keeps alive, instead of `urls`: docs/servers.md. They are on its machine, where
     trainers have the first GPUs and servers the next ones; with `ray.enable`, each is where Ray places it. 0: those of
     `urls`, or with `embedded` and no `urls` one that nobody restarts."""
+    colocate: bool = False
+    """The run starts one vLLM or embedded server on the trainer's own GPU, before it loads its weights, and keeps it
+    alive. Weights go by `weight_sync.transport = "ipc"`: docs/colocate.md. For one trainer process."""
+    memory_share: Annotated[float, Range(above=0, below=1)] = 0.3
+    """With `colocate` on a GPU: the server's share of its memory (vLLM's `--gpu-memory-utilization`). The trainer is
+    held to the rest. `--dry_run` adds both up."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64)] = 1
     """With `replicas`: GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
     server_python: str = ""
@@ -402,9 +408,9 @@ class Rollout:
 @dataclass
 class WeightSync:
     transport: Literal["auto", "nccl", "gloo", "ipc", "disk"] = "auto"
-    """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a spawned server on the same GPU. Set
-    `ipc` for vLLM or embedded servers on the trainer's own GPU (on CPU: its machine), which then read the trainer's
-    memory, and `disk` for servers that can join no process group."""
+    """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a spawned server on the same GPU; ipc with
+    `rollout.colocate`. Set `ipc` for vLLM or embedded servers on the trainer's own GPU (on CPU: its machine), which
+    then read the trainer's memory, and `disk` for servers that can join no process group."""
     disk_folder: str = ""
     """With `transport = "disk"`, the folder of the newest version, at one path for trainer and servers. Empty: a
     folder in /dev/shm, for servers on this machine. Old versions are removed."""

@@ -150,6 +150,8 @@ def load_config(
     for name in PATHS:
         section, _, key = name.rpartition(".")
         setattr(getattr(config, section), key, os.path.expanduser(given.get(name, keys()[name].default)))
+    if config.rollout.colocate and not config.rollout.replicas:
+        config.rollout.replicas = 1
     config.rollout.urls = [url.rstrip("/") for url in config.rollout.urls]
     fill_tables(config)
     _raise(check_ranges(config), path)

@@ -107,9 +107,15 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
         yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
     yield from _check_replicas(config, world_size, gpus)
     rollout = config.rollout
+    if rollout.colocate and world_size > 1:
+        yield (
+            f"[rollout] colocate = true is for one trainer process, and this run has {world_size}: start one, or set "
+            "[rollout] replicas = 1, which gives the server a GPU of its own"
+        )
     own = rollout.replicas or (rollout.engine == "embedded" and not (rollout.urls or rollout.urls_file))
-    if transport == "ipc" and gpus and own and (rollout.replicas or rollout.embedded_device == "cpu"):
-        where = f"replicas = {rollout.replicas}" if rollout.replicas else 'embedded_device = "cpu"'
+    apart = rollout.replicas and not rollout.colocate
+    if transport == "ipc" and gpus and own and (apart or rollout.embedded_device == "cpu"):
+        where = f"replicas = {rollout.replicas}" if apart else 'embedded_device = "cpu"'
         yield (
             f'[weight_sync] transport = "ipc" reaches servers on the trainer\'s GPU only, and [rollout] {where} puts '
             'them elsewhere: use "auto"'
@@ -133,7 +139,7 @@ def _check_replicas(config: JobConfig, world_size: int, gpus: int) -> Iterator[s
     rollout = config.rollout
     if not (rollout.replicas and gpus) or config.ray.enable or os.environ.get("GROUP_RANK", "0") != "0":
         return
-    if rollout.engine == "embedded" and rollout.embedded_device == "cpu":
+    if rollout.colocate or (rollout.engine == "embedded" and rollout.embedded_device == "cpu"):
         return
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     wanted = trainers + rollout.replicas * rollout.gpus_per_server

@@ -26,6 +26,7 @@ def check_servers(config: JobConfig) -> Iterator[str]:
             f'[rollout] urls is empty: engine = "{rollout.engine}" needs the addresses of running servers, as in '
             '["http://host:8000"], or replicas = 1, which starts one'
         )
+    yield from _check_colocated(config)
     yield from _check_replicas(config)
     if rollout.urls and rollout.urls_file:
         yield "[rollout] urls and [rollout] urls_file are both set: keep the addresses in one of them"
@@ -62,6 +63,27 @@ def check_servers(config: JobConfig) -> Iterator[str]:
     yield from check_function("rollout.environment", rollout.environment)
 
 
+def _check_colocated(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.colocate:
+        if rollout.memory_share != keys()["rollout.memory_share"].default:
+            yield f"[rollout] memory_share = {rollout.memory_share:g} is read with [rollout] colocate = true only"
+        return
+    one = "[rollout] colocate = true is one server on the trainer's GPU"
+    if rollout.engine == "sglang":
+        yield f'{one}, and [rollout] engine = "sglang" is not there for it: set engine = "vllm"'
+    for name, value in (("replicas", rollout.replicas), ("gpus_per_server", rollout.gpus_per_server)):
+        if value > 1:
+            yield f"{one}, and [rollout] {name} = {value}: leave {name} out"
+    if config.ray.enable:
+        yield f"{one}, and [ray] enable = true places servers on GPUs of their own: leave one of them out"
+    if config.weight_sync.transport == "nccl":
+        yield f'{one}, and [weight_sync] transport = "nccl" cannot join two processes on one GPU: use "auto"'
+    for flag in rollout.server_flags:
+        if flag.partition("=")[0] in ("--gpu-memory-utilization", "--memory-share"):
+            yield f"[rollout] server_flags has {show(flag)}: with colocate set [rollout] memory_share"
+
+
 def _check_replicas(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
     if not rollout.replicas:
@@ -72,8 +94,9 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
         return
     for name in ("urls", "urls_file"):
         if getattr(rollout, name):
+            starts = "colocate = true" if rollout.colocate else f"replicas = {rollout.replicas}"
             yield (
-                f"[rollout] replicas = {rollout.replicas} and [rollout] {name} are both set: the run starts its own "
+                f"[rollout] {starts} and [rollout] {name} are both set: the run starts its own "
                 "servers, or uses running ones"
             )
     if rollout.engine == "embedded":

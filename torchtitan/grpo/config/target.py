@@ -42,6 +42,15 @@ NAMES = (*GPUS, "cpu")
 ASSUMED = "h100"
 
 
+BESIDE_BYTES = 5 << 29
+"""Of a GPU that a trainer and a server share: CUDA's contexts, libraries and graphs, which neither side counts."""
+
+
+def trainer_bytes(memory_share: float, memory_bytes: int) -> int:
+    """What a trainer may take of a GPU beside a server with `[rollout] memory_share`. It can be negative."""
+    return int(memory_bytes * (1 - memory_share)) - BESIDE_BYTES
+
+
 def find_target(name: str, config: JobConfig) -> Target:
     """The machine of that name. Without a name: this one, or a GPU if this one has none and the run is made for one."""
     if name in GPUS:

@@ -11,6 +11,7 @@ from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
 from torchtitan.grpo.dry_run.memory import Memory, checkpoint_bytes, memory_bytes, sent_bytes
+from torchtitan.grpo.dry_run.shared_gpu import shared_gpu_lines
 from torchtitan.grpo.dry_run.under_way import under_way_lines
 from torchtitan.grpo.servers.plan import plan_lines
 
@@ -148,12 +149,15 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     share = memory.total(peak) / target.memory_bytes
     verdict = "does NOT fit" if share > 1 else "is tight" if share > TIGHT else "fits"
     lines.append(f"  {'of the device':<28}{_mib(target.memory_bytes):>14}  {share:.0%}: it {verdict}")
+    if config.rollout.colocate and job == "grpo" and target.cuda:
+        lines += shared_gpu_lines(config, memory, target)
     lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
     if memory.checkpoint_copy:
         pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
         lines.append(f"  in each rank's host memory: {_mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
     rollout = config.rollout
-    if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file or rollout.replicas):
+    apart = rollout.replicas and not rollout.colocate
+    if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file or apart):
         copy = _mib(memory.trained * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
     lines += _disk_lines(config, memory)

@@ -110,6 +110,7 @@ class Fleet:
 
     Attributes:
         keeper: Who starts the servers again, if somebody does.
+        alone: There will never be a second server.
 
     Raises:
         UserError: The `urls_file` is bad, or lists fewer than `min_servers`.
@@ -118,6 +119,7 @@ class Fleet:
     def __init__(self, urls: list[str], make: Callable[[str], Server], min_servers: int = 1, urls_file: str = ""):
         self.min_servers = min_servers
         self.keeper: Keeper = Keeper()
+        self.alone = False
         self._make = make
         self._urls_file = urls_file
         self._stamp = _stamp(urls_file)
@@ -142,7 +144,7 @@ class Fleet:
     @property
     def may_grow(self) -> bool:
         """Whether servers may be added."""
-        return bool(self._urls_file)
+        return bool(self._urls_file) and not self.alone
 
     def admit(self, server: Server, version: int) -> None:
         """Put it into traffic: the server has acknowledged `version` and is resumed (I3).

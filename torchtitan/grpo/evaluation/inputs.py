@@ -39,6 +39,8 @@ OF_THE_RUN = {
     "weight_sync.disk_folder": "",
     "rollout.min_servers": "1",
     "rollout.urls_file": "",
+    "rollout.colocate": "false",
+    "rollout.memory_share": "0.3",
     "rollout.gpus_per_server": "1",
     "rollout.server_python": "",
     "rollout.server_flags": "",

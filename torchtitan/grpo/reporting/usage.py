@@ -105,7 +105,7 @@ def highest_peaks(sums: Mapping[str, Any]) -> dict[str, float]:
 def own_server_gpus(config: JobConfig, device: torch.device, ranks: int) -> int:
     """GPUs of an embedded server that a run starts: none if it shares a trainer's, which counts already."""
     rollout = config.rollout
-    if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
+    if rollout.engine != "embedded" or rollout.urls or rollout.urls_file or rollout.colocate:
         return 0
     if rollout.replicas:
         return int(on_cuda(config, device.type == "cuda"))

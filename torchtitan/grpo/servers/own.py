@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.target import trainer_bytes
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
@@ -19,8 +20,8 @@ from torchtitan.grpo.servers.supervisor import Supervisor
 
 class OwnServers:
     """What `[rollout]` asks a run to start: `replicas` servers that are kept alive, on rank 0's machine, or where a
-    launcher has them (`launched.py`); or, without any address, one embedded server, whose end is the end of the run;
-    or nothing.
+    launcher has them (`launched.py`), or on the trainer's own GPU (`colocate`); or, without any address, one embedded
+    server, whose end is the end of the run; or nothing.
 
         own = OwnServers(config, device, trainers_here)      # every rank
         own.start(write_model)                               # rank 0; servers load while the trainer loads
@@ -43,7 +44,9 @@ class OwnServers:
             self._one_on, reached_by_nccl = choose_device(rollout.embedded_device, device, trainers_here)
             if config.weight_sync.transport == "ipc":
                 self._one_on = str(device)
-        if config.weight_sync.transport == "auto" and not reached_by_nccl:
+        if config.weight_sync.transport == "auto" and rollout.colocate:
+            self.weight_sync = dataclasses.replace(config.weight_sync, transport="ipc")
+        elif config.weight_sync.transport == "auto" and not reached_by_nccl:
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="gloo")
 
     def start(self, write_model: Callable[[Path], None]) -> None:
@@ -71,6 +74,13 @@ class OwnServers:
         self._kept = kept
         self._resources.callback(kept.close)
         kept.start()
+        if rollout.colocate and self._device.type == "cuda":
+            # vLLM measures what it needs by what is free before and after, so the trainer must not load meanwhile. If
+            # the server dies and returns, it must find its share free.
+            kept.wait_healthy()
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            own = trainer_bytes(rollout.memory_share, total)
+            torch.cuda.set_per_process_memory_fraction(max(0.0, own / total), self._device)
 
     def fleet(self, make: Callable[[str], Server]) -> Fleet:
         """The servers of the run. Waits until those that are kept alive serve. Of these the fleet hears each end at
@@ -87,6 +97,7 @@ class OwnServers:
             return Fleet(self._urls, make, rollout.min_servers, rollout.urls_file)
         kept.wait_healthy()
         fleet = Fleet([], make, rollout.min_servers, str(kept.urls_file))
+        fleet.alone = rollout.colocate
 
         def ended(url: str, why: str) -> None:
             for server in fleet.servers:

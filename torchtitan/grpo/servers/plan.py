@@ -128,7 +128,8 @@ def served_base(config: JobConfig) -> str:
 
 
 def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: str = "") -> list[PlannedServer]:
-    """The servers of `[rollout] replicas`. Trainers have the first GPUs, servers the next ones.
+    """The servers of `[rollout] replicas`. Trainers have the first GPUs, servers the next ones. With `colocate`, the
+    server has the trainer's.
 
     Args:
         cuda: The machine has GPUs.
@@ -138,13 +139,18 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
     rollout = config.rollout
     model = model or served_base(config)
     each = rollout.gpus_per_server if on_cuda(config, cuda) else 0
+    first = 0 if rollout.colocate else trainers_here
+    share: tuple[str, ...] = ()
+    if rollout.colocate and each:
+        name = "--memory-share" if rollout.engine == "embedded" else "--gpu-memory-utilization"
+        share = (name, f"{rollout.memory_share:g}")
     loads = () if model or rollout.engine == "embedded" else ("--load-format", "dummy")
     return [
         PlannedServer(
             rollout.engine,
             os.path.abspath(model or os.path.join(config.job.dump_folder, MODEL_FOLDER)),
-            tuple(range(trainers_here + i * each, trainers_here + (i + 1) * each)),
-            (*loads, *rollout.server_flags),
+            tuple(range(first + i * each, first + (i + 1) * each)),
+            (*loads, *share, *rollout.server_flags),
             rollout.server_python,
             max_model_len=longest_tokens(config),  # the engine's own limit may be far longer, and would cost memory
             has_tokenizer=True,
@@ -177,5 +183,6 @@ def plan_lines(config: JobConfig, cuda: bool, trainers_here: int) -> list[str]:
     for i, server in enumerate(servers):
         gpus = f"{len(server.gpus)} of Ray's" if ray.enable else ", ".join(map(str, server.gpus))
         where = f"GPU {gpus}" if server.gpus else "CPU"
+        where += ", the trainer's" if config.rollout.colocate else ""
         lines += [f"  {i}, {where}: {shlex.join(server.argv(PORTS.start + i))}"]
     return lines if servers else []

@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-sequences", type=int, default=256, help="answers decoded at once")
     parser.add_argument("--max-model-len", type=int, help="prompt and answer tokens; default: the model's own limit")
+    parser.add_argument("--memory-share", type=float, default=0.0, help="of a GPU's memory at most; default: no limit")
     parser.add_argument("--ready-file", type=Path, help='written once serving: {"url": ..., "pid": ...}')
     parser.add_argument("--parent-pid", type=int, help="exit when this process, the direct parent, is gone")
     parser.add_argument(
@@ -41,6 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.max_sequences < 1 or (arguments.max_model_len is not None and arguments.max_model_len < 2):
         parser.error("--max-sequences must be at least 1 and --max-model-len at least 2")
+    if not 0 <= arguments.memory_share < 1:
+        parser.error("--memory-share must be at least 0 and under 1")
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         parser.error(f"--api-key-env: the environment variable {arguments.api_key_env} is not set")
     try:
@@ -62,7 +65,7 @@ def build_app(arguments: argparse.Namespace) -> EmbeddedApp:
         max_sequences=arguments.max_sequences,
         max_model_len=limit,
         end_token_ids=end_token_ids(arguments.model),
-        cache_bytes=cache_budget_bytes(device),
+        cache_bytes=cache_budget_bytes(device, arguments.memory_share),
         decode=load_decode(arguments.model),
     )
     api_key = os.environ[arguments.api_key_env] if arguments.api_key_env else None

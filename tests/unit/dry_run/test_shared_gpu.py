@@ -1,0 +1,42 @@
+"""Trainer and server on one GPU: the sum, and what is refused."""
+
+import pytest
+
+from tests.helpers import TINY_QWEN3
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.target import BESIDE_BYTES, GPUS
+from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.dry_run.memory import memory_bytes
+from torchtitan.grpo.dry_run.shared_gpu import shared_gpu
+from torchtitan.grpo.errors import UserError
+
+H200 = GPUS["h200"]
+QWEN = ["--model.name", "qwen3", "--model.flavor", "8B", "--model.weights", "random"]
+COLOCATED = ["--model.hf_assets_path", str(TINY_QWEN3), "--rollout.engine", "vllm", "--rollout.colocate"]
+COLOCATED += ["--training.seq_len", "512", "--data.max_prompt_tokens", "128", "--rollout.max_answer_tokens", "128"]
+
+
+def test_both_sides_and_what_neither_counts_make_the_whole():
+    config = load_config([*COLOCATED, "--rollout.memory_share", "0.4"], "h200")
+    memory = memory_bytes(config, 1, H200)
+    shared = shared_gpu(config, memory, H200)
+    assert abs(shared.server + shared.left + BESIDE_BYTES - shared.total) <= 1
+    assert shared.server == int(0.4 * H200.memory_bytes) and shared.trainer == memory.total(memory.peak)
+    assert shared.weights == 2 * memory.parameters
+    text = describe(config, 1, "h200")
+    assert "the server is on the same device" in text and f"keys and values of {shared.tokens:,} tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([*QWEN, "--rollout.memory_share", "0.5"], ("the trainer needs", "Lower memory_share", "67.4 GiB are left")),
+        ([*QWEN, "--rollout.memory_share", "0.1"], ("memory_share = 0.1 of H200", "is 14.0 GiB", "Raise memory_share")),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_keys_to_change(flags, says):
+    config = load_config([*COLOCATED, *flags], "h200")
+    with pytest.raises(UserError) as error:
+        describe(config, 1, "h200")
+    for part in says:
+        assert part in str(error.value)
