@@ -223,10 +223,11 @@ class Packer:
             trailer = bucket.trailer(wire)
             for field, value in enumerate((snapshot.version, index, bucket.payload_bytes, 0)):
                 trailer[field].fill_(value)
+            payload, finite = wire[: bucket.payload_bytes], None
             if self._verify:
-                trailer[3] = self._checksum(wire[: bucket.payload_bytes])
+                trailer[3], finite = self._checksum.with_finite(payload, self.snapshots.dtype)
             self._checksums[index] = trailer[3]
-            self._finite[index] = is_finite(wire[: bucket.payload_bytes].view(self.snapshots.dtype))
+            self._finite[index] = finite if finite is not None else is_finite(payload.view(self.snapshots.dtype))
         return wire
 
     def expected_acknowledgement(self, version: int) -> list[int]:

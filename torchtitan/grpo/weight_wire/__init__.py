@@ -1,6 +1,7 @@
 """Both ends of the wire: the trainer imports it, and so does every server. It needs torch and safetensors only.
 
     buckets.py         the plan: which tensor travels at which byte of which bucket; trailers and checksums
+    checksum_kernel.py the checksum in one pass over a GPU's memory (Triton)
     transport.py       a process group between trainer rank 0 and one server, with bounded waits
     shared_memory.py   the same group within one machine: the server reads the trainer's own buckets (transport "ipc")
     shared_buffers.py  memory that another process can map: memfd, CUDA IPC

@@ -7,11 +7,15 @@ A bucket on the wire is one uint8 tensor: `payload_bytes` of tensors at 16-byte 
 int64 values: weight version, bucket index, payload bytes, checksum of the payload.
 """
 
+import functools
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 16
 """Offsets are multiples of this, so a received slice can be viewed as any dtype and copied in wide words."""
@@ -157,20 +161,56 @@ class Checksum:
     Each int64 word is multiplied by an odd factor that depends on its position, and the results are added with
     wraparound. An odd factor maps words one to one, so any change of a single word changes the sum. Factors that depend
     on the position detect swapped words. The sum guards against torn, stale and misplaced bytes, not an adversary.
+
+    On a GPU with Triton a kernel computes the same sum in one pass over memory.
     """
 
     def __init__(self, device: torch.device, largest_payload_bytes: int):
-        words = min(_CHUNK_WORDS, max(1, largest_payload_bytes // 8))
+        words = self._words = min(_CHUNK_WORDS, max(1, largest_payload_bytes // 8))
+        self._kernel = _kernel(device) if device.type == "cuda" else None
+        if self._kernel is not None:
+            chunks = -(-largest_payload_bytes // (8 * words))
+            powers = [_signed(pow(_CHUNK_MIX, n, _INT64_SPAN)) for n in reversed(range(max(1, chunks)))]
+            self._powers = torch.tensor(powers, dtype=torch.int64, device=device)
+            return
         self._mix = torch.arange(1, words + 1, dtype=torch.int64, device=device).mul_(_WORD_MIX).bitwise_or_(1)
 
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
         """Checksum of a uint8 tensor whose length is a multiple of 8, as an int64 scalar tensor on its device."""
+        return self.with_finite(payload)[0]
+
+    def with_finite(
+        self, payload: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The checksum, and whether the payload's elements of `dtype` are finite; None if that takes another pass."""
         words = payload.view(torch.int64)
+        if self._kernel is not None:
+            sums, finite = self._kernel(words, self._words, _WORD_MIX, dtype)
+            return (sums * self._powers[self._powers.numel() - sums.numel() :]).sum(), finite
         total = torch.zeros((), dtype=torch.int64, device=payload.device)
         for start in range(0, words.numel(), self._mix.numel()):
             chunk = words[start : start + self._mix.numel()]
             total = total * _CHUNK_MIX + (chunk * self._mix[: chunk.numel()]).sum()
-        return total
+        return total, None
+
+
+@functools.cache
+def _kernel(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """`checksum_kernel.sum_words`, if it works on this GPU and agrees with torch."""
+    words = torch.arange(-(1 << 16), 1 << 16, device=device) * _CHUNK_MIX
+    mix = torch.arange(1, 50_001, device=device).mul_(_WORD_MIX).bitwise_or_(1)
+    expected = torch.stack([(chunk * mix[: chunk.numel()]).sum() for chunk in words.split(50_000)])
+    try:
+        from torchtitan.grpo.weight_wire.checksum_kernel import sum_words
+
+        sums, _ = sum_words(words, 50_000, _WORD_MIX)
+        if torch.equal(sums, expected):
+            return sum_words
+        why = "it computes other sums than torch"
+    except Exception as error:  # Triton's own, and a compiler's
+        why = f"{type(error).__name__}: {error}"
+    logger.warning("checksums of weights take several passes, because the Triton kernel does not run here: %s", why)
+    return None
 
 
 def combine_checksums(checksums: Sequence[int]) -> int:
@@ -178,4 +218,8 @@ def combine_checksums(checksums: Sequence[int]) -> int:
     total = 0
     for value in checksums:
         total = (total * _CHUNK_MIX + value) % _INT64_SPAN
-    return total - _INT64_SPAN if total >= _INT64_SPAN // 2 else total
+    return _signed(total)
+
+
+def _signed(value: int) -> int:
+    return value - _INT64_SPAN if value >= _INT64_SPAN // 2 else value
