@@ -38,6 +38,13 @@ for _ in range(buckets):
     if act == "hold":
         time.sleep(60)
     group.give_back(work)
+if act == "idle":
+    del work
+    deadline = time.monotonic() + 20
+    while "memfd:torchtitan-grpo" in open("/proc/self/maps").read() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    print("still mapped" if time.monotonic() > deadline else "nothing is mapped", flush=True)
+    sys.exit()
 table = torch.tensor([[0, 0], [1, -(1 << 63)]])
 wait(group.all_reduce(table), time.monotonic() + 20, "the sum", group.raise_if_abandoned, group.rest)
 print(table.tolist(), flush=True)
@@ -104,6 +111,14 @@ def test_a_reader_that_is_killed_is_noticed_at_once_and_keeps_nothing(meet):
     while "memfd:torchtitan-grpo" in Path("/proc/self/maps").read_text():
         assert time.monotonic() < deadline, "the buffer is still there"
         time.sleep(0.05)
+
+
+def test_a_reader_forgets_a_trainer_that_is_gone(meet):
+    rendezvous, reader = meet(1, "idle")
+    group = rendezvous.group()
+    finish(group, group.broadcast(allocate(BYTES, CPU)))
+    group.abort()
+    assert reader.communicate(timeout=30)[0].splitlines()[1:] == ["nothing is mapped"]
 
 
 def test_a_reader_on_another_machine_is_refused_with_both_named(meet):

@@ -25,7 +25,9 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
+import weakref
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -153,6 +155,16 @@ class SharedMemoryGroup:
             ) from error
         connection.setblocking(False)
         self._peers = [_Peer(connection)]
+        # A trainer that is killed while nothing is on its way would otherwise leave its memory mapped, and so taken.
+        watch = threading.Thread(
+            target=_forget_at_end, args=(os.dup(connection.fileno()), weakref.ref(self)), daemon=True
+        )
+        watch.name = "weight-transfer-watch"
+        watch.start()
+
+    def forget(self) -> None:
+        """The other end is gone: drop its memory, except what is being loaded."""
+        self._buffers.clear()
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions | None = None) -> Shared:
         """Rank 0: lend the bucket to the others; the work is done when all have released it.
@@ -305,12 +317,24 @@ class SharedMemoryGroup:
     def abort(self) -> None:
         """Leave at once. What a load still reads stays mapped until it drops it."""
         for peer in self._peers:
+            with suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)  # the watch's copy of the socket ends too
             peer.connection.close()
-        self._buffers.clear()
+        self.forget()
         self._expected.clear()
         self._arrived.clear()
         self._sent.clear()
         self._sums.clear()
+
+
+def _forget_at_end(fd: int, group: "weakref.ref[SharedMemoryGroup]") -> None:
+    """Wait, in a thread, until either end closes the connection."""
+    end = select.poll()
+    end.register(fd, 0)
+    end.poll()
+    os.close(fd)
+    if (left := group()) is not None:
+        left.forget()
 
 
 def _user(connection: socket.socket) -> int:
