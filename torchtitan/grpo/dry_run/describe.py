@@ -151,7 +151,9 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     lines.append(f"  {'of the device':<28}{_mib(target.memory_bytes):>14}  {share:.0%}: it {verdict}")
     if config.rollout.colocate and job == "grpo" and target.cuda:
         lines += shared_gpu_lines(config, memory, target)
-    lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
+        lines.append("  not counted: the allocator's reserve")
+    else:
+        lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
     if memory.checkpoint_copy:
         pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
         lines.append(f"  in each rank's host memory: {_mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
