@@ -11,9 +11,8 @@ from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.backend import BACKEND
 from torchtitan.grpo.model_identity import KEY, ModelIdentity, identity, identity_of_folder
+from torchtitan.grpo.refusals import ADAPTERS, ELSEWHERE
 from torchtitan.grpo.version_names import OWNED
-from torchtitan.grpo.weight_wire.adapters import REFUSED
-from torchtitan.grpo.weight_wire.shared_memory import ELSEWHERE
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +133,8 @@ class VllmControl(HttpControl):
             )
         if phase == "connect" and OWNED in said:
             raise UserError(f"{self.url}: {said[said.index(OWNED) :]}")
-        if phase == "connect" and REFUSED in said:
-            why = said[said.index(REFUSED) :].partition(_VLLM_ADDS)[0]
+        if phase == "connect" and ADAPTERS in said:
+            why = said[said.index(ADAPTERS) :].partition(_VLLM_ADDS)[0]
             raise UserError(f"{self.url}: {why}")
         if phase == "connect" and ELSEWHERE in said:
             raise UserError(f'{self.url}: {said[said.index(ELSEWHERE) :]}. Set [weight_sync] transport = "auto"')

@@ -1,5 +1,5 @@
-"""Code that runs inside a vLLM server. Of this project it imports `weight_wire`, `version_names` and
-`model_identity` only.
+"""Code that runs inside a vLLM server. Of this project it imports `weight_wire`, `version_names`,
+`model_identity` and `refusals` only.
 
     process         at start                        when `--weight-transfer-config` names our backend
     API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields

@@ -15,7 +15,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from torchtitan.grpo.inside_vllm.adapter_requests import ID
-from torchtitan.grpo.weight_wire.adapters import REFUSED, AdapterInfo, adapted_layers
+from torchtitan.grpo.refusals import ADAPTERS
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo, adapted_layers
 
 _ZEROS_RANK = 8
 _served: "ServedAdapters | None" = None
@@ -47,13 +48,13 @@ class ServedAdapters:
         """
         if info.rank > self._config.max_lora_rank:
             raise ValueError(
-                f"{REFUSED} rank = {info.rank} is over the server's --max-lora-rank {self._config.max_lora_rank}: "
+                f"{ADAPTERS} rank = {info.rank} is over the server's --max-lora-rank {self._config.max_lora_rank}: "
                 "start the server with a greater one, or lower the rank"
             )
         packed = {part for parts in self._manager.packed_modules.values() for part in parts}
         unknown = [layer for layer in adapted_layers(names) if layer not in packed | set(self._manager.modules)]
         if unknown and every_layer_is_here:
-            raise ValueError(f"{REFUSED} this server has no place for an adapter of {unknown[0]}")
+            raise ValueError(f"{ADAPTERS} this server has no place for an adapter of {unknown[0]}")
 
     def serve(self, info: AdapterInfo, tensors: dict[str, torch.Tensor]) -> None:
         """Put a version into the slot, in place of the one before. No step of the model may run."""

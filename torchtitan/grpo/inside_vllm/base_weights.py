@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader import get_model_loader
 
-from torchtitan.grpo.weight_wire.adapters import REFUSED, fingerprint
+from torchtitan.grpo.refusals import ADAPTERS
+from torchtitan.grpo.weight_wire.adapters import fingerprint
 
 
 def base_fingerprints(vllm_config: Any, model: torch.nn.Module, device: torch.device) -> dict[str, str]:
@@ -26,7 +27,7 @@ def base_fingerprints(vllm_config: Any, model: torch.nn.Module, device: torch.de
     read = getattr(get_model_loader(loading), "get_all_weights", None)
     if read is None:
         raise ValueError(
-            f"{REFUSED} this server was started with --load-format {loading.load_format}, so it does not have the "
+            f"{ADAPTERS} this server was started with --load-format {loading.load_format}, so it does not have the "
             "weights that adapters belong to: start it with the folder's safetensors"
         )
     return {name: fingerprint(weight.to(device)) for name, weight in read(vllm_config.model_config, model)}

@@ -25,8 +25,9 @@ from torchtitan.grpo.inside_vllm import adapters
 from torchtitan.grpo.inside_vllm.adapters import ServedAdapters
 from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
+from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire import receiver
-from torchtitan.grpo.weight_wire.adapters import REFUSED, AdapterInfo
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
@@ -111,7 +112,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         """Whether the server has a place for what this trainer sends, and the base that its adapters belong to.
 
         Raises:
-            ValueError: It has not. The message begins with `adapters.REFUSED`.
+            ValueError: It has not. The message begins with ADAPTERS.
         """
         if (init_info.adapter is None) == (self._adapters is None):
             if self._adapters is None or init_info.adapter is None:
@@ -122,12 +123,12 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
             info.check_base(Path(self.model_config.model).name, self._fingerprints)
         elif init_info.adapter is None:
             raise ValueError(
-                f"{REFUSED} this server was started with --enable-lora and takes adapters, and the trainer sends all "
+                f"{ADAPTERS} this server was started with --enable-lora and takes adapters, and the trainer sends all "
                 "weights: set [lora] enable = true, or start the server without that flag"
             )
         else:
             raise ValueError(
-                f"{REFUSED} the trainer sends adapters, and this server has no place for them: start it with "
+                f"{ADAPTERS} the trainer sends adapters, and this server has no place for them: start it with "
                 f"--enable-lora --max-loras 1 --max-lora-rank {init_info.adapter['rank']}, or vLLM's next greater size"
             )
 

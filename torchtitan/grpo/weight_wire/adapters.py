@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
+from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire.buckets import ALIGNMENT_BYTES, Checksum, combine_checksums
 
 PREFIX = "base_model.model."
 """In front of each module's name in PEFT's names."""
 ENDS = (".lora_A.weight", ".lora_B.weight")
-REFUSED = "[lora]"
-"""How a server's refusal of a trainer begins, if the user can mend it."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,14 @@ class AdapterInfo:
             fingerprints: Computes those of its weights. More of them than the trainer's do not matter.
 
         Raises:
-            ValueError: They differ. The message begins with REFUSED.
+            ValueError: They differ. The message begins with ADAPTERS.
         """
         found = fingerprints() if self.base else {}
         differing = [weight for weight, value in self.base.items() if found.get(weight) != value]
         if differing:
             own, theirs = together(self.base.values()), together(found.get(weight, "") for weight in self.base)
             raise ValueError(
-                f"{REFUSED} the adapters belong to other base weights: the trainer has those of {self.base_name!r} "
+                f"{ADAPTERS} the adapters belong to other base weights: the trainer has those of {self.base_name!r} "
                 f"with the fingerprint {own}, this server those of {name!r} with {theirs}. They differ in "
                 f"{len(differing)} of {len(self.base)} weights, such as {differing[0]}. Start the server with the "
                 "folder that [model] hf_assets_path names"

@@ -35,9 +35,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.refusals import ELSEWHERE
 from torchtitan.grpo.weight_wire.shared_buffers import allocate, export, is_shared, open_shared, place, same_place
 
-ELSEWHERE = 'transport "ipc" cannot reach this server'
 _PLACE, _ABANDONED = "place", "abandoned"
 _PACKET_BYTES = 1 << 16
 _FDS_MAX = 4

@@ -7,7 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from torchtitan.grpo.model.lora import Lora, LoraLinear, is_adapter
-from torchtitan.grpo.weight_wire.adapters import PREFIX, REFUSED, AdapterInfo, adapted_layers, fingerprint
+from torchtitan.grpo.refusals import ADAPTERS
+from torchtitan.grpo.weight_wire.adapters import PREFIX, AdapterInfo, adapted_layers, fingerprint
 
 
 def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: Iterable[str]) -> None:
@@ -21,7 +22,7 @@ def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: 
     """
     linear = {layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)}
     if unknown := [layer for layer in adapted_layers(names) if layer not in linear]:
-        raise ValueError(f"{REFUSED} {name} has no linear layer {unknown[0]} to adapt")
+        raise ValueError(f"{ADAPTERS} {name} has no linear layer {unknown[0]} to adapt")
     base = base_parameters(model)
     info.check_base(Path(name).name, lambda: {weight: fingerprint(value) for weight, value in base.items()})
 
