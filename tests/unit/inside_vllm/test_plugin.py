@@ -14,11 +14,12 @@ from tests.helpers import ROOT
 from torchtitan.grpo.inside_vllm import plugin
 
 GRPO = "torchtitan.grpo"
+BOTH_ENDS = {"torch", "safetensors", f"{GRPO}.weight_wire", f"{GRPO}.version_names", f"{GRPO}.refusals"}
 MAY_IMPORT = {
-    "weight_wire": {"torch", "safetensors", f"{GRPO}.weight_wire", f"{GRPO}.version_names"},
+    # triton: torch for CUDA brings it. Checksums on a CPU need none.
+    "weight_wire": BOTH_ENDS | {"triton"},
     # numpy: vLLM's log-probabilities are its arrays.
-    "inside_vllm": {"torch", "safetensors", "vllm", "numpy"}
-    | {f"{GRPO}.{name}" for name in ("weight_wire", "version_names", "model_identity", "inside_vllm")},
+    "inside_vllm": BOTH_ENDS | {"vllm", "numpy", f"{GRPO}.model_identity", f"{GRPO}.inside_vllm"},
 }
 
 
