@@ -5,6 +5,7 @@ standard library. `[rollout] replicas` imports it. What a flag is for is said he
 """
 
 import ipaddress
+import json
 import os
 import shlex
 import subprocess
@@ -35,6 +36,7 @@ OWN_FLAGS = {
 }
 """Flags that only this file sets, from other arguments."""
 CPU_MODEL_LEN = 1024
+"""Longest request on a CPU, if nothing else is said and the model can take it: vLLM reserves memory for one."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's slots for adapters. A smaller adapter fits into a larger slot."""
 _TITLE = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -149,7 +151,7 @@ class ServerCommand:
         max_model_len = self.max_model_len
         if self.device == "cpu":
             flags += ["--dtype", "float32", "--enforce-eager"]
-            max_model_len = max_model_len or CPU_MODEL_LEN
+            max_model_len = max_model_len or min(CPU_MODEL_LEN, self._positions())
             flags += self._without_tokenizer()
         else:
             flags += ["--dtype", "bfloat16"]
@@ -177,6 +179,14 @@ class ServerCommand:
             flags += ["--context-length", str(self.max_model_len)]
         module = ["-c", _ADD_SGLANG_KEY] if environ.get("SGLANG_API_KEY") else ["-m", "sglang.launch_server"]
         return [*module, *flags]
+
+    def _positions(self) -> int:
+        """Tokens that the model can take."""
+        try:
+            config = json.loads(Path(self.model, "config.json").read_text())
+        except OSError:
+            return CPU_MODEL_LEN  # vLLM says what is wrong with the folder
+        return config.get("max_position_embeddings", CPU_MODEL_LEN)
 
     def _without_tokenizer(self) -> list[str]:
         has_one = self.has_tokenizer or os.path.isfile(os.path.join(self.model, "tokenizer.json"))

@@ -9,7 +9,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.server_commands import visible_devices
+from torchtitan.grpo.server_commands import ServerCommand, visible_devices
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
 from torchtitan.grpo.servers.plan import plan_lines, planned_servers
 
@@ -35,6 +35,14 @@ def test_trainers_have_the_first_gpus_and_servers_the_next_ones(monkeypatch):
     assert servers[1].environment()["CUDA_VISIBLE_DEVICES"] == "5,6"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1")
     assert servers[0].environment()["CUDA_VISIBLE_DEVICES"] == "4,3"
+
+
+def test_on_a_cpu_the_longest_request_is_one_that_the_model_can_take(tmp_path):
+    for text, longest in (('{"max_position_embeddings": 512}', "512"), ('{"max_position_embeddings": 9999}', "1024")):
+        (tmp_path / "config.json").write_text(text)
+        argv = ServerCommand("vllm", str(tmp_path), "python3", device="cpu").argv("", {})
+        assert value(argv, "--max-model-len") == longest
+    assert value(ServerCommand("vllm", "org/name", "python3", device="cpu").argv("", {}), "--max-model-len") == "1024"
 
 
 def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
