@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from torchtitan.grpo.engines import sglang
+from torchtitan.grpo.engines.http_client import Span
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sampling_params
 from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
@@ -22,15 +23,14 @@ def answer(**meta) -> sglang._Answer:
 
 
 def test_a_token_has_the_version_of_its_span_or_that_of_the_start():
-    spans = [{"version": version_name(v), "start": v - 3, "end": v - 2} for v in (3, 4)]
-    assert _completion(answer(weight_versions=spans), 3).versions == [3, 4]
-    assert _completion(answer(), 3).versions == [3, 3]  # before 0.5.19
-    unnamed = [{"version": "default", "start": 0, "end": 2}]
-    assert _completion(answer(weight_versions=unnamed), -1).versions == [-1, -1]
+    spans = [Span(version_name(v), v - 3, v - 2) for v in (3, 4)]
+    assert _completion(answer(), 3, spans).versions == [3, 4]
+    assert _completion(answer(), 3, None).versions == [3, 3]  # before 0.5.19
+    assert _completion(answer(), -1, [Span("default", 0, 2)]).versions == [-1, -1]
 
 
 def test_stop_tokens_count_also_where_end_tokens_do_not():
-    whole = _completion(answer(), 0)
+    whole = _completion(answer(), 0, None)
     assert _cut(whole, ()) is whole and _cut(whole, (9,)) is whole
     cut = _cut(whole, (7, 8))
     assert (cut.token_ids, cut.logprobs, cut.finish_reason, cut.versions) == ([7], [-0.5], "stop", [0])
