@@ -10,6 +10,7 @@ from torchtitan.grpo.engines import sglang
 from torchtitan.grpo.engines.http_client import Span
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sampling_params
+from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import _run_of_process, own_run, version_name
@@ -171,3 +172,24 @@ def test_a_server_of_another_run_that_lives_is_refused(monkeypatch, name, given,
     run = name.partition("@")[2]
     with pytest.raises(UserError, match=rf"{URL}: this server gets its weights from run {run} \(process "):
         control._check_owner()
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({}, "was started without LoRA: start it with --enable-lora --max-lora-rank 8 --lora-target-modules q_proj v"),
+        ({"max_lora_rank": 4}, r"\[lora\] rank = 8 is over its --max-lora-rank 4: start it with --enable-lora"),
+        ({"lora_target_modules": ["o_proj"]}, "--lora-target-modules o_proj has no place for q_proj, v_proj: start it"),
+        ({"lora_target_modules": ["k_proj"]}, ""),  # SGLang has the three in one layer
+        ({"lora_target_modules": ["all"], "max_lora_rank": 8}, ""),
+        ({"max_loaded_loras": 3}, "--max-loaded-loras 3 has SGLang unload adapters by itself"),
+    ],
+)
+def test_a_server_without_a_place_for_the_adapters_is_refused_with_the_flags(info, said, monkeypatch):
+    control = SglangAdapterControl(URL)
+    monkeypatch.setattr(SglangControl, "info", lambda _: {"enable_lora": bool(info)} | info)
+    if not said:
+        control.check_place(8, ["q_proj", "v_proj"])
+        return
+    with pytest.raises(UserError, match=f"{URL}: .*{said}"):
+        control.check_place(8, ["q_proj", "v_proj"])

@@ -141,6 +141,14 @@ class SglangAdapterControl(SglangControl):
         ours = name is not None and version_of(name) is not None
         return _BASE if ours and name not in self.adapters() else name
 
+    def _explain(self, status: int, phase: str, path: str, said: str) -> None:
+        if path == "/load_lora_adapter" and ("Repo id" in said or "No such file" in said):  # it looks on a hub then
+            raise UserError(
+                f'{self.url}: cannot read the adapter\'s folder: set [weight_sync] transport = "disk", and disk_folder '
+                f"to a folder that the server's machine has at the same path: {said}"
+            )
+        super()._explain(status, phase, path, said)
+
 
 def _fused(layer: str) -> str:
     return _FUSED.get(layer, layer)

@@ -82,7 +82,7 @@ class ServerLink:
         check: Callable[[], None],
         hold: Callable[[], None],
         requests_in_flight: Callable[[], int],
-        versions_in_use: Callable[[], set[int]],
+        versions_in_use: Callable[[], set[int]] = set,
     ):
         self.control = control
         self.url = control.url

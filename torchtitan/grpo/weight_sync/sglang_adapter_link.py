@@ -12,6 +12,7 @@ before in service. SGLang checks neither shapes nor base weights, so this end do
 """
 
 import functools
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +28,13 @@ from torchtitan.grpo.weight_sync.sglang_link import SglangLink
 from torchtitan.grpo.weight_wire.adapters import ENDS, PREFIX, AdapterInfo, adapted_layers, block_layers, fingerprint
 from torchtitan.grpo.weight_wire.buckets import Bucket, TensorSpec, plan_from_json
 
+_ONE_READS = threading.Lock()
+
 
 class SglangAdapterLink(SglangLink):
     """See `ServerLink`. There is no group, and nothing is paused."""
 
-    control: SglangAdapterControl  # type: ignore[assignment]
+    control: SglangAdapterControl
 
     def connect(self, plan_info: dict) -> None:
         """Check that the adapters fit the server and its base, and unload what earlier runs have left.
@@ -125,7 +128,8 @@ def check_adapters(info: AdapterInfo, specs: Sequence[TensorSpec], folder: str) 
                 "start the server with the folder that [model] hf_assets_path names"
             )
     if shapes:
-        info.check_base(Path(folder).name, lambda: _fingerprints(folder, _stamp(folder)))
+        with _ONE_READS:  # the others find its result
+            info.check_base(Path(folder).name, lambda: _fingerprints(folder, _stamp(folder), frozenset(info.base)))
 
 
 def _files(folder: str) -> list[Path]:
@@ -139,7 +143,7 @@ def _stamp(folder: str) -> tuple[tuple[str, int, int], ...]:
 
 def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of each weight. Empty if there are no files."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -147,10 +151,10 @@ def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _fingerprints(folder: str, stamp: tuple) -> Mapping[str, str]:
-    """Of each weight. They are read once, however many servers have loaded the folder."""
-    found = {}
+def _fingerprints(folder: str, stamp: tuple, names: frozenset[str]) -> Mapping[str, str]:
+    """Of these weights. They are read once, however many servers have loaded the folder."""
+    found: dict[str, str] = {}
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
-            found |= {name: fingerprint(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+            found |= {name: fingerprint(file.get_tensor(name)) for name in names.intersection(file.keys())}
     return found
