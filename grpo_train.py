@@ -514,8 +514,8 @@ class Trainer:
 
         def make(url: str) -> Server:
             timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
-            vocab_size = self.source.model_args.vocab_size
-            server = make_server(rollout.engine, url, api_key, *timeouts, lambda: self.step, vocab_size)
+            vocab_size, lora = self.source.model_args.vocab_size, config.lora.enable
+            server = make_server(rollout.engine, url, api_key, *timeouts, lambda: self.step, vocab_size, lora)
             server.check = lambda: server.control.check(*needs)
             return server
 

@@ -4,8 +4,11 @@ There both start each process anew, and each imports everything again. Until a s
 and 12 if they are forked.
 """
 
+import functools
 import multiprocessing
 import os
+from collections.abc import Callable
+from typing import Any
 
 
 def vllm() -> None:
@@ -13,6 +16,24 @@ def vllm() -> None:
 
     # Its CPU platform has chosen "spawn" when this runs; get_mp_context asks it just before it reads the choice.
     system_utils._maybe_force_spawn = lambda: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="fork")
+
+
+def sglang_lora() -> None:
+    """SGLang 0.5.23 does not start with --enable-lora on a CPU: it asks for pinned memory, which torch has with an
+    accelerator only. Here it gets other memory, in all processes that are forked from this one."""
+    import torch
+
+    sglang()
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **others: Any) -> Any:
+            return make(*args, **others)
+
+        return made
+
+    torch.tensor, torch.empty, torch.zeros = map(unpinned, (torch.tensor, torch.empty, torch.zeros))
+    torch.Tensor.pin_memory = lambda tensor: tensor
 
 
 def sglang() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -198,16 +199,23 @@ def need_python(engine: str) -> None:
 
 
 @contextmanager
-def supervised(engine: str, folder: Path, model_dir: Path, *flags: str) -> Iterator[Supervisor]:
-    """A CPU server as `[rollout] replicas` starts and keeps it. `folder` is for its log. Its processes are forked."""
+def supervised(
+    engine: str, folder: Path, model_dir: Path, *flags: str, plugin: str = "", **planned: Any
+) -> Iterator[Supervisor]:
+    """A CPU server as `[rollout] replicas` starts and keeps it. `folder` is for its log. Its processes are forked.
+
+    Args:
+        plugin: Of `forked_engines`, in place of the engine's own.
+        planned: Further fields of `PlannedServer`.
+    """
     need_python(engine)
     plugins = plugin_path(folder / "plugin")
     if engine != "embedded":
         group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[engine]
-        declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{engine}")
+        declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{plugin or engine}")
     path = os.pathsep.join([str(ROOT), str(plugins)])
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-        starts = launches([PlannedServer(engine, str(model_dir), (), flags)])
+        starts = launches([PlannedServer(engine, str(model_dir), (), flags, **planned)])
     with Supervisor(starts, folder, folder / "urls.txt", START_S) as supervisor:
         supervisor.start()
         supervisor.wait_healthy()

@@ -37,6 +37,8 @@ OWN_FLAGS = {
 """Flags that only this file sets, from other arguments."""
 CPU_MODEL_LEN = 1024
 """Longest request on a CPU, if nothing else is said and the model can take it: vLLM reserves memory for one."""
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a block, in every model family."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's slots for adapters. A smaller adapter fits into a larger slot."""
 _TITLE = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -83,7 +85,9 @@ class ServerCommand:
         max_model_len: Longest prompt and answer together, in tokens; None leaves it to the engine.
         flags: The engine's own flags. They come last, and the last of two wins.
         has_tokenizer: The folder has, or will have, a tokenizer. False: it is looked for.
-        lora_rank: Of the adapters that vLLM will get; 0 for none.
+        lora_rank: Of the adapters that it will get; 0 for none.
+        lora_layers: The layers of a block that they adapt. SGLang makes place for these alone.
+        lora_versions: How many versions of them answers may name at once. vLLM has one at a time.
     """
 
     engine: str
@@ -97,6 +101,8 @@ class ServerCommand:
     flags: tuple[str, ...] = ()
     has_tokenizer: bool = False
     lora_rank: int = 0
+    lora_layers: tuple[str, ...] = ALL_LINEAR
+    lora_versions: int = 1
 
     def argv(self, folder: str, environ: Mapping[str, str]) -> list[str]:
         """The command line. It never holds an API key.
@@ -173,6 +179,11 @@ class ServerCommand:
             flags.append("--sleep-on-idle")  # else an idle server keeps a core busy
         else:
             flags += ["--dtype", "bfloat16"]
+        if self.lora_rank:
+            flags += ["--enable-lora", "--max-lora-rank", str(self.lora_rank)]
+            flags += ["--lora-target-modules", *self.lora_layers]
+            flags += ["--max-loras-per-batch", str(self.lora_versions + 1)]  # the base counts as one
+            flags += ["--lora-backend", "torch_native"] if self.device == "cpu" else []
         if self.gpus:
             flags += ["--tp-size", str(len(self.gpus))]
         if self.max_model_len:

@@ -137,9 +137,18 @@ BAD_TOML = {
     "NUL": ('[job]\ndump_folder = "~\\u0000"', "[job] dump_folder", "NUL"),
     "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
-    "adapters for SGLang": (
-        LORA + "[rollout]\nengine = 'sglang'",
-        '[lora] enable = true with [rollout] engine = "sglang"',
+    "half of SGLang's attention": (
+        LORA + "target_modules = ['k_proj', 'q_proj', 'up_proj', 'gate_proj']\n[rollout]\nengine = 'sglang'",
+        '[lora] target_modules has q_proj, k_proj, which [rollout] engine = "sglang" adapts with "v_proj" only: add it',
+    ),
+    "half of SGLang's MLP": (
+        LORA + "target_modules = ['up_proj']\n[rollout]\nengine = 'sglang'",
+        '[lora] target_modules has up_proj, which [rollout] engine = "sglang" adapts with "gate_proj" only',
+    ),
+    "adapters for SGLang on a wire": (
+        LORA + "[rollout]\nengine = 'sglang'\n[weight_sync]\ntransport = 'gloo'",
+        '[weight_sync] transport = "gloo" with [lora]',
+        'use "auto" or "disk"',
     ),
     "adapters of random weights": (
         LORA + "[model]\nweights = 'random'",

@@ -7,8 +7,10 @@ import msgspec
 import pytest
 
 from torchtitan.grpo.engines import sglang
+from torchtitan.grpo.engines.http_client import Span
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sampling_params
+from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import _run_of_process, own_run, version_name
@@ -22,15 +24,14 @@ def answer(**meta) -> sglang._Answer:
 
 
 def test_a_token_has_the_version_of_its_span_or_that_of_the_start():
-    spans = [{"version": version_name(v), "start": v - 3, "end": v - 2} for v in (3, 4)]
-    assert _completion(answer(weight_versions=spans), 3).versions == [3, 4]
-    assert _completion(answer(), 3).versions == [3, 3]  # before 0.5.19
-    unnamed = [{"version": "default", "start": 0, "end": 2}]
-    assert _completion(answer(weight_versions=unnamed), -1).versions == [-1, -1]
+    spans = [Span(version_name(v), v - 3, v - 2) for v in (3, 4)]
+    assert _completion(answer(), 3, spans).versions == [3, 4]
+    assert _completion(answer(), 3, None).versions == [3, 3]  # before 0.5.19
+    assert _completion(answer(), -1, [Span("default", 0, 2)]).versions == [-1, -1]
 
 
 def test_stop_tokens_count_also_where_end_tokens_do_not():
-    whole = _completion(answer(), 0)
+    whole = _completion(answer(), 0, None)
     assert _cut(whole, ()) is whole and _cut(whole, (9,)) is whole
     cut = _cut(whole, (7, 8))
     assert (cut.token_ids, cut.logprobs, cut.finish_reason, cut.versions) == ([7], [-0.5], "stop", [0])
@@ -171,3 +172,24 @@ def test_a_server_of_another_run_that_lives_is_refused(monkeypatch, name, given,
     run = name.partition("@")[2]
     with pytest.raises(UserError, match=rf"{URL}: this server gets its weights from run {run} \(process "):
         control._check_owner()
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({}, "was started without LoRA: start it with --enable-lora --max-lora-rank 8 --lora-target-modules q_proj v"),
+        ({"max_lora_rank": 4}, r"\[lora\] rank = 8 is over its --max-lora-rank 4: start it with --enable-lora"),
+        ({"lora_target_modules": ["o_proj"]}, "--lora-target-modules o_proj has no place for q_proj, v_proj: start it"),
+        ({"lora_target_modules": ["k_proj"]}, ""),  # SGLang has the three in one layer
+        ({"lora_target_modules": ["all"], "max_lora_rank": 8}, ""),
+        ({"max_loaded_loras": 3}, "--max-loaded-loras 3 has SGLang unload adapters by itself"),
+    ],
+)
+def test_a_server_without_a_place_for_the_adapters_is_refused_with_the_flags(info, said, monkeypatch):
+    control = SglangAdapterControl(URL)
+    monkeypatch.setattr(SglangControl, "info", lambda _: {"enable_lora": bool(info)} | info)
+    if not said:
+        control.check_place(8, ["q_proj", "v_proj"])
+        return
+    with pytest.raises(UserError, match=f"{URL}: .*{said}"):
+        control.check_place(8, ["q_proj", "v_proj"])

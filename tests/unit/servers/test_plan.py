@@ -3,14 +3,20 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine
 from torchtitan.grpo.errors import UserError
+<<<<<<< HEAD
 from torchtitan.grpo.server_commands import ServerCommand, visible_devices
+=======
+from torchtitan.grpo.server_commands import ALL_LINEAR, visible_devices
+>>>>>>> sglang-lora
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
+from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.servers.plan import plan_lines, planned_servers
 
 
@@ -52,6 +58,24 @@ def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
         argv = server.argv(1)
         assert "--enable-lora" in argv and value(argv, "--max-lora-rank") == str(slot)
         assert value(argv, "--model") == str(TINY_QWEN3) and "--load-format" not in argv
+
+
+def test_sglang_has_place_for_the_adapted_layers_and_all_versions_under_way(monkeypatch):
+    words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "sglang", "--rollout.replicas", "1"]
+    (server,) = planned_servers(configured(*words, "--lora.rank", "24"), True, 1)
+    argv = server.argv(1)
+    assert value(argv, "--max-lora-rank") == "24" and "--enable-lora" in argv
+    assert value(argv, "--max-loras-per-batch") == "2" and "--lora-backend" not in argv
+    assert value(argv, "--model-path") == str(TINY_QWEN3) and "--load-format" not in argv
+    place = argv.index("--lora-target-modules")
+    assert argv[place + 1 : place + 8] == list(ALL_LINEAR) and argv[place + 8].startswith("--")
+    words += ["--async_grpo.enabled", "--async_grpo.max_trajectory_age_steps", "3"]
+    config = configured(*words, "--lora.target_modules", "q_proj,v_proj")
+    (_, line) = plan_lines(config, True, 1)
+    assert "--enable-lora --max-lora-rank 16 --lora-target-modules q_proj v_proj --max-loras-per-batch 5" in line
+    monkeypatch.setenv("RANK", "1")  # rank 0 also looks for the engine
+    assert any("SGLang does not start with --enable-lora" in message for message in check_machine(config, 1, 0))
+    assert OwnServers(config, torch.device("cuda"), 1).weight_sync.transport == "disk"
 
 
 def test_an_embedded_server_may_be_on_the_cpu_beside_trainers_on_gpus():

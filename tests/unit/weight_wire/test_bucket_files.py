@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import ROOT
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import _MEMORY, _PREFIX, DiskCopy
-from torchtitan.grpo.weight_wire.bucket_files import bucket_path, read_bucket, write_bucket
+from torchtitan.grpo.weight_wire.bucket_files import bucket_path, check_bucket, read_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets
 
 SPECS = [
@@ -59,6 +59,17 @@ def test_a_file_that_is_not_the_plans_is_refused(bucket, tmp_path, damage):
     save_file(tensors, path, metadata)
     with pytest.raises(ValueError, match=str(path)):
         read_bucket(tmp_path, bucket)
+
+
+def test_a_file_that_was_written_wrongly_is_refused(bucket, tmp_path):
+    write_bucket(tmp_path, bucket, wire_of(bucket, 7))
+    check_bucket(tmp_path, bucket)
+    path = bucket_path(tmp_path, bucket)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # of a tensor
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path} is torn: checksum -?\d+, expected"):
+        check_bucket(tmp_path, bucket)
 
 
 def test_a_copy_shows_whole_versions_only_and_removes_old_ones(bucket, tmp_path):

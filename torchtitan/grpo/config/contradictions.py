@@ -19,7 +19,7 @@ from torchtitan.grpo.config.data_contradictions import (
 )
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import keys, show
-from torchtitan.grpo.config.server_contradictions import check_servers, check_weight_sync
+from torchtitan.grpo.config.server_contradictions import check_servers, check_sglang_adapters, check_weight_sync
 
 
 def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
@@ -40,6 +40,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         _check_losses,
         check_servers,
         check_weight_sync,
+        check_sglang_adapters,
         _check_async,
         check_reward,
         check_warm_start,
@@ -182,11 +183,6 @@ def _check_lora(config: JobConfig) -> Iterator[str]:
 def _check_lora_job(config: JobConfig) -> Iterator[str]:
     if not config.lora.enable:
         return
-    if config.rollout.engine == "sglang":
-        yield (
-            '[lora] enable = true with [rollout] engine = "sglang": adapters are published to vLLM and embedded '
-            'servers only; set engine = "vllm", or train all weights'
-        )
     if config.model.weights == "random":
         yield (
             '[lora] enable = true with [model] weights = "random": servers get adapters only, and load the frozen '

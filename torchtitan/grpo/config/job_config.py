@@ -409,8 +409,9 @@ class Rollout:
 class WeightSync:
     transport: Literal["auto", "nccl", "gloo", "ipc", "disk"] = "auto"
     """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a spawned server on the same GPU; ipc with
-    `rollout.colocate`. Set `ipc` for vLLM or embedded servers on the trainer's own GPU (on CPU: its machine), which
-    then read the trainer's memory, and `disk` for servers that can join no process group."""
+    `rollout.colocate`; disk for adapters to SGLang. Set `ipc` for vLLM or embedded servers on the trainer's own GPU
+    (on CPU: its machine), which then read the trainer's memory, and `disk` for servers that can join no process
+    group."""
     disk_folder: str = ""
     """With `transport = "disk"`, the folder of the newest version, at one path for trainer and servers. Empty: a
     folder in /dev/shm, for servers on this machine. Old versions are removed."""

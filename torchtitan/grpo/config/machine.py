@@ -107,6 +107,11 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
         yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
     yield from _check_replicas(config, world_size, gpus)
     rollout = config.rollout
+    if config.lora.enable and rollout.engine == "sglang" and rollout.replicas and not gpus and not config.ray.enable:
+        yield (
+            '[lora] enable = true with [rollout] engine = "sglang" needs GPUs for the servers, and this machine has '
+            'none: on a CPU, SGLang does not start with --enable-lora; use engine = "embedded" or "vllm"'
+        )
     if rollout.colocate and world_size > 1:
         yield (
             f"[rollout] colocate = true is for one trainer process, and this run has {world_size}: start one, or set "

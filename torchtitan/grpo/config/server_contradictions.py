@@ -115,6 +115,29 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
             yield f"[rollout] server_flags has {show(name)}: {instead}"
 
 
+def check_sglang_adapters(config: JobConfig) -> Iterator[str]:
+    """SGLang reads adapters from files. It computes layers that it has fused only if these have certain parts."""
+    lora, sync, engine = config.lora, config.weight_sync, '[rollout] engine = "sglang"'
+    if not lora.enable or config.rollout.engine != "sglang":
+        return
+    names = set(lora.target_modules)
+    for needs, of in ((("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")), (("gate_proj",), ("up_proj",))):
+        if names & set(of) and not names >= set(needs):
+            given = ", ".join(name for name in of if name in names)
+            lacks = " and ".join(f'"{name}"' for name in needs if name not in names)
+            yield f"[lora] target_modules has {given}, which {engine} adapts with {lacks} only: add it"
+    if sync.transport not in ("auto", "disk"):
+        yield (
+            f"[weight_sync] transport = {show(sync.transport)} with [lora] and {engine}, which reads adapters from "
+            'files: use "auto" or "disk"'
+        )
+    if config.ray.enable and config.ray.expose_servers and not sync.disk_folder:
+        yield (
+            f"[ray] expose_servers = true with [lora] and {engine}, which reads adapters from files: set [weight_sync] "
+            'transport = "disk" and disk_folder to a folder that all nodes have'
+        )
+
+
 def check_weight_sync(config: JobConfig) -> Iterator[str]:
     sync = config.weight_sync
     if sync.transport == "ipc" and config.rollout.engine == "sglang":

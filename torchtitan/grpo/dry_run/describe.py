@@ -13,7 +13,7 @@ from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
 from torchtitan.grpo.dry_run.memory import Memory, checkpoint_bytes, memory_bytes, sent_bytes
 from torchtitan.grpo.dry_run.shared_gpu import shared_gpu_lines
 from torchtitan.grpo.dry_run.under_way import under_way_lines
-from torchtitan.grpo.servers.plan import plan_lines
+from torchtitan.grpo.servers.plan import plan_lines, reads_files
 
 
 def describe(config: JobConfig, world_size: int | None = None, dry_run: str = "", job: Job = "grpo") -> str:
@@ -159,7 +159,11 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         lines.append(f"  in each rank's host memory: {_mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
     rollout = config.rollout
     apart = rollout.replicas and not rollout.colocate
-    if config.weight_sync.transport != "disk" and (len(rollout.urls) > 1 or rollout.urls_file or apart):
+    if (
+        config.weight_sync.transport != "disk"
+        and not reads_files(config)
+        and (len(rollout.urls) > 1 or rollout.urls_file or apart)
+    ):
         copy = _mib(memory.trained * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
     lines += _disk_lines(config, memory)

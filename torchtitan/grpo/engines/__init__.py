@@ -5,6 +5,7 @@
     protocol.py        what every client offers: token ids in, tokens and log-probabilities out
     stop_strings.py    texts that end an answer
     http_client.py     generation, asynchronous, for the collector; vllm.py and sglang.py are the engines' clients
+    sglang_adapters.py both, for a SGLang that gets LoRA adapters
     http_control.py    control routes, for threads; vllm_control.py and sglang_control.py are the engines' controls
     embedded/          a server of our own, with vLLM's routes
 

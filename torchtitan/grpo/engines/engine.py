@@ -20,6 +20,7 @@ class Engine:
             `weight_sync.link.ServerLink` as "module:Class". These are names since weight_sync/ imports this folder.
         repeats_in_flight: Seeded requests repeat their answers even when requests and weight updates arrive at other
             times than before, as they do with `[async_grpo]`. Decides what `[rollout] seeded_requests = "auto"` means.
+        with_adapters: The row for a run with `[lora]`, if it is another one.
     """
 
     control: type[HttpControl]
@@ -27,3 +28,4 @@ class Engine:
     link: str
     disk_link: str
     repeats_in_flight: bool
+    with_adapters: "Engine | None" = None

@@ -75,6 +75,11 @@ class Server:
         """Whether a request that needs weights of this version or newer may go there."""
         return self.in_traffic and not self.held and self.version >= min_version
 
+    def versions_in_use(self) -> set[int]:
+        """Versions that requests there name, or may name from now on."""
+        named = {self.version} if self.in_traffic else set()  # first: a request that begins now names this or a newer
+        return named | (self.client.running_versions() if self.client is not None else set())
+
     def describe(self) -> str:
         state = "in traffic" if self.in_traffic else "lost" if self.lost else "out of traffic"
         return f"{self.url}: {state}, version {self.version}" + (f", {self.reason}" if self.reason else "")

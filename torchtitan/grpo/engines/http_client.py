@@ -72,6 +72,10 @@ class HttpClient:
         """What a reply is parsed as, given the type of a token id. The parser checks the id's range."""
         raise NotImplementedError
 
+    def running_versions(self) -> set[int]:
+        """See `EngineClient.running_versions`."""
+        return set()
+
     async def close(self) -> None:
         """See `EngineClient.close`."""
         if self._session is not None:

@@ -70,7 +70,7 @@ def error_text(payload: bytes) -> str:
     except (ValueError, RecursionError):
         said = text
     while isinstance(said, dict):
-        known = [said[key] for key in ("error", "message", "detail") if key in said]
+        known = [said[key] for key in ("error", "message", "detail", "error_message") if key in said]
         said = known[0] if known else json.dumps(said)
     return str(said)[:_MESSAGE_CHARS]
 
@@ -145,6 +145,10 @@ class EngineClient(Protocol):
             UserError: The server refuses the request for a reason that the user can fix.
             LocalError: This process cannot send the request.
         """
+        ...
+
+    def running_versions(self) -> set[int]:
+        """Versions that running requests have named. Empty where a server has one version at a time. For any thread."""
         ...
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.http_client import ANY_VOCAB
 from torchtitan.grpo.engines.sglang import SglangClient
+from torchtitan.grpo.engines.sglang_adapters import SglangAdapterClient, SglangAdapterControl
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
@@ -25,6 +26,13 @@ ENGINES = {
         f"{_LINKS}.sglang_link:SglangLink",
         f"{_LINKS}.sglang_link:SglangDiskLink",
         repeats_in_flight=False,
+        with_adapters=Engine(
+            SglangAdapterControl,
+            SglangAdapterClient,
+            f"{_LINKS}.sglang_adapter_link:SglangAdapterLink",
+            f"{_LINKS}.sglang_adapter_link:SglangAdapterLink",
+            repeats_in_flight=False,
+        ),
     ),
 }
 """`[rollout] engine` -> its row."""
@@ -38,6 +46,7 @@ def make_server(
     request_timeout_s: float,
     newest: Callable[[], int] | None = None,
     vocab_size: int = ANY_VOCAB,
+    adapters: bool = False,
 ) -> Server:
     """A server of `[rollout] urls`. Nothing is sent to it yet.
 
@@ -45,8 +54,10 @@ def make_server(
         control_timeout_s: Longest wait for one control call.
         request_timeout_s: Longest wait for one answer.
         newest, vocab_size: Bounds of an answer's weight versions and token ids, see `HttpClient`.
+        adapters: It gets LoRA adapters, not whole models.
     """
     row = ENGINES[engine]
+    row = (adapters and row.with_adapters) or row
     server = Server(url, row.control(url, api_key, control_timeout_s), engine=row)
     server.client = row.client(url, api_key, request_timeout_s, lambda: server.version, newest, vocab_size)
     return server

@@ -54,8 +54,20 @@ class SglangClient(HttpClient):
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, cohort: tuple[str, int] | None = None
     ) -> list[Completion]:
         """See `EngineClient.generate`. Cancelling the call has the server drop the request. Cohorts are ignored."""
+        return await self._generate(prompt_ids, params, request_id, self._version())
+
+    def _weights(self, version: int) -> dict[str, Any]:
+        """What a request says of the weights that it wants."""
+        return {"extra_key": str(version)}
+
+    def _spans(self, meta: "_Meta") -> list[Span] | None:
+        """Which versions sampled an answer, as far as the server reports them; else one did, the request's."""
+        return meta.weight_versions
+
+    async def _generate(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, version: int
+    ) -> list[Completion]:
         deadline = asyncio.get_running_loop().time() + self.request_timeout_s
-        version = self._version()
         ids = [f"{self._name}-{request_id}-{i}" for i in range(params.n)]
         body = {
             "rid": ids,
@@ -63,9 +75,8 @@ class SglangClient(HttpClient):
             "sampling_params": [_sampling_params(params, i) for i in range(params.n)],
             "return_logprob": True,
             "logprob_start_len": -1,  # of the answer alone
-            "extra_key": str(version),
             "stream": False,
-        }
+        } | self._weights(version)
         try:
             payload = await self._post(GENERATE_ROUTE, body, request_id, deadline)
         except (asyncio.CancelledError, EngineError):
@@ -76,14 +87,14 @@ class SglangClient(HttpClient):
             answers = self._reply.decode(payload)
             if len(answers) != params.n:
                 raise ValueError(f"{len(answers)} answers, {params.n} were asked")
-            completions = [_completion(answer, version) for answer in answers]
+            spans = [self._spans(answer.meta_info) for answer in answers]
+            completions = [_completion(answer, version, own) for answer, own in zip(answers, spans, strict=True)]
         self._check(
             request_id,
             version,
             [span.version for answer in answers for span in answer.meta_info.weight_versions or []],
             [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
         )
-        spans = [answer.meta_info.weight_versions for answer in answers]
         self._check_answers(request_id, completions, spans, params, version)
         if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
             completions = [_cut(completion, params.stop_token_ids) for completion in completions]
@@ -145,10 +156,10 @@ class _Answer(msgspec.Struct, Generic[Id]):
 _COMPLETE: tuple[FinishReason, ...] = ("stop", "length")
 
 
-def _completion(answer: _Answer[int], version: int) -> Completion:
+def _completion(answer: _Answer[int], version: int, spans: list[Span] | None) -> Completion:
     token_ids, meta = answer.output_ids or [], answer.meta_info
     versions = [version] * len(token_ids)
-    for span in fitting(meta.weight_versions, len(token_ids)):
+    for span in fitting(spans, len(token_ids)):
         # A server's own first name ("default") is no version of ours, and `version` is -1 until it is gone.
         if (number := version_of(span.version)) is not None:
             versions[span.start : span.end] = [number] * (span.end - span.start)

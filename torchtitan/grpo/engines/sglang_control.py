@@ -118,6 +118,17 @@ class SglangControl(HttpControl):
         """Whether `pause` paused this very server: one that was restarted at its address has no version of ours."""
         return self._paused and self.weight_version() in self._given
 
+    def check_takes_models(self) -> None:
+        """
+        Raises:
+            UserError: The server was started for adapters.
+        """
+        if self.info().get("enable_lora"):
+            raise UserError(
+                f"{self.url}: was started with --enable-lora, and gets whole models: set [lora] enable = true, or "
+                "start it without that flag"
+            )
+
     def join_group(self, name: str, backend: str, address: str, port: int, world_size: int) -> None:
         """Have the server's workers join a process group as ranks 1.. . Returns when they have joined."""
         body = {"group_name": name, "backend": backend, "master_address": address, "master_port": port}

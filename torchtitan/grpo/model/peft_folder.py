@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtitan.grpo.model.lora import PeftNames, is_adapter
 from torchtitan.grpo.model.shards import whole
 from torchtitan.grpo.model.source import ModelSource
+from torchtitan.grpo.weight_wire.adapters import peft_config
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
@@ -45,18 +46,4 @@ def adapter_config(source: ModelSource) -> dict[str, object]:
     lora = source.lora
     if lora is None:
         raise ValueError("a model without adapters has no adapter_config.json")
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source.folder),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(lora.layers),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
+    return peft_config(lora.rank, lora.alpha, lora.layers, str(source.folder))

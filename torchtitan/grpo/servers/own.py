@@ -14,7 +14,15 @@ from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.servers.launched import TOKEN, LaunchedServers
-from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, URLS_FILE, on_cuda, run_launches, served_base
+from torchtitan.grpo.servers.plan import (
+    LOG_FOLDER,
+    MODEL_FOLDER,
+    URLS_FILE,
+    on_cuda,
+    reads_files,
+    run_launches,
+    served_base,
+)
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 
@@ -46,6 +54,8 @@ class OwnServers:
                 self._one_on = str(device)
         if config.weight_sync.transport == "auto" and rollout.colocate:
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="ipc")
+        elif config.weight_sync.transport == "auto" and reads_files(config):
+            self.weight_sync = dataclasses.replace(config.weight_sync, transport="disk")
         elif config.weight_sync.transport == "auto" and not reached_by_nccl:
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="gloo")
 

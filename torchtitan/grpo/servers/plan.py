@@ -11,6 +11,7 @@ from torchtitan.grpo.engines.embedded.spawn import embedded_command, server_envi
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.server_commands import (
+    ALL_LINEAR,
     KEY_VARIABLE,
     LOOPBACK,
     ServerCommand,
@@ -38,7 +39,7 @@ class PlannedServer:
         gpus: Indices among the visible CUDA devices; empty: the CPU.
         flags: Further flags of the engine.
         python: The Python that has the engine; "" for `engine_python`.
-        max_model_len, has_tokenizer, lora_rank: As in `ServerCommand`.
+        max_model_len, has_tokenizer, lora_rank, lora_layers, lora_versions: As in `ServerCommand`.
         rollout: `embedded_*` and `api_key_env` are used. The key itself is in no command line.
     """
 
@@ -52,6 +53,8 @@ class PlannedServer:
     has_tokenizer: bool = False
     rollout: Rollout = field(default_factory=Rollout)
     lora_rank: int = 0
+    lora_layers: tuple[str, ...] = ALL_LINEAR
+    lora_versions: int = 1
 
     def argv(self, port: int, folder: str = "") -> list[str]:
         """The command line; `folder` as in `ServerCommand.argv`."""
@@ -94,6 +97,8 @@ class PlannedServer:
             self.flags,
             self.has_tokenizer,
             self.lora_rank,
+            self.lora_layers,
+            self.lora_versions,
         )
 
 
@@ -127,6 +132,11 @@ def served_base(config: JobConfig) -> str:
     return config.model.hf_assets_path if config.lora.enable else ""
 
 
+def reads_files(config: JobConfig) -> bool:
+    """Whether servers can get this run's weights from files only: SGLang gets adapters so."""
+    return config.lora.enable and config.rollout.engine == "sglang"
+
+
 def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: str = "") -> list[PlannedServer]:
     """The servers of `[rollout] replicas`. Trainers have the first GPUs, servers the next ones. With `colocate`, the
     server has the trainer's.
@@ -136,7 +146,7 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
         trainers_here: Trainer processes on it.
         model: A folder with weights. Without it, the trainer sends them; with `[lora]` it sends adapters only.
     """
-    rollout = config.rollout
+    rollout, lora, ahead = config.rollout, config.lora, config.async_grpo
     model = model or served_base(config)
     each = rollout.gpus_per_server if on_cuda(config, cuda) else 0
     first = 0 if rollout.colocate else trainers_here
@@ -155,7 +165,10 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
             max_model_len=longest_tokens(config),  # the engine's own limit may be far longer, and would cost memory
             has_tokenizer=True,
             rollout=rollout,
-            lora_rank=config.lora.rank if config.lora.enable else 0,
+            lora_rank=lora.rank if lora.enable else 0,
+            lora_layers=ALL_LINEAR if "all-linear" in lora.target_modules else tuple(lora.target_modules),
+            # A step may train on answers that began this many versions ago, and new ones begin.
+            lora_versions=1 + (ahead.max_trajectory_age_steps if ahead.enabled else 0),
         )
         for i in range(rollout.replicas)
     ]

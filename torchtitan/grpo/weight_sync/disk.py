@@ -5,6 +5,7 @@ complete, so nobody reads a partial version. Servers check it by the same plan, 
 """
 
 import fcntl
+import json
 import shutil
 import tempfile
 import time
@@ -18,7 +19,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import own_run
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import VersionCopy
-from torchtitan.grpo.weight_wire.bucket_files import write_bucket
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo, block_layers, peft_config
+from torchtitan.grpo.weight_wire.bucket_files import check_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 _MEMORY = Path("/dev/shm")
@@ -34,13 +36,22 @@ class DiskCopy(VersionCopy):
     Args:
         folder: Where versions are kept. "" makes a folder in memory (/dev/shm), or else a temporary one.
         buckets: The plan.
+        adapter: If the plan is one of LoRA adapters: how they apply. A version is then a folder as `peft` writes it,
+            for SGLang.
+        verify: Read an adapter's files again before a server may. SGLang would not check them.
 
     Raises:
         UserError: The folder has no room.
     """
 
-    def __init__(self, folder: str, buckets: Sequence[Bucket]):
+    def __init__(
+        self, folder: str, buckets: Sequence[Bucket], adapter: AdapterInfo | None = None, verify: bool = True
+    ) -> None:
         super().__init__()
+        self._config, self._checks = "", adapter is not None and verify
+        if adapter is not None:
+            layers = block_layers(spec.name for bucket in buckets for spec in bucket.tensors)
+            self._config = json.dumps(peft_config(adapter.rank, adapter.alpha, layers, adapter.base_name))
         self._own = not folder
         if self._own:
             parent = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -72,9 +83,13 @@ class DiskCopy(VersionCopy):
         super().begin()
         shutil.rmtree(self._part, ignore_errors=True)
         self._part.mkdir()
+        if self._config:
+            (self._part / "adapter_config.json").write_text(self._config, encoding="utf-8")
 
     def store(self, index: int, wire: torch.Tensor) -> None:
         write_bucket(self._part, self._buckets[index], wire.cpu())
+        if self._checks:
+            check_bucket(self._part, self._buckets[index])
 
     def complete(self, version: int, expected: list[int]) -> None:
         old = list(self._folder.glob("version-*"))

@@ -69,6 +69,7 @@ class ServerLink:
         check: Called in every wait. What it raises ends the wait and leaves the link as it is.
         hold: Keeps new requests from the server until it is admitted again; for engines that cannot drain on their own.
         requests_in_flight: Our requests that the server has not answered; for the same engines.
+        versions_in_use: Versions that our requests name; for engines that have several at once.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ServerLink:
         check: Callable[[], None],
         hold: Callable[[], None],
         requests_in_flight: Callable[[], int],
+        versions_in_use: Callable[[], set[int]] = set,
     ):
         self.control = control
         self.url = control.url
@@ -92,6 +94,7 @@ class ServerLink:
         self.check = check
         self._hold = hold
         self._requests_in_flight = requests_in_flight
+        self._versions_in_use = versions_in_use
         self._group: Group | None = None
         self._update: Future[None] | None = None
         self._in_flight: deque[tuple[dist.Work, int, float]] = deque()

@@ -39,6 +39,7 @@ class SglangLink(ServerLink):
         with self._phase("connect"):
             deadline = time.monotonic() + self._timeout_s
             world_size = 1 + self.control.world_size()
+            self.control.check_takes_models()
             self._leave()
             name = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}"
             address = self._own_address()
@@ -64,6 +65,12 @@ class SglangLink(ServerLink):
                 self.control.leave_group(name)
 
     def _drain(self) -> None:
+        self._wait_until_idle()
+        self._clear_cache = True  # no answer is using its keys and values
+        self.control.pause("keep", clear_cache=True)
+
+    def _wait_until_idle(self) -> None:
+        """Have the server finish its running answers, and get no new ones."""
         self._hold()
         limit_s = self._pause.drain_timeout_s
         deadline = time.monotonic() + limit_s
@@ -75,8 +82,6 @@ class SglangLink(ServerLink):
                     "[async_grpo] in_flight_weight_updates = false)"
                 )
             time.sleep(_DRAIN_LOOK_S)
-        self._clear_cache = True  # no answer is using its keys and values
-        self.control.pause("keep", clear_cache=True)
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """See `ServerLink.update`. Buckets go one after the other. `apply` is 0, since it is part of `wire`."""
@@ -133,6 +138,7 @@ class SglangDiskLink(SglangLink):
         self._update, self._given = None, False
         with self._phase("connect"):
             self.control.world_size()
+            self.control.check_takes_models()
 
     # As in DiskLink, a DiskCopy feeds it.
     def update(  # type: ignore[override]

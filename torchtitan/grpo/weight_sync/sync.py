@@ -27,6 +27,7 @@ from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
+from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
@@ -326,7 +327,9 @@ class WeightSync:
     def _copy(self) -> VersionCopy | None:
         """Where servers that are fed alone read a version from; None for one server that is never alone."""
         if self._backend == "disk":
-            return DiskCopy(self._config.disk_folder, self._packer.buckets)
+            adapter = self._published.announced.get("adapter")
+            info = AdapterInfo(**adapter) if adapter else None
+            return DiskCopy(self._config.disk_folder, self._packer.buckets, info, self._config.verify)
         if len(self._fleet.servers) > 1 or self._fleet.may_grow:
             return HostCopy([bucket.wire_bytes for bucket in self._packer.buckets], self._device)
         return None

@@ -84,6 +84,7 @@ class ServerWorker(threading.Thread):
             board.check,
             hold=lambda: board.fleet.hold(server),
             requests_in_flight=lambda: server.in_flight,
+            versions_in_use=server.versions_in_use,
         )
 
     def connect(self) -> None:

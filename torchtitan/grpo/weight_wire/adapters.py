@@ -61,6 +61,30 @@ class AdapterInfo:
             )
 
 
+def peft_config(rank: int, alpha: float, layers: Iterable[str], base: str) -> dict[str, Any]:
+    """Content of an adapter_config.json, which `peft`, vLLM and SGLang read.
+
+    Args:
+        layers: Names of the adapted layers in a block, such as "q_proj".
+        base: The folder of the base, or its name.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(layers),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
 def adapted_layers(names: Iterable[str]) -> list[str]:
     """Hugging Face names of the layers that the adapters with these names belong to, in their order.
 
@@ -76,6 +100,11 @@ def adapted_layers(names: Iterable[str]) -> list[str]:
     if alone := [layer for layer, count in halves.items() if count != 2]:
         raise ValueError(f"{alone[0]} has one of its adapter's two matrices only")
     return list(halves)
+
+
+def block_layers(names: Iterable[str]) -> list[str]:
+    """Names of the adapted layers in a block ("q_proj") of adapters with these names, in their order."""
+    return list(dict.fromkeys(layer.rpartition(".")[2] for layer in adapted_layers(names)))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from torchtitan.grpo.weight_wire.buckets import TRAILER_FIELDS, Bucket
+from torchtitan.grpo.weight_wire.buckets import TRAILER_FIELDS, Bucket, Checksum
 
 
 def bucket_path(folder: str | Path, bucket: Bucket) -> Path:
@@ -21,6 +21,19 @@ def write_bucket(folder: Path, bucket: Bucket, wire: torch.Tensor) -> None:
     """Write a bucket from its wire form (uint8 [wire_bytes], on the CPU)."""
     trailer = ",".join(map(str, bucket.trailer(wire).tolist()))
     save_file(dict(bucket.views(wire)), bucket_path(folder, bucket), {"trailer": trailer})
+
+
+def check_bucket(folder: str | Path, bucket: Bucket) -> None:
+    """Read a bucket's file and compare its bytes with the checksum that they were sent with.
+
+    Raises:
+        ValueError: They differ, or it is no file of this bucket.
+        OSError: It cannot be read.
+    """
+    wire = read_bucket(folder, bucket)
+    found, sent = int(Checksum(wire.device, bucket.payload_bytes)(wire[: bucket.payload_bytes])), bucket.trailer(wire)
+    if found != sent[-1]:
+        raise ValueError(f"{bucket_path(folder, bucket)} is torn: checksum {found}, expected {sent[-1]}")
 
 
 def read_bucket(folder: str | Path, bucket: Bucket) -> torch.Tensor:
