@@ -185,3 +185,15 @@ def test_an_environment_is_loaded_by_its_name() -> None:
 def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"\[rollout\] environment"):
         load_environment(name)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, "1", [1.0]])
+def test_rewards_that_are_no_numbers_are_refused(reward: object) -> None:
+    for fields in ({"reward": reward}, {"rewards": {"tests_passed": reward}}):
+        with pytest.raises(UserError, match=r"environment = 'm:f': (reward|tests_passed) = .* is no number of size"):
+            checked([Sample(PROMPT, [1], [0.1], [1], "stop", **fields)], "m:f", 10)
+
+
+def test_a_reward_that_the_environment_gave_is_kept() -> None:
+    sample = Sample(PROMPT, [1], [0.1], [1], "stop", rewards={"tests_passed": 3}, reward=0.5)
+    assert checked([sample], "m:f", 10)[0].reward == 0.5

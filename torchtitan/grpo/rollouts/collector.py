@@ -288,7 +288,7 @@ class Collector:
     def _score(self, group: Group) -> Group:
         for sample in group:
             sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        self.rewards.score(group)
+        self.rewards.score([sample for sample in group if sample.reward is None and not sample.reward_failures])
         return group
 
     async def _shut_down(self) -> None:
