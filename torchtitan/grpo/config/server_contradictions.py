@@ -60,12 +60,22 @@ def check_servers(config: JobConfig) -> Iterator[str]:
             yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
-    yield from check_function("rollout.environment", rollout.environment)
+    if rollout.environment != "endpoint":
+        yield from check_function("rollout.environment", rollout.environment)
     yield from _check_endpoint(config)
 
 
 def _check_endpoint(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
+    plays = rollout.environment == "endpoint"
+    if plays and not rollout.serve_port:
+        yield (
+            '[rollout] environment = "endpoint" is a harness that speaks to the run\'s endpoint: set serve_port, as in '
+            "8100"
+        )
+    lease = rollout.episode_lease_seconds
+    if not plays and lease != keys()["rollout.episode_lease_seconds"].default:
+        yield f'[rollout] episode_lease_seconds = {lease:g} is read with environment = "endpoint" only'
     if not rollout.serve_port:
         for name in ("serve_host", "serve_key_env"):
             value = getattr(rollout, name)

@@ -17,6 +17,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
 from torchtitan.grpo.rewards.runner import REWARD_MAX
 
+ENDPOINT = "endpoint"
+"""The `[rollout] environment` that is a harness outside, see `endpoint/episodes.py`."""
 Ask = Callable[[list[int], SamplingParams, str, str], Awaitable[list[Completion]]]
 """(token ids, parameters, suffix of the request id, session) -> completions."""
 
@@ -135,6 +137,7 @@ async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
 
 def load_environment(name: str) -> Environment:
     """The function that `[rollout] environment` names; `single_turn` if it is empty."""
+    name = "torchtitan.grpo.endpoint.episodes:rollout" if name == ENDPOINT else name
     return load_function("[rollout] environment", name, "client", "prompt") if name else single_turn
 
 
