@@ -426,7 +426,7 @@ class Trainer:
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
+            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout))
             self.held_out = load_held_out(config, self.tokenizer) if config.validation.enable else []
             self.prompts = load_training(config, self.tokenizer, self.held_out)
             self.environment = load_environment(config.rollout.environment)

@@ -137,7 +137,7 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
     sets = load_held_out(config, tokenizer)
     check_not_trained_on(config, sets, folder, tokenizer)
-    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
+    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout))
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not config.rollout.environment)
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / arguments.model.resolve().name)
     began = time.time()

@@ -213,7 +213,7 @@ def completion_logprobs(tokens: Sequence[str], completion: Completion) -> dict[s
 def tokens_choice(index: int, completion: Completion) -> dict[str, Any]:
     """A choice of vLLM's `/inference/v1/generate`."""
     ids = completion.token_ids
-    content = [
+    content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(ids, completion.logprobs, strict=True)
     ]
