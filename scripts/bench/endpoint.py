@@ -129,21 +129,24 @@ def measure(arguments: argparse.Namespace, url: str, stack: contextlib.ExitStack
     prompts = [Prompt(i, tokenizer(text)["input_ids"], text) for i, text in enumerate(texts)]
     params = SamplingParams(arguments.samples, 1.0, arguments.max_tokens, (), 1, ignore_eos=True)
     seconds: dict[str, list[float]] = {name: [] for name in collectors}
+    cpu: dict[str, list[float]] = {name: [] for name in collectors}  # of this process, which is rank 0's in a run
     for number in range(arguments.rounds + 1):
         for name, collector in collectors.items():
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             groups = collector.collect(prompts, params, f"{name}{number}")
             seconds[name].append(time.perf_counter() - began)
+            cpu[name].append(1000 * (time.process_time() - cpu_began) / answers)
             tokens = sum(len(sample.token_ids) for group in groups for sample in group)
             assert tokens == answers * arguments.max_tokens
             print(f"round {number} {name:8} {seconds[name][-1]:7.2f} s  {tokens / seconds[name][-1]:8.0f} tokens/s")
     medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
     ratios = sorted(e / d for e, d in zip(seconds["endpoint"][1:], seconds["direct"][1:], strict=True))
-    added_ms = 1000 * (medians["endpoint"] - medians["direct"]) / answers
+    cpu_ms = {name: statistics.median(each[1:]) for name, each in cpu.items()}
     print(
         f"{answers} answers of {arguments.max_tokens} tokens, medians of {arguments.rounds} rounds: direct "
-        f"{medians['direct']:.2f} s, endpoint {medians['endpoint']:.2f} s, {added_ms:.2f} ms an answer more; "
-        f"endpoint / direct {statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}"
+        f"{medians['direct']:.2f} s, endpoint {medians['endpoint']:.2f} s; endpoint / direct "
+        f"{statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}. CPU time of this process per answer: "
+        f"direct {cpu_ms['direct']:.2f} ms, endpoint {cpu_ms['endpoint']:.2f} ms"
     )
 
 
