@@ -35,6 +35,7 @@ from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pair
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
+from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
@@ -425,7 +426,7 @@ class Trainer:
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
+            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout))
             self.held_out = load_held_out(config, self.tokenizer) if config.validation.enable else []
             self.prompts = load_training(config, self.tokenizer, self.held_out)
             self.environment = load_environment(config.rollout.environment)
@@ -535,6 +536,7 @@ class Trainer:
                 rollout.group_timeout_seconds,
             )
             self.resources.callback(self.collector.close)
+            serve(config, self.collector)
             self.rollouts = RolloutStream(
                 self.collector,
                 self.prompts,

@@ -30,6 +30,7 @@ from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.load import load_held_out
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES, make_server
@@ -118,6 +119,7 @@ def answer(
         rollout.group_timeout_seconds,
     )
     resources.callback(collector.close)
+    serve(config, collector)
     stop_ids, seed = (*end_ids, *rollout.stop_token_ids), config.debug.seed or 0
     params = SamplingParams(1, 0.0, rollout.max_answer_tokens, stop_ids, seed, stop=tuple(rollout.stop))
     software = {server.url: server.control.software_version() for server in fleet.servers}
@@ -135,7 +137,7 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
     sets = load_held_out(config, tokenizer)
     check_not_trained_on(config, sets, folder, tokenizer)
-    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
+    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout))
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not config.rollout.environment)
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / arguments.model.resolve().name)
     began = time.time()

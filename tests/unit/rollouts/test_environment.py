@@ -24,7 +24,7 @@ class Asked:
         tokenizer = load_tokenizer(str(TINY_QWEN3))
         self.client = RolloutClient(tokenizer, params, PROMPT, self.ask)
 
-    async def ask(self, token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+    async def ask(self, token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
         self.requests.append((token_ids, params, suffix))
         number = len(self.requests)
         return [Completion([10 * number + i], [-0.5], "stop", [number]) for i in range(params.n)]
@@ -58,7 +58,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string() -> None:
     tokenizer = asked.client.tokenizer
     written = tokenizer("12=3!and more", add_special_tokens=False)["input_ids"]
 
-    async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+    async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
         assert params.stop == ("</answer>", "!")
         return [Completion(list(written), [-1.0] * len(written), "length", [1] * len(written), "http://a")]
 
@@ -185,3 +185,15 @@ def test_an_environment_is_loaded_by_its_name() -> None:
 def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"\[rollout\] environment"):
         load_environment(name)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, "1", [1.0]])
+def test_rewards_that_are_no_numbers_are_refused(reward: object) -> None:
+    for fields in ({"reward": reward}, {"rewards": {"tests_passed": reward}}):
+        with pytest.raises(UserError, match=r"environment = 'm:f': (reward|tests_passed) = .* is no number of size"):
+            checked([Sample(PROMPT, [1], [0.1], [1], "stop", **fields)], "m:f", 10)
+
+
+def test_a_reward_that_the_environment_gave_is_kept() -> None:
+    sample = Sample(PROMPT, [1], [0.1], [1], "stop", rewards={"tests_passed": 3}, reward=0.5)
+    assert checked([sample], "m:f", 10)[0].reward == 0.5

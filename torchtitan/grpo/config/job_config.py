@@ -379,7 +379,18 @@ class Rollout:
     `job.dump_folder`/rollouts, oldest removed first. 0 keeps nothing."""
     environment: str = ""
     """Multi-turn rollouts: `module:function` of an `async def rollout(client, prompt)` that returns samples.
-    Empty: one answer per prompt."""
+    `endpoint`: a harness outside plays them through `serve_port`. Empty: one answer per prompt."""
+    serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
+    """Port of an OpenAI-compatible endpoint of the run, for environments and harnesses that speak HTTP:
+    docs/endpoint.md. It records what it samples. 0: none."""
+    serve_host: str = "127.0.0.1"
+    """Address where the endpoint listens. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
+    serve_key_env: str = ""
+    """Environment variable that holds the API key which the endpoint asks for. The key itself is never written or
+    logged."""
+    episode_lease_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
+    """With `environment = "endpoint"`: an episode whose harness makes no model call for so long is handed out again,
+    twice at most. Let it exceed the longest tool call."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
     slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
@@ -559,7 +570,8 @@ class Data:
 class Reward:
     functions: list[str] = field(default_factory=lambda: ["exact_match"])
     """Built-in names (exact_match, numeric_match, math_verify, reasoning_gym) or `module:function`, which may be
-    `async def` and may take a group's answers at once (docs/rewards.md)."""
+    `async def` and may take a group's answers at once (docs/rewards.md). Empty: `rollout.environment` gives rewards.
+    Answers with a reward from it are not scored."""
     weights: list[float] = field(default_factory=list)
     """One weight per function. Empty: 1 each."""
     answer_pattern: str = ""

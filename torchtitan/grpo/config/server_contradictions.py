@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.keys import keys, show
-from torchtitan.grpo.config.urls import url_problem
+from torchtitan.grpo.config.urls import is_loopback, url_problem
 from torchtitan.grpo.server_commands import OWN_FLAGS
 
 _INSTEAD = {
@@ -60,7 +60,33 @@ def check_servers(config: JobConfig) -> Iterator[str]:
             yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
-    yield from check_function("rollout.environment", rollout.environment)
+    if rollout.environment != "endpoint":
+        yield from check_function("rollout.environment", rollout.environment)
+    yield from _check_endpoint(config)
+
+
+def _check_endpoint(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    plays = rollout.environment == "endpoint"
+    if plays and not rollout.serve_port:
+        yield (
+            '[rollout] environment = "endpoint" is a harness that speaks to the run\'s endpoint: set serve_port, as in '
+            "8100"
+        )
+    lease = rollout.episode_lease_seconds
+    if not plays and lease != keys()["rollout.episode_lease_seconds"].default:
+        yield f'[rollout] episode_lease_seconds = {lease:g} is read with environment = "endpoint" only'
+    if not rollout.serve_port:
+        for name in ("serve_host", "serve_key_env"):
+            value = getattr(rollout, name)
+            if value != keys()[f"rollout.{name}"].default:
+                shown = show(value) if name == "serve_host" else "..."  # it may be the key itself
+                yield f"[rollout] {name} = {shown} is read with [rollout] serve_port over 0 only"
+    elif not is_loopback(rollout.serve_host) and not rollout.serve_key_env:
+        yield (
+            f"[rollout] serve_host = {show(rollout.serve_host)} is open to other machines: name the variable of an API "
+            'key in serve_key_env, or set serve_host = "127.0.0.1"'
+        )
 
 
 def _check_colocated(config: JobConfig) -> Iterator[str]:

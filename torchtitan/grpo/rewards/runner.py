@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torchtitan_overlay
-from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.config.job_config import Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import is_async, is_safe, resolve, source, takes_group
@@ -47,13 +47,13 @@ class RewardRunner:
 
     Args:
         reward: The `[reward]` section, which `load_config` has checked.
-        api_key_env: `[rollout] api_key_env`, a variable that the functions do not get.
+        rollout: The `[rollout]` section. Functions do not get the variables of its keys.
 
     Raises:
         UserError: A function cannot be found, or does not take an answer and a prompt.
     """
 
-    def __init__(self, reward: Reward, api_key_env: str = ""):
+    def __init__(self, reward: Reward, rollout: Rollout | None = None):
         self._names = list(reward.functions)
         self._weights = list(reward.weights) or [1.0] * len(self._names)
         self._functions = [resolve(name) for name in self._names]
@@ -66,11 +66,12 @@ class RewardRunner:
         self.scored = 0
         """Number of scored answers since the start."""
         self._lock = threading.Lock()
-        secrets = {name for name in os.environ if SECRET.search(name)} | {api_key_env}
+        own = (rollout.api_key_env, rollout.serve_key_env) if rollout else ()
+        secrets = {name for name in os.environ if SECRET.search(name)} | set(own)
         hidden = sorted(secrets - set(reward.secrets))
         self._workers = [
             RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden)
-            for _ in range(reward.workers)
+            for _ in range(reward.workers if self._names else 0)
         ]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -90,6 +91,8 @@ class RewardRunner:
             UserError: Functions gave no score at all. The message has the place of each in the user's code, what it
                 returned or raised, and what to change. Or a worker process could not start.
         """
+        if not self._names:
+            return
         worker = self._idle.get()
         try:
             problems = [problem for i in range(len(self._names)) if (problem := self._problem(worker, i, prompts))]
@@ -138,6 +141,10 @@ class RewardRunner:
             UserError: A worker process could not start.
             RuntimeError: The runner was closed.
         """
+        if not self._names:
+            for sample in samples:
+                sample.reward_failures = {"environment": "gave no reward, and [reward] functions is empty"}
+            return
         if any(self._takes_group) or any(self._is_async):
             chunks = [list(group) for _, group in itertools.groupby(samples, lambda sample: id(sample.prompt))]
         else:

@@ -37,6 +37,14 @@ class Scorer(Protocol):
     def score(self, samples: list[Sample]) -> None: ...
 
 
+class Endpoint(Protocol):
+    """What environments reach as `client.endpoint`, see `endpoint/server.py`. It is closed with the collector."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
 class Collector:
     """Turns prompts into groups of decoded and scored answers, through a `Router`.
 
@@ -51,6 +59,9 @@ class Collector:
         environment: How a prompt becomes samples.
         environment_name: Its name in the configuration, for error messages.
         group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
+
+    Attributes:
+        endpoint: With `[rollout] serve_port`, set by `endpoint.server.serve`.
     """
 
     def __init__(
@@ -70,6 +81,7 @@ class Collector:
         self.environment = environment
         self.environment_name = environment_name
         self.group_timeout_s = group_timeout_s
+        self.endpoint: Endpoint | None = None
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
         self._abandoned = self._given_up = False
@@ -195,15 +207,17 @@ class Collector:
         """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored."""
 
         last_server = ""
+        servers: dict[str, str] = {}  # that answered each session's last turn
 
-        async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+        async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
             nonlocal last_server
             first = None if suffix else cohort
-            completions = await self.router.answer(prompt, token_ids, params, request_id + suffix, start, first)
-            last_server = completions[-1].server
+            before = servers.get(session, servers.get("", "")) if session else ""
+            completions = await self.router.answer(prompt, token_ids, params, request_id + suffix, start, first, before)
+            last_server = servers[session] = completions[-1].server
             return completions
 
-        client = RolloutClient(self.tokenizer, params, prompt, ask)
+        client = RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, start.waits)
         try:
             samples = await self.environment(client, prompt)
         except (EngineError, FleetError, UserError):
@@ -288,10 +302,12 @@ class Collector:
     def _score(self, group: Group) -> Group:
         for sample in group:
             sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        self.rewards.score(group)
+        self.rewards.score([sample for sample in group if sample.reward is None and not sample.reward_failures])
         return group
 
     async def _shut_down(self) -> None:
+        if self.endpoint is not None:
+            await self.endpoint.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

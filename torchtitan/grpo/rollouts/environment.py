@@ -15,9 +15,12 @@ from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.import_path import load_function
+from torchtitan.grpo.rewards.runner import REWARD_MAX
 
-Ask = Callable[[list[int], SamplingParams, str], Awaitable[list[Completion]]]
-"""(token ids, parameters, suffix of the request id) -> completions."""
+ENDPOINT = "endpoint"
+"""The `[rollout] environment` that is a harness outside, see `endpoint/episodes.py`."""
+Ask = Callable[[list[int], SamplingParams, str, str], Awaitable[list[Completion]]]
+"""(token ids, parameters, suffix of the request id, session) -> completions."""
 
 
 class RolloutClient:
@@ -26,11 +29,25 @@ class RolloutClient:
     Attributes:
         tokenizer: The model's tokenizer.
         params: The group's parameters: `n` samples wanted, `max_tokens` the longest answer over all turns together.
+        endpoint: The run's `endpoint.server.Endpoint`; None if `[rollout] serve_port` is 0.
+        waits: Call it before a wait that is bounded otherwise: the group's time limit then begins at its first request.
+        sessions: How many sessions of the endpoint the group has had.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, prompt: Prompt, ask: Ask) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        prompt: Prompt,
+        ask: Ask,
+        endpoint: Any = None,
+        waits: Callable[[], None] = lambda: None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.params = params
+        self.endpoint = endpoint
+        self.waits = waits
+        self.sessions = 0
         self._prompt_tokens = len(prompt.token_ids)
         self._ask = ask
         self._calls = 0
@@ -44,6 +61,7 @@ class RolloutClient:
         stop_token_ids: tuple[int, ...] = (),
         stop: tuple[str, ...] = (),
         seed: int | None = None,
+        session: str = "",
     ) -> list[Completion]:
         """Continue `token_ids` `n` times. Several calls may run at once (`asyncio.gather`).
 
@@ -52,6 +70,9 @@ class RolloutClient:
                 If nothing is left, the completions are empty and their finish_reason is "length".
             stop_token_ids, stop: Tokens and texts that end this turn, besides those that end an answer.
             seed: None derives one from the group's seed and the number of this call.
+            session: Names a conversation of the group. Its turns go to the same server, which has its prefix cached,
+                while that is in traffic with new enough weights and has a place. Its first turn goes where the group's
+                last call without a session was answered.
         """
         call, self._calls = self._calls, self._calls + 1
         left = self.params.max_tokens - (len(token_ids) - self._prompt_tokens)
@@ -62,7 +83,7 @@ class RolloutClient:
             seed = self.params.seed + call * self.params.n  # servers add the sample's number
         tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), (*self.params.stop, *stop)
         params = replace(self.params, n=n, max_tokens=left, stop_token_ids=tokens, stop=texts, seed=seed)
-        completions = await self._ask(token_ids, params, f"-turn{call}" if call else "")
+        completions = await self._ask(token_ids, params, f"-turn{call}" if call else "", session)
         return [cut_at_stop(completion, texts, self._decode) for completion in completions] if texts else completions
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -116,6 +137,7 @@ async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
 
 def load_environment(name: str) -> Environment:
     """The function that `[rollout] environment` names; `single_turn` if it is empty."""
+    name = "torchtitan.grpo.endpoint.episodes:rollout" if name == ENDPOINT else name
     return load_function("[rollout] environment", name, "client", "prompt") if name else single_turn
 
 
@@ -140,6 +162,10 @@ def checked(samples: list[Sample], name: str, max_tokens: int, oldest: int = -1)
         if any(len(column) != tokens for column in columns):
             entries = [len(column) for column in columns]
             raise UserError(f"{where}: a sample of {tokens} tokens has {entries} log-probabilities, versions and masks")
+        rewards = {"reward": sample.reward} if sample.reward is not None else {}
+        for what, value in (rewards | sample.rewards).items():
+            if not isinstance(value, int | float) or not abs(value) <= REWARD_MAX:
+                raise UserError(f"{where}: {what} = {value!r} of a sample is no number of size {REWARD_MAX:g} or less")
         if oldest >= 0 and min(sample.sampled_versions, default=oldest) < oldest:
             raise UserError(
                 f"{where}: a sample has a token of weight version {min(sample.sampled_versions)}, and its group began "
