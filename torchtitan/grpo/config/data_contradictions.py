@@ -118,7 +118,7 @@ def _check_rows(data: Data) -> Iterator[str]:
 
 def check_reward(config: JobConfig) -> Iterator[str]:
     reward = config.reward
-    if not reward.functions:
+    if not reward.functions and not (config.distill.teacher_urls and config.distill.mode == "only"):
         yield '[reward] functions is empty: name at least one, as in ["exact_match"]'
     for function, times in Counter(reward.functions).items():
         if times > 1:

@@ -62,13 +62,15 @@ def check_machine(
         *_check_dashboards(config),
         *([] if target is not None else _check_servers_python(config, gpus)),  # a dry run starts none
     ]
-    name = config.rollout.api_key_env
-    if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
-        messages.append("[rollout] api_key_env is not a variable's name: give one like VLLM_API_KEY, not the key")
-    elif name and not os.environ.get(name):
-        messages.append(
-            f"[rollout] api_key_env = {show(name)}: the variable is not set: export it, or leave the key out"
-        )
+    for section, name in (("rollout", config.rollout.api_key_env), ("distill", config.distill.api_key_env)):
+        if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
+            messages.append(
+                f"[{section}] api_key_env is not a variable's name: give one like VLLM_API_KEY, not the key"
+            )
+        elif name and not os.environ.get(name):
+            messages.append(
+                f"[{section}] api_key_env = {show(name)}: the variable is not set: export it, or leave the key out"
+            )
     for name in config.reward.secrets:
         if not os.environ.get(name):
             messages.append(f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out")

@@ -1,4 +1,4 @@
-"""The base address of a server, as `[rollout] urls` and the lines of `[rollout] urls_file` write it."""
+"""The base address of a server, as `[rollout] urls`, the lines of `[rollout] urls_file` and `[distill]` write it."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +20,15 @@ def url_problem(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
         return f"{shortened(repr(url))} is no base address: write http://host:port or https://host:port"
     return None
+
+
+def teachers_by_source(entries: list[str]) -> dict[str, list[str]]:
+    """`[distill] teacher_urls` by the source whose prompts they score; "" has those for all other prompts."""
+    teachers: dict[str, list[str]] = {}
+    for entry in entries:
+        source, _, url = entry.rpartition("=")
+        teachers.setdefault(source, []).append(url.rstrip("/"))
+    return teachers
 
 
 def read_urls(path: str | Path) -> list[str]:
