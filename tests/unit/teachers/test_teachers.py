@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import TINY_QWEN3
+from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread, tiny_model
 from tests.helpers.ranks import free_port
 from tests.helpers.served_logprobs import answer_logprobs
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.teachers.connect import connect_teachers
@@ -227,3 +228,10 @@ def test_a_teacher_that_is_missing_or_too_short_is_refused(
 ):
     with pytest.raises(UserError, match=rf"\[distill\] a teacher: .*{words}"):
         connect_teachers(config_of(url(servers[0]), flags=flags), load_tokenizer(str(TINY_QWEN3)))
+
+
+def test_a_dry_run_says_what_an_advantage_is_and_who_scores(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    said = describe(config_of("http://a:1", "http://b:1", flags=("--distill.mode", "add", "--distill.coef", "0.5")))
+    assert "of a token: that of the reward + 0.5 * (log p_teacher - log p_sampler)" in said
+    assert "of all prompts: http://a:1, http://b:1 (embedded)" in said and "must take 25 tokens" in said
