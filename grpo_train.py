@@ -49,7 +49,7 @@ from torchtitan.grpo.model.source import load_hf_weights, resolve_and_check, wri
 from torchtitan.grpo.nodes import Nodes
 from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.policy import losses
-from torchtitan.grpo.policy.advantages import group_advantages, less_penalties
+from torchtitan.grpo.policy.advantages import less_penalties, reward_advantages
 from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
@@ -80,6 +80,7 @@ from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.running import running
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit
+from torchtitan.grpo.teachers.connect import connect_teachers
 from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.tools.logging import logger
@@ -207,15 +208,14 @@ class Trainer:
 
     def pack(self, groups: list[Group], step: int) -> Batch:
         """Turn rewards into advantages and answers into packed rows: this rank's rows of each minibatch."""
-        grpo, budget = self.config.grpo, self.row_tokens
+        grpo, budget, limit = self.config.grpo, self.row_tokens, self.config.rollout.max_answer_tokens
         ahead = step > self.step
         if not ahead:  # ahead, this step's activations may still need the memory
             self.offload.prefetch()
         with self.ledger.stage("pack"):
-            limit = self.config.rollout.max_answer_tokens
             shaped = [[shaped_reward(s, grpo, limit) for s in group] for group in groups]
             rewards, servers = self.broadcast.json([shaped, self.sampler_check.servers(groups, step - 1)])
-            advantages = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
+            advantages = reward_advantages(rewards, grpo, self.config.distill)
             minibatches: list[list[Microbatch]] = []
             packed = []
             for part in split(len(advantages), grpo.minibatches):
@@ -225,7 +225,7 @@ class Trainer:
                     # The sampler's log-probabilities meet a policy that the first minibatch has changed.
                     compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
                     numbers = partial(self.sampler_check.numbers, compared)
-                    samples = training_samples(*own, step - 1, grpo, limit, numbers)
+                    samples = training_samples(*own, step - 1, grpo, limit, numbers, self.config.distill)
                     rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
                     packed.append(rows)
                 minibatches.append([row.to(self.device) for row in self.broadcast.rows(rows, self.data_rank)])
@@ -399,7 +399,7 @@ class Trainer:
             if self.data_group is not None:
                 dist.all_reduce(kl, group=self.data_group)
             rewards = less_penalties(rewards, (grpo.kl_coef * kl).tolist())
-            by_group = group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
+            by_group = reward_advantages(rewards, grpo, self.config.distill)
             batch.advantages[part.start : part.stop] = by_group
             advantages = torch.tensor([a for group in by_group for a in group], device=self.device)
             for row in rows:
@@ -426,7 +426,8 @@ class Trainer:
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout))
+            rewards = RewardRunner(config.reward, config.rollout, config.distill)
+            self.rewards = self.resources.enter_context(rewards)
             self.held_out = load_held_out(config, self.tokenizer) if config.validation.enable else []
             self.prompts = load_training(config, self.tokenizer, self.held_out)
             self.environment = load_environment(config.rollout.environment)
@@ -461,6 +462,7 @@ class Trainer:
         self.own_servers = OwnServers(self.config, self.device, trainers_here)
         self.resources.callback(self.own_servers.close)
         if self.is_rank0:
+            self.teachers = connect_teachers(self.config, self.tokenizer)
             self.own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
     def _build(self) -> None:
@@ -547,6 +549,7 @@ class Trainer:
                 config.training.steps,
                 lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
                 config.reward.max_failed_fraction,
+                self.teachers,
             )
         self.sampler_check = SamplerCheck(config, self.fleet if self.is_rank0 else None)
         sync = self.own_servers.weight_sync

@@ -30,9 +30,11 @@ class ServerThread:
         version: Of its weights.
         port: 0 takes a free one; that of a server that was killed is where it comes back.
         takes_weights: It gets a model of its own.
+        folder: Which it says that its model is from.
     """
 
-    def __init__(self, version: int, port: int = 0, takes_weights: bool = False) -> None:
+    def __init__(self, version: int, port: int = 0, takes_weights: bool = False, folder: str = "tiny") -> None:
+        self.folder = folder
         model = copy.deepcopy(tiny_model()) if takes_weights else tiny_model()
         self.generator = Generator(model, max_sequences=64, max_model_len=128)
         self.generator.version = version_name(version)
@@ -49,7 +51,7 @@ class ServerThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
     async def _start(self, port: int) -> None:
-        app = EmbeddedApp(self.generator, "tiny").application()
+        app = EmbeddedApp(self.generator, self.folder).application()
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", port).start()

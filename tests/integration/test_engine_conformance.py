@@ -35,6 +35,8 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
 from torchtitan.grpo.servers.supervisor import Supervisor
+from torchtitan.grpo.teachers.connect import check_tokenizer, served_by, vocabulary_probes
+from torchtitan.grpo.teachers.scorers import SCORERS
 from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -210,6 +212,47 @@ def test_top_p_and_min_p_keep_the_likeliest_tokens(served: Served):
     seen = [{c.token_ids[0] for c in group} for group in served.ask(*[(PROMPT, shape) for shape in shapes])]
     assert seen[0] <= set(by_top_p.tolist()) and seen[1] <= set(by_min_p.tolist())
     assert not seen[2] <= seen[0] | seen[1], "without them, other tokens are sampled too"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_log_probabilities_of_given_tokens_for_which_a_teacher_is_asked(served: Served, temperature, monkeypatch):
+    """vLLM and SGLang give those of temperature 1, whatever the request says: [distill] refuses others with them."""
+    [model] = served.server().control.models()
+    client = SCORERS[served.engine](served.url, None, model["id"], 60.0, temperature)
+    asked = [(PROMPT, [7, 9, 11]), ([5, 9], [4000, 17, 300, 8]), (PROMPT, PROMPT[:40])]
+
+    def request(asked: list, plain=client._request) -> tuple:
+        route, body = plain(asked)
+        if "sampling_params" not in body:
+            return route, body | {"temperature": temperature}
+        return route, body | {"sampling_params": [p | {"temperature": temperature} for p in body["sampling_params"]]}
+
+    monkeypatch.setattr(client, "_request", request)
+
+    async def run() -> list[list[float]]:
+        found = await asyncio.gather(*(client.score(asked, f"r{i}") for i in range(2)))
+        await client.close()
+        return found[1]
+
+    computed = temperature if served.engine == "embedded" else 1.0
+    for (prompt, answer), found in zip(asked, asyncio.run(run()), strict=True):
+        expected = answer_logprobs(served.references["A"], prompt, answer, computed)
+        assert (torch.tensor(found) - expected).abs().max() <= EXACT
+
+
+def test_the_tokenizer_by_which_a_teacher_is_known(served: Served):
+    folder = str(served.folders["A"])
+    control, tokenizer = served.server().control, load_tokenizer(folder)
+    name, served_model = served_by(control, 1024)
+    assert served_model.config["vocab_size"] == 4096
+    probes = list(vocabulary_probes(tokenizer))
+    check_tokenizer(control, name, tokenizer, probes)
+    other = load_tokenizer(folder)
+    other.add_tokens(["12"])
+    with pytest.raises(UserError, match=rf"{served.url} serves .*whose tokenizer is not that of the trained model"):
+        check_tokenizer(control, name, other, [*probes, "12+3="])
+    with pytest.raises(UserError, match=rf"{served.url}: serves at most 1024 tokens.*up to 1025"):
+        served_by(control, 1025)
 
 
 def test_a_prompt_that_is_too_long_is_refused(served: Served):

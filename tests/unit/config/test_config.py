@@ -320,6 +320,51 @@ BAD_TOML = {
     "weight not finite": ("[reward]\nweights = [nan]", "[reward] weights", "entry 0: nan is not a finite number"),
     "weights": ("[reward]\nweights = [1.0, 2.0]", "[reward] weights has 2 entries for 1", "one for each"),
     "zero weights": ("[reward]\nweights = [0.0]", "[reward] weights", "every reward would be 0"),
+    "a teacher's key without one": ("[distill]\ncoef = 2.0", "[distill] coef = 2.0", "with teacher_urls only"),
+    "a teacher's address": ("[distill]\nteacher_urls = ['host:1']", "[distill] teacher_urls", "no base address"),
+    "a teacher twice": ("[distill]\nteacher_urls = ['http://a:1', 'http://a:1/']", "has http://a:1 twice"),
+    "a teacher that is trained": (
+        "[distill]\nteacher_urls = ['http://a:1']\n[rollout]\nurls = ['http://a:1/']",
+        "[distill] teacher_urls has http://a:1",
+        "it gets the trained weights",
+    ),
+    "a teacher of no source": (
+        "[distill]\nteacher_urls = ['http://a:1', 'smal=http://b:1']\n[[data.mixture]]\nname = 'small'",
+        '[distill] teacher_urls names "smal"',
+        'did you mean "small"?',
+    ),
+    "a source without a teacher": (
+        "[distill]\nteacher_urls = ['a=http://b:1']\n[[data.mixture]]\nname = 'a'\n[[data.mixture]]\nname = 'b'",
+        'no teacher for the prompts of "b"',
+    ),
+    "a teacher's temperature": (
+        "[distill]\nteacher_urls = ['http://a:1']\nengine = 'sglang'\n[rollout]\ntemperature = 0.7",
+        '[rollout] temperature = 0.7 with [distill] engine = "sglang"',
+        "set temperature = 1",
+    ),
+    "a teacher and gspo": (
+        "[distill]\nteacher_urls = ['http://a:1']\n[grpo]\npolicy_loss = 'gspo'",
+        '[grpo] policy_loss = "gspo" with [distill]',
+        'use "ppo" or "cispo"',
+    ),
+    "a teacher and KL in the reward": (
+        "[distill]\nteacher_urls = ['http://a:1']\n[grpo]\nkl_coef = 0.1\nkl_placement = 'reward'",
+        '[grpo] kl_placement = "reward" with [distill]',
+        'use kl_placement = "loss"',
+    ),
+    "a teacher's time": (
+        "[distill]\nteacher_urls = ['http://a:1']\ntimeout_seconds = 2000",
+        "[distill] timeout_seconds = 2000",
+        "group_timeout_seconds = 1200",
+    ),
+    "a validation without rewards": (
+        "[distill]\nteacher_urls = ['http://a:1']\n[reward]\nfunctions = []\n[validation]\nenable = true",
+        "[validation] enable = true needs [reward] functions",
+    ),
+    "no function beside a teacher": (
+        "[distill]\nteacher_urls = ['http://a:1']\nmode = 'add'\n[reward]\nfunctions = []",
+        "[reward] functions is empty",
+    ),
     "no function": ("[reward]\nfunctions = []", "[reward] functions is empty", "exact_match", "environment"),
     "function without name": ("[reward]\nfunctions = ['']", "[reward] functions", 'no built-in ""', "module:function"),
     "function misspelt": ("[reward]\nfunctions = ['exact_mach']", "[reward] functions", 'did you mean "exact_match"?'),
@@ -696,6 +741,8 @@ def test_api_key_variable(monkeypatch):
     ("flags", "says"),
     [
         (["--rollout.api_key_env", "sk-1f2e"], "api_key_env"),
+        (["--distill.teacher_urls", "http://a:1", "--distill.api_key_env", "sk-1f2e"], "api_key_env"),
+        (["--distill.teacher_urls", "http://u:sk-1f2e@host:1"], r"\[distill\] api_key_env"),
         (["--rollout.urls", "http://u:sk-1f2e@host:1"], "api_key_env"),
         (["--rollout.urls", "http://u:sk-1f2e@host:99999"], "Port out of range"),
     ],

@@ -3,6 +3,7 @@ import json
 import logging
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from torchtitan.grpo.reporting.meanings import meaning
 from torchtitan.grpo.reporting.sample_log import SampleLog, given_text
 from torchtitan.grpo.reporting.step_metrics import policy_metrics, rollout_metrics, validation_metrics
 from torchtitan.grpo.reporting.writers import MetricsLogger
+from torchtitan.grpo.teachers.teachers import Teachers
 
 
 @functools.cache
@@ -298,7 +300,10 @@ def test_text_that_is_no_valid_unicode_is_written(run, tmp_path):
 
 def test_metrics_are_documented():
     groups = [group_of([0.0, 1.0])]
-    names = {name for _, name, *_ in FIELDS}
+    taught = groups[0][0]
+    taught.prompt = replace(taught.prompt, source="sums")
+    taught.teacher_logprobs = [-1.0] * len(taught.token_ids)
+    names = {name for _, name, *_ in FIELDS} | Teachers({}, 1.0).metrics().keys() | {"distill/teacher_s"}
     answers = HeldOutAnswers(HeldOut("", [], 2, 1.0, 8), groups * 2, groups * 2)
     names |= set(rollout_metrics(groups, [[0.0, 1.0]], 0, 0)) | set(validation_metrics([answers], config_of().reward))
     per_token = torch.zeros(2)

@@ -367,6 +367,7 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     buffer = StalenessBuffer(2, 1, 4)
     entries = began(buffer, 0, 3)
     sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0)
+    sample.teacher_logprobs = [-0.25, 0.0]
     unscored = replace(sample, reward=None, reward_failures={"g": "raised OSError: down"})
     compacted = replace(sample, prompt=replace(sample.prompt, token_ids=[7, 8, 9], text="a summary"))
     buffer.finish(entries[0], [sample, unscored, compacted])

@@ -17,6 +17,7 @@ from torchtitan.grpo.config.data_contradictions import (
     check_tables,
     check_warm_start,
 )
+from torchtitan.grpo.config.distill_contradictions import check_distill
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import keys, show
 from torchtitan.grpo.config.server_contradictions import check_servers, check_sglang_adapters, check_weight_sync
@@ -43,6 +44,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         check_sglang_adapters,
         _check_async,
         check_reward,
+        check_distill,
         check_warm_start,
     )
     checks = (*of_both, *((check_sft,) if job == "sft" else of_grpo))

@@ -118,7 +118,8 @@ def _check_rows(data: Data) -> Iterator[str]:
 
 def check_reward(config: JobConfig) -> Iterator[str]:
     reward = config.reward
-    if not reward.functions and not config.rollout.environment:
+    teacher_alone = config.distill.teacher_urls and config.distill.mode == "only"
+    if not (reward.functions or config.rollout.environment or teacher_alone):
         yield (
             '[reward] functions is empty: name at least one, as in ["exact_match"], or a [rollout] environment that '
             "gives rewards"

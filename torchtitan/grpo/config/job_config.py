@@ -591,6 +591,29 @@ class Reward:
 
 
 @dataclass
+class Distill:
+    teacher_urls: list[str] = field(default_factory=list)
+    """Base addresses of running servers of a teacher, which scores each token that the model samples: on-policy
+    distillation (docs/distillation.md). `name=http://host:port` is a teacher for the `[[data.mixture]]` source with
+    that name, others are for all further prompts. Empty: off."""
+    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """What the teachers' servers are. `vllm` and `sglang` give log-probabilities at temperature 1 only, which
+    `rollout.temperature` must then be; `embedded` gives them at any."""
+    mode: Literal["only", "add"] = "only"
+    """`only`: a token's advantage is the teacher's term, and rewards are but measured; `reward.functions` may be empty.
+    `add`: the teacher's term is added to the advantage of the reward."""
+    coef: Annotated[float, Range(above=0, why="leave teacher_urls out for no teacher")] = 1.0
+    """The teacher's term of a token is `coef` times its log-probability by the teacher less that by the sampler. In
+    expectation that is `coef` times the negative reverse KL divergence."""
+    api_key_env: str = ""
+    """Environment variable that holds the API key of the teachers' servers."""
+    timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
+    """Longest wait for the scores of a group. A request that fails, or takes half of it, goes to another teacher of the
+    same prompts, or again to the only one. Without scores the group's answers count as failed rewards
+    (`reward.max_failed_fraction`)."""
+
+
+@dataclass
 class Sft:
     steps: Annotated[int, Range(at_least=0)] = 0
     """Supervised steps on prompts and reference answers before GRPO. 0: none. `sft_train.py` takes `training.steps`."""
@@ -661,5 +684,6 @@ class JobConfig:
     offload: Offload = field(default_factory=Offload)
     data: Data = field(default_factory=Data)
     reward: Reward = field(default_factory=Reward)
+    distill: Distill = field(default_factory=Distill)
     sft: Sft = field(default_factory=Sft)
     ray: Ray = field(default_factory=Ray)

@@ -63,12 +63,14 @@ def check_machine(
         *_check_endpoint(config, job),
         *([] if target is not None else _check_servers_python(config, gpus)),  # a dry run starts none
     ]
-    for key in ("api_key_env", "serve_key_env"):
-        name = getattr(config.rollout, key)
+    for section, key in (("rollout", "api_key_env"), ("rollout", "serve_key_env"), ("distill", "api_key_env")):
+        name = getattr(getattr(config, section), key)
         if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
-            messages.append(f"[rollout] {key} is not a variable's name: give one like VLLM_API_KEY, not the key")
+            messages.append(f"[{section}] {key} is not a variable's name: give one like VLLM_API_KEY, not the key")
         elif name and not os.environ.get(name):
-            messages.append(f"[rollout] {key} = {show(name)}: the variable is not set: export it, or leave the key out")
+            messages.append(
+                f"[{section}] {key} = {show(name)}: the variable is not set: export it, or leave the key out"
+            )
     for name in config.reward.secrets:
         if not os.environ.get(name):
             messages.append(f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out")

@@ -1,4 +1,4 @@
-"""Addresses: base addresses of servers, as `[rollout] urls` and `urls_file` write them, and hosts to listen at."""
+"""Addresses: of servers, as `[rollout] urls`, lines of `urls_file` and `[distill]` write them; hosts to listen at."""
 
 import ipaddress
 from pathlib import Path
@@ -29,6 +29,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def teachers_by_source(entries: list[str]) -> dict[str, list[str]]:
+    """`[distill] teacher_urls` by the source whose prompts they score; "" has those for all other prompts."""
+    teachers: dict[str, list[str]] = {}
+    for entry in entries:
+        source, _, url = entry.rpartition("=")
+        teachers.setdefault(source, []).append(url.rstrip("/"))
+    return teachers
 
 
 def read_urls(path: str | Path) -> list[str]:

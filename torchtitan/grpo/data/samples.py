@@ -7,6 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+TEACHER = "teacher"
+"""The name in `Sample.reward_failures` under which a teacher's failure stands."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,13 @@ class Sample:
         text: The decoded answer, without special tokens.
         rewards: The score of each reward function that did not fail.
         reward: Their weighted sum. None before the answer is scored, and if a function failed on it: then the answer is
-            left out of its group. It is not trained on, and enters no baseline. If an environment has set it, or
-            `reward_failures`, no function scores the answer.
+            left out of its group, as it is if a teacher failed on it. It is not trained on, and enters no baseline. If
+            an environment has set it, or `reward_failures`, no function scores the answer.
         loss_mask: True for tokens that the model sampled and that are trained on. The others came from an environment,
             for example a tool's result. None: all are True.
         reward_failures: The reward functions that failed on the answer, and why.
+        teacher_logprobs: With `[distill]`: the teacher's log-probability of each token, at the sampling temperature.
+            None without a teacher, or if it failed. Outside `loss_mask` it is there and means nothing.
         servers: (first token, server) for each stretch of tokens that one server sampled. Filled in if left empty.
     """
 
@@ -89,6 +93,7 @@ class Sample:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float | None = None
     reward_failures: dict[str, str] = field(default_factory=dict)
+    teacher_logprobs: list[float] | None = None
     servers: list[tuple[int, str]] = field(default_factory=list)
 
     @property

@@ -4,11 +4,13 @@ import os
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
+from torchtitan.grpo.config.distill_contradictions import source_names
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.machine import planned_ranks
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
+from torchtitan.grpo.config.urls import teachers_by_source
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
 from torchtitan.grpo.dry_run.memory import Memory, checkpoint_bytes, memory_bytes, sent_bytes
 from torchtitan.grpo.dry_run.shared_gpu import shared_gpu_lines
@@ -63,7 +65,7 @@ def batch_lines(config: JobConfig, world_size: int) -> list[str]:
     ]
     if config.sft.steps:
         lines.append(f"  warm start       {config.sft.steps:,} supervised steps of {config.sft.batch_size} pairs")
-    lines += _mixture_lines(config)
+    lines += _mixture_lines(config) + _teacher_lines(config)
     if config.validation.enable:
         asked = sum(each.prompts * (1 + each.samples_per_prompt) for each in held_out_sets(config))
         lines.append(f"  validation       {asked:,} answers every {config.validation.freq} steps")
@@ -97,6 +99,20 @@ def _mixture_lines(config: JobConfig) -> list[str]:
     weights = sum(source.weight for source in config.data.mixture)
     shares = ", ".join(f"{source.name} {source.weight / weights:.0%}" for source in config.data.mixture)
     return [f"  mixture          {shares}"]
+
+
+def _teacher_lines(config: JobConfig) -> list[str]:
+    distill = config.distill
+    if not distill.teacher_urls:
+        return []
+    advantage = f"{distill.coef:g} * (log p_teacher - log p_sampler)"
+    whole = advantage if distill.mode == "only" else f"that of the reward + {advantage}"
+    lines = [f"  advantage        of a token: {whole}"]
+    for source, urls in teachers_by_source(distill.teacher_urls).items():
+        whose = f"of {source}" if source else "of all other prompts" if source_names(config) else "of all prompts"
+        lines.append(f"  teachers         {whose}: {', '.join(urls)} ({distill.engine}); they score every answer")
+    longest = config.data.max_prompt_tokens + config.rollout.max_answer_tokens + 1
+    return [*lines, f"                   and must take {longest:,} tokens"]
 
 
 def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[str]:

@@ -201,7 +201,11 @@ class HttpControl:
         """Log-probabilities of the most likely next tokens."""
         raise NotImplementedError
 
-    def _models(self) -> list[dict[str, Any]]:
+    def tokenize(self, body: dict[str, Any]) -> list[int]:
+        """Token ids of a text, by the server's tokenizer: every engine's `/tokenize`."""
+        return self._json("POST", "/tokenize", "tokenizer", lambda said: list(said["tokens"]), body=body)
+
+    def models(self) -> list[dict[str, Any]]:
         """The served models' entries of `/v1/models`, which every engine has."""
         return self._json("GET", "/v1/models", "model info", lambda said: [dict(model) for model in said["data"]])
 

@@ -99,7 +99,7 @@ class SglangControl(HttpControl):
         return identity(here.name, {"architectures": model.get("architectures")} | here.config)
 
     def _served_tokens(self) -> int | None:
-        models = self._models()
+        models = self.models()
         return models[0].get("max_model_len") if models else None
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:

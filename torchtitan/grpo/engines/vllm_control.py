@@ -44,7 +44,7 @@ class VllmControl(HttpControl):
         Raises:
             UserError: The server lists no model.
         """
-        models = self._models()
+        models = self.models()
         if not models:
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]
@@ -55,7 +55,7 @@ class VllmControl(HttpControl):
         self.world_size()
         model = self.model_info()
         if trained is not None:
-            self._check_model(_identity(model), trained)
+            self._check_model(served_identity(model), trained)
         served = model.get("max_model_len")
         if served is not None and served < longest_tokens:
             raise UserError(
@@ -145,7 +145,7 @@ class VllmControl(HttpControl):
             )
 
 
-def _identity(model: dict[str, Any]) -> ModelIdentity:
+def served_identity(model: dict[str, Any]) -> ModelIdentity:
     """Of an entry of `/v1/models`: what it tells, or else what the folder that it names says, if that is here."""
     name, config = str(model.get("root") or model.get("id")), model.get(KEY)
     return identity(name, config) if isinstance(config, dict) else identity_of_folder(name)

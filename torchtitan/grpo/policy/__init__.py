@@ -3,6 +3,7 @@
 groups of samples, scored                       data/, rollouts/, rewards/
   batch.py       rewards shaped, samples chosen, minibatches split
   advantages.py  rewards of a group -> advantages
+  distillation.py  a teacher's log-probabilities -> advantages of tokens
   losses.py      token weights; PPO, GSPO, CISPO, KL, importance correction (pure functions on [T])
   rows.py        PackedSample -> PackedRow (host) -> Microbatch (device)
   packing.py     samples -> rows of equal cost on every rank

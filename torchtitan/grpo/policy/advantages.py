@@ -5,7 +5,16 @@ from typing import Literal
 
 import torch
 
+from torchtitan.grpo.config.job_config import Distill, Grpo
+
 STD_EPSILON = 1e-4  # added to the standard deviation, as in TRL's GRPOTrainer
+
+
+def reward_advantages(rewards: Sequence[Sequence[float | None]], grpo: Grpo, distill: Distill) -> list[list[float]]:
+    """What rewards give the advantage of each answer: `group_advantages`, or zeros if only a teacher counts."""
+    if distill.teacher_urls and distill.mode == "only":
+        return [[0.0] * len(group) for group in rewards]
+    return group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
 
 
 def group_advantages(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchtitan.grpo.config.job_config import Grpo
+from torchtitan.grpo.config.job_config import Distill, Grpo
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.policy.advantages import overlong_penalty, zero_variance
+from torchtitan.grpo.policy.distillation import teacher_advantages
 from torchtitan.grpo.policy.losses import KLEstimator, kl_estimate, token_weights
 from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
@@ -33,7 +34,9 @@ def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float |
 
 
 def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int) -> bool:
-    """Whether the group's rewards differ. Equal rewards, or fewer than two, give advantages of zero."""
+    """Whether the group's rewards differ, or a teacher scored it. Else its advantages are zero."""
+    if any(sample.teacher_logprobs is not None and sample.reward is not None for sample in group):
+        return True
     return not zero_variance([shaped_reward(sample, grpo, max_answer_tokens) for sample in group])
 
 
@@ -55,6 +58,7 @@ def training_samples(
     grpo: Grpo,
     max_answer_tokens: int,
     servers_of: Callable[[Sample], list[int]] = lambda sample: [],
+    distill: Distill | None = None,
 ) -> list[PackedSample]:
     """One minibatch's answers, ready to pack.
 
@@ -62,6 +66,7 @@ def training_samples(
         advantages: By group and sample.
         version: Of the weights that are trained; a token's age is this minus the version that sampled it.
         servers_of: Each token's `PackedSample.servers`.
+        distill: How a teacher's scores, where there are any, become advantages.
     """
     answers = [(s, a) for group, own in zip(groups, advantages, strict=True) for s, a in zip(group, own, strict=True)]
     weights = token_weights(
@@ -80,6 +85,7 @@ def training_samples(
             [version - sampled_by for sampled_by in sample.versions],
             sample.loss_mask,
             servers_of(sample),
+            teacher_advantages(sample, distill.coef) if distill else [],
         )
         for (sample, advantage), weight in zip(answers, weights, strict=True)
         if weight or grpo.kl_placement == "reward"  # a sample without weight costs nothing, unless KL needs its place

@@ -43,7 +43,7 @@ def pack(
             `model.packed.attention_tokens`; infinity balances tokens.
     Raises:
         UserError: a sample exceeds the budget, or the budget is not a multiple of `pad_multiple`.
-        ValueError: an empty prompt, or log-probabilities, ages, servers or a loss mask that do not match the answer.
+        ValueError: an empty prompt, or values per token that do not match the answer.
     """
     if budget_tokens < 1 or budget_tokens % pad_multiple:
         raise UserError(
@@ -92,6 +92,7 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
         ),
         ("ages", sample.ages or sample.answer_ids),
         ("servers", sample.servers or sample.answer_ids),
+        ("token advantages", sample.token_advantages or sample.answer_ids),
         ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
     ):
         if len(values) != len(sample.answer_ids):
@@ -211,7 +212,11 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Pa
         lay(ints["servers"], (s.servers or [0] * end for s, end in zip(laid, ends, strict=True)))
     if any(s.sampler_logprobs for s in laid):
         lay(floats["sampler_logprobs"], (s.sampler_logprobs or [0.0] * end for s, end in zip(laid, ends, strict=True)))
-    floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
+    if any(s.token_advantages for s in laid):
+        terms = (s.token_advantages or [0.0] * end for s, end in zip(laid, ends, strict=True))
+        lay(floats["advantages"], ([s.advantage + a for a in own] for s, own in zip(laid, terms, strict=True)))
+    else:
+        floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
     floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
     return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats))
 

@@ -29,6 +29,7 @@ class PackedSample:
         loss_mask: One per answer token. False marks context that an environment gave, which is not trained. None
             trains all.
         servers: One per answer token, see `SamplerCheck.numbers`. Empty means zeros.
+        token_advantages: One per answer token, added to `advantage`. Empty means zeros.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -39,6 +40,7 @@ class PackedSample:
     ages: list[int] = field(default_factory=list)
     loss_mask: list[bool] | np.ndarray | None = None
     servers: list[int] = field(default_factory=list)
+    token_advantages: list[float] = field(default_factory=list)
 
     @property
     def trained_end(self) -> int:

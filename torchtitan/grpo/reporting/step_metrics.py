@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.held_out import HeldOutAnswers
-from torchtitan.grpo.data.samples import Group, Sample
+from torchtitan.grpo.data.samples import TEACHER, Group, Sample
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.policy.advantages import zero_variance
+from torchtitan.grpo.policy.distillation import reverse_kl_sum
 from torchtitan.grpo.reporting.estimates import estimates
 from torchtitan.grpo.weight_sync.report import SyncReport
 
@@ -39,7 +40,7 @@ def rollout_metrics(
     lengths = [sample.sampled_tokens for sample in samples]
     metrics = {
         "reward/zero_variance_fraction": fmean(map(zero_variance, rewards)),
-        "reward/failures": sum(len(sample.reward_failures) for sample in samples),
+        "reward/failures": sum(len(sample.reward_failures.keys() - {TEACHER}) for sample in samples),
         "reward/failed_fraction": 1 - len(scored) / len(samples),
         "rollout/answer_tokens": sum(lengths),
         "rollout/answer_tokens_mean": fmean(lengths),
@@ -62,7 +63,21 @@ def rollout_metrics(
         for name, score in sample.rewards.items():
             by_function[name].append(score)
     metrics |= {f"reward/{name}": fmean(scores) for name, scores in by_function.items()}
-    return metrics | _source_metrics(groups)
+    return metrics | _source_metrics(groups) | _teacher_metrics(samples)
+
+
+def _teacher_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Reverse KL divergence per token to the teachers, of each source too if there are several; none without any."""
+    taught = [sample for sample in samples if sample.teacher_logprobs is not None]
+    failures = sum(TEACHER in sample.reward_failures for sample in samples)
+    if not taught:
+        return {"distill/failures": failures} if failures else {}
+    metrics: dict[str, float] = {"distill/failures": failures}
+    for source in dict.fromkeys(["", *(sample.prompt.source for sample in taught)]):
+        own = [sample for sample in taught if source in ("", sample.prompt.source)]
+        name = f"distill/{source}/reverse_kl" if source else "distill/reverse_kl"
+        metrics[name] = sum(map(reverse_kl_sum, own)) / max(1, sum(sample.sampled_tokens for sample in own))
+    return metrics
 
 
 def _source_metrics(groups: list[Group]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import inspect
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
 from torchtitan.grpo.stopping import StopRequested
+from torchtitan.grpo.teachers.teachers import Teachers
 
 T = TypeVar("T")
 
@@ -83,6 +84,8 @@ class Collector:
         self.group_timeout_s = group_timeout_s
         self.endpoint: Endpoint | None = None
         self._listeners: list[Callable[[], None]] = []
+        self.to_close: list[Callable[[], Awaitable[None]]] = []
+        """Called on the event loop when it ends."""
         self._loop = asyncio.new_event_loop()
         self._abandoned = self._given_up = False
         self._collecting: set[asyncio.Task] = set()
@@ -203,8 +206,10 @@ class Collector:
         start: GroupStart,
         cohort: Cohort | None = None,
         answered: Callable[[], None] = lambda: None,
+        teachers: Teachers | None = None,
     ) -> Group:
-        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored."""
+        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored, by
+        rewards and at the same time by `teachers`."""
 
         last_server = ""
         servers: dict[str, str] = {}  # that answered each session's last turn
@@ -232,7 +237,8 @@ class Collector:
         for sample in group:
             sample.servers = sample.servers or [(0, last_server)]
         answered()
-        return await self._loop.run_in_executor(self._scoring, self._score, group)
+        rewarded = self._loop.run_in_executor(self._scoring, self._score, group)
+        return await (teachers.scored(group, rewarded) if teachers else rewarded)
 
     async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:
         if self._given_up:
@@ -313,6 +319,8 @@ class Collector:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.router.close()
+        for close in self.to_close:
+            await close()
 
 
 def _awaits(task: asyncio.Task) -> str:

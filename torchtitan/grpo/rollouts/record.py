@@ -4,6 +4,7 @@
 CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay all answers end to end:
 
     token_ids, logprobs, versions, loss_mask    one entry per answer token: int32, float32, int32, bool
+    teacher_logprobs                            float32, the same; only with [distill]
     answer_lengths                              tokens of each answer, int64
     prompt_ids, prompt_lengths                  the same for the prompts, each of them once
     about                                       JSON as bytes: rewards, texts, and which answer is of which group
@@ -29,7 +30,13 @@ from torchtitan.tools.logging import logger
 
 FOLDER = "rollouts"
 FORMAT = 1
-PER_TOKEN = {"token_ids": np.int32, "logprobs": np.float32, "versions": np.int32, "loss_mask": np.bool_}
+PER_TOKEN = {
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "loss_mask": np.bool_,
+    "teacher_logprobs": np.float32,
+}
 """Fields of `Sample` with an entry per token. The trainer too computes with float32 log-probabilities."""
 _COMPRESSION = 1
 """zlib's level: higher ones take several times as long and save a few percent."""
@@ -134,7 +141,8 @@ def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.
 
     def described(sample: Sample) -> dict[str, Any]:
         known = _fields(sample, but=PER_TOKEN)
-        return known | {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None}
+        taught = {"taught": True} if sample.teacher_logprobs is not None else {}
+        return known | {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None} | taught
 
     about = {
         "format": FORMAT,
@@ -145,6 +153,10 @@ def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.
     }
     columns = {name: [getattr(sample, name) for sample in samples] for name in PER_TOKEN}
     columns["loss_mask"] = [sample.loss_mask or [True] * len(sample.token_ids) for sample in samples]
+    if all(sample.teacher_logprobs is None for sample in samples):
+        del columns["teacher_logprobs"]
+    else:
+        columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
     prompt_ids = [prompt.token_ids for prompt in prompts]
     return {
         **{name: _laid(lists, PER_TOKEN[name]) for name, lists in columns.items()},
@@ -165,12 +177,15 @@ def _groups(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]
         Prompt(token_ids=ids, **known | {"functions": tuple(known["functions"])})
         for ids, known in zip(prompt_ids, about["prompts"], strict=True)
     ]
-    per_token = zip(*(_cut(arrays[name], arrays["answer_lengths"]) for name in PER_TOKEN), strict=True)
+    names = [name for name in PER_TOKEN if name in arrays or name != "teacher_logprobs"]
+    per_token = zip(*(_cut(arrays[name], arrays["answer_lengths"]) for name in names), strict=True)
 
     def sample(known: dict[str, Any]) -> Sample:
-        values = known | dict(zip(PER_TOKEN, next(per_token), strict=True)) | {"prompt": prompts[known["prompt"]]}
+        values = known | dict(zip(names, next(per_token), strict=True)) | {"prompt": prompts[known["prompt"]]}
         if not values.pop("masked"):
             values["loss_mask"] = None
+        if not values.pop("taught", False):
+            values["teacher_logprobs"] = None
         return Sample(**values)
 
     return [[sample(known) for known in group] for group in about["groups"]]

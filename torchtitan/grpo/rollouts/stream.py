@@ -20,6 +20,7 @@ from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
 from torchtitan.grpo.stopping import StopRequested
+from torchtitan.grpo.teachers.teachers import Teachers
 from torchtitan.tools.logging import logger
 
 VALIDATION_S = 10.0
@@ -59,6 +60,7 @@ class RolloutStream:
         params: How each prompt is answered; its seed is the run's.
         has_signal: Whether a group teaches anything. If not, it is replaced if `grpo` says so.
         max_failed_fraction: Largest share of a step's answers without a reward. Replaced groups count too.
+        teachers: They score each group too.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RolloutStream:
         steps: int,
         has_signal: Callable[[Group], bool],
         max_failed_fraction: float,
+        teachers: Teachers | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Groups since the start of the run: asked, finished, replaced, late, timed_out."""
@@ -85,6 +88,9 @@ class RolloutStream:
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
         self._has_signal = has_signal
         self._max_failed_fraction = max_failed_fraction
+        self._teachers = teachers
+        if teachers:
+            collector.to_close.append(teachers.close)
         per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
         max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         self._buffer = StalenessBuffer(
@@ -166,6 +172,7 @@ class RolloutStream:
             return (
                 counts
                 | self._prompts.epochs()
+                | (self._teachers.metrics() if self._teachers else {})
                 | {
                     "rollout/retried": self._collector.router.retried,
                     "rollout/groups_ready": complete,
@@ -312,7 +319,7 @@ class RolloutStream:
         async with asyncio.timeout(self._timeout_s) as limit:
             start = BufferedStart(self._buffer, entry, limit, self._timeout_s)
             return await self._collector.group(
-                entry.prompt, params, request_id, start, cohort, lambda: self._answered(entry)
+                entry.prompt, params, request_id, start, cohort, lambda: self._answered(entry), self._teachers
             )
 
     def _answered(self, entry: Entry) -> None:

@@ -5,6 +5,7 @@
     server.py          HTTP: parses requests, gathers cohorts, takes weight updates (weight_wire/receiver.py)
     worker.py          the thread that owns generator and model; a pause takes effect between two of its steps
     generator.py       continuous batching: rows join and leave between two forward passes
+    scoring.py         log-probabilities of given tokens, for a trainer to which this server is a teacher
     kv_cache.py        keys and values of the running rows
     sampling.py        noise per row and position, so that seeded answers repeat in any batch
     model.py           loads the model, and takes one version's tensors into it

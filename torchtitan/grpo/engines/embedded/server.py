@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from transformers import AutoTokenizer
 
 from torchtitan.grpo.engines.embedded.adapters import check_adapters
 from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
+from torchtitan.grpo.engines.embedded.scoring import completions, token_logprobs
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
 from torchtitan.grpo.model_identity import KEY, identity
@@ -76,6 +78,7 @@ class EmbeddedApp:
         self._joining: Future | None = None
         self._update: ModelUpdate | None = None
         self._torn = False
+        self._tokenizer: Any = None
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._errors], client_max_size=BODY_BYTES_MAX)
@@ -84,6 +87,8 @@ class EmbeddedApp:
                 web.get("/health", self.health),
                 web.get("/v1/models", self.models),
                 web.post("/inference/v1/generate", self.generate),
+                web.post("/v1/completions", self.completions),
+                web.post("/tokenize", self.tokenize),
                 web.post("/pause", self.pause),
                 web.post("/resume", self.resume),
                 web.get("/is_paused", self.is_paused),
@@ -148,12 +153,8 @@ class EmbeddedApp:
         return web.json_response(self._reply(request))
 
     def _parse(self, body: dict) -> Request:
-        token_ids, sampling = body.get("token_ids"), body.get("sampling_params", {})
-        if not isinstance(token_ids, list) or not token_ids or not all(type(t) is int for t in token_ids):
-            raise BadRequest("token_ids must be a list of at least one integer")
+        token_ids, sampling = self._token_ids(body.get("token_ids"), "token_ids"), body.get("sampling_params", {})
         vocab_size = self.generator.model.config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            raise BadRequest(f"token_ids must lie in 0..{vocab_size - 1}")
         if not isinstance(sampling, dict):
             raise BadRequest("sampling_params must be an object")
         if body.get("stream"):
@@ -192,6 +193,47 @@ class EmbeddedApp:
             raise BadRequest(str(error)) from error
         request_id = str(body.get("request_id") or uuid.uuid4().hex)
         return Request(request_id, token_ids, params, top_logprobs, flat_logprobs and not top_logprobs)
+
+    async def completions(self, http: web.Request) -> web.Response:
+        """Scores given tokens and completes nothing. The temperature is that of vLLM's pull request 37082."""
+        body = await _json(http)
+        asked = body.get("prompt")
+        if body.get("prompt_logprobs") != 0:
+            raise BadRequest("this server only scores here: set prompt_logprobs = 0, or use /inference/v1/generate")
+        if not isinstance(asked, list) or not asked:
+            raise BadRequest("prompt must be a list of lists of token ids")
+        sequences = [self._token_ids(ids, "prompt") for ids in asked]
+        for ids in sequences:
+            if len(ids) > self.generator.max_model_len:
+                raise BadRequest(f"a prompt has {len(ids)} tokens, --max-model-len is {self.generator.max_model_len}")
+        temperature = _temperature({"temperature": body.get("prompt_logprobs_temperature", 1.0)})
+        if not temperature:
+            raise BadRequest("prompt_logprobs_temperature must be over 0")
+        if self._torn:
+            return _error(503, "a weight update failed or is not finished: the weights are a mix of two versions")
+        model = self.generator.model
+        logprobs = await self._call(lambda: token_logprobs(model, sequences, temperature))
+        return web.json_response(completions(self.model_name, sequences, logprobs))
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        text = (await _json(http)).get("prompt")
+        if not isinstance(text, str):
+            raise BadRequest("prompt must be a text")
+        if self._tokenizer is None:
+            if not os.path.isfile(os.path.join(self.model_name, "tokenizer.json")):
+                raise BadRequest(f"{self.model_name} has no tokenizer.json")
+            load = AutoTokenizer.from_pretrained
+            self._tokenizer = await asyncio.to_thread(load, self.model_name, local_files_only=True)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": self.generator.max_model_len})
+
+    def _token_ids(self, token_ids: Any, name: str) -> list[int]:
+        if not isinstance(token_ids, list) or not token_ids or not all(type(t) is int for t in token_ids):
+            raise BadRequest(f"{name} must be a list of at least one integer")
+        vocab_size = self.generator.model.config.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            raise BadRequest(f"{name} must lie in 0..{vocab_size - 1}")
+        return token_ids
 
     def _reply(self, request: Request) -> dict:
         prompt_tokens = len(request.prompt_ids)

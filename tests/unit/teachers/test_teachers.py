@@ -1,0 +1,237 @@
+"""Teachers on real embedded servers: what they answer, who is asked when one fails, and who is refused at the start."""
+
+import asyncio
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.embedded_servers import ServerThread, tiny_model
+from tests.helpers.ranks import free_port
+from tests.helpers.served_logprobs import answer_logprobs
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.teachers.connect import connect_teachers
+from torchtitan.grpo.teachers.scorers import EmbeddedScorer, SglangScorer, VllmScorer
+from torchtitan.grpo.teachers.teachers import Teachers
+
+PROMPTS = [[5, 9, 30, 17], [8, 6]]
+ANSWERS = [[7, 3, 11, 60, 2], [14]]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerThread]]:
+    servers = [ServerThread(0, folder=str(TINY_QWEN3)) for _ in range(2)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def group_of(source: str = "") -> Group:
+    prompt = Prompt(3, PROMPTS[0], "", source=source)
+    return [Sample(prompt, ids, [-1.0] * len(ids), [0] * len(ids), "stop") for ids in (*ANSWERS, [])]
+
+
+def scorer(url: str, temperature: float = 1.0, request_s: float = 20.0) -> EmbeddedScorer:
+    return EmbeddedScorer(url, None, "tiny", request_s, temperature)
+
+
+def scored(teachers: Teachers, *groups: Group, then: Callable[[], Group] | None = None) -> None:
+    """Score groups whose rewards are there, all at once; after them the one of `then`."""
+
+    async def rewarded(group: Group) -> Group:
+        for sample in group:
+            sample.reward = 1.0
+        return group
+
+    async def run() -> None:
+        try:
+            await asyncio.gather(*(teachers.scored(group, rewarded(group)) for group in groups))
+            if then:
+                group = then()
+                await teachers.scored(group, rewarded(group))
+        finally:
+            await teachers.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_scores_are_those_of_transformers_and_do_not_depend_on_what_else_is_asked(servers, temperature):
+    asked = list(zip(PROMPTS, ANSWERS, strict=True))
+
+    async def run() -> list[list[list[float]]]:
+        client = scorer(servers[0].url, temperature)
+        alone = await client.score(asked, "alone")
+        crowd = await asyncio.gather(*(client.score(asked[: i % 2 + 1], f"r{i}") for i in range(12)))
+        await client.close()
+        return [alone, *crowd]
+
+    alone, *crowd = asyncio.run(run())
+    for (prompt, answer), found in zip(asked, alone, strict=True):
+        expected = answer_logprobs(tiny_model(), prompt, answer, temperature)
+        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
+    assert all(each == crowd[i % 2] for i, each in enumerate(crowd)) and crowd[1] == alone
+
+
+def test_a_group_is_scored_by_the_teacher_of_its_source(servers):
+    groups = [group_of("sums"), group_of("words")]
+    nobody = scorer("http://127.0.0.1:1")
+    scored(Teachers({"sums": [scorer(servers[0].url)], "": [scorer(servers[1].url)]}, 10.0), *groups)
+    for group in groups:
+        assert [len(sample.teacher_logprobs) for sample in group] == [5, 1, 0]
+        assert [sample.reward for sample in group] == [1.0] * 3
+    late = group_of("sums")
+    scored(Teachers({"sums": [nobody], "": [scorer(servers[1].url)]}, 0.5), late)
+    assert [sample.reward for sample in late] == [None] * 3 and late[0].teacher_logprobs is None
+
+
+def test_another_teacher_answers_for_one_that_is_gone_or_hangs(servers):
+    with socket.socket() as hangs:
+        hangs.bind(("127.0.0.1", 0))
+        hangs.listen()
+        for url in (f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{hangs.getsockname()[1]}"):
+            teachers = Teachers({"": [scorer(url, request_s=0.5), scorer(servers[0].url)]}, 10.0)
+            groups, failed = [group_of() for _ in range(4)], []
+
+            def later(teachers: Teachers = teachers, failed: list[int] = failed) -> Group:
+                failed.append(teachers.failed_requests)
+                return group_of()
+
+            scored(teachers, *groups, then=later)
+            assert all(sample.reward == 1.0 and sample.teacher_logprobs is not None for g in groups for sample in g)
+            assert 1 <= failed[0] <= 4 and teachers.metrics()["distill/teacher_s"] > 0
+            assert teachers.failed_requests == failed[0], "the one that failed is asked last"
+
+
+def test_a_teacher_that_comes_back_in_time_is_asked_again():
+    server = ServerThread(0)
+    teachers, group = Teachers({"": [scorer(server.url)]}, 20.0), group_of()
+    server.kill()
+
+    async def run() -> None:
+        async def rewarded() -> Group:
+            await asyncio.sleep(0.3)
+            back.append(await asyncio.to_thread(ServerThread, 0, server.port))
+            return group
+
+        await teachers.scored(group, rewarded())
+        await teachers.close()
+
+    back: list[ServerThread] = []
+    asyncio.run(run())
+    back[0].close()
+    assert [len(sample.teacher_logprobs) for sample in group] == [5, 1, 0]
+
+
+def test_a_group_without_scores_is_left_out_in_time_and_says_whose_are_missing():
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    teachers, group = Teachers({"": [scorer(url) for url in urls]}, 1.5), group_of()
+    began = time.monotonic()
+    scored(teachers, group)
+    assert time.monotonic() - began < 10
+    for sample in group:
+        assert sample.reward is None and sample.teacher_logprobs is None
+        why = sample.reward_failures["teacher"]
+        assert why.startswith("gave no log-probabilities within 1.5 s ([distill] timeout_seconds): ")
+        assert any(url in why for url in urls)
+
+
+def test_what_the_user_can_fix_ends_the_run(servers):
+    group = group_of()
+    group[0].token_ids = [64_000]  # no token of this teacher
+    with pytest.raises(UserError, match=rf"\[distill\] a teacher: {servers[0].url} refuses .*prompt must lie in 0\.\."):
+        scored(Teachers({"": [scorer(servers[0].url)]}, 10.0), group)
+
+
+ASKED = [([5, 6], [7, 8])]
+ODD_REPLIES = {
+    "no answer": (VllmScorer, {"choices": []}),
+    "other tokens": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, *[{"9": {"logprob": -1}}] * 3]}]}),
+    "too few": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, {"6": {"logprob": -1}}]}]}),
+    "not a logprob": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, {"6": {"logprob": 3}}]}]}),
+    "sglang: too few": (SglangScorer, [{"meta_info": {"input_token_logprobs": [[None, 6, None], [-1, 7, None]]}}]),
+    "sglang: none": (SglangScorer, [{"meta_info": {"input_token_logprobs": [[None, 6, None]] * 3}}]),
+    "sglang: not two": (SglangScorer, [{"meta_info": {"input_token_logprobs": []}}] * 2),
+}
+
+
+@pytest.mark.parametrize("name", ODD_REPLIES)
+def test_a_reply_that_is_about_something_else_is_the_teachers_failure(name, monkeypatch):
+    kind, reply = ODD_REPLIES[name]
+    client = kind("http://teacher", None, "tiny", 5.0)
+
+    async def post(*_: object) -> bytes:
+        return json.dumps(reply).encode()
+
+    monkeypatch.setattr(client, "_post", post)
+    with pytest.raises(EngineError, match="request r: the answer is not as expected"):
+        asyncio.run(client.score(ASKED, "r"))
+
+
+def config_of(*urls: str, flags: tuple[str, ...] = ()):
+    config = "train_configs/quickstart.toml"
+    words = ["--job.config_file", config, "--distill.teacher_urls", ",".join(urls), *flags]
+    return load_config([*words, "--rollout.start_timeout_seconds", "1"])
+
+
+def test_teachers_are_checked_at_the_start(servers):
+    tokenizer = load_tokenizer(str(TINY_QWEN3))
+    assert connect_teachers(load_config(["--job.config_file", "train_configs/quickstart.toml"]), tokenizer) is None
+    group = group_of()
+    scored(connect_teachers(config_of(*(server.url for server in servers)), tokenizer), group)
+    expected = answer_logprobs(tiny_model(), PROMPTS[0], ANSWERS[0], 1.2)  # the quickstart's temperature
+    torch.testing.assert_close(torch.tensor(group[0].teacher_logprobs), expected, atol=1e-5, rtol=0)
+
+
+def swapped(folder: Path) -> Path:
+    """A folder whose tokenizer has two digits' ids exchanged."""
+    shutil.copytree(TINY_QWEN3, folder)
+    path = folder / "tokenizer.json"
+    said = json.loads(path.read_text())
+    vocab = said["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    path.write_text(json.dumps(said))
+    return folder
+
+
+def test_another_tokenizer_is_refused_and_both_are_named(tmp_path):
+    server = ServerThread(0, folder=str(swapped(tmp_path / "other")))
+    try:
+        with pytest.raises(
+            UserError, match=rf"{server.url} serves .*other, whose tokenizer is not .*tiny_qwen3: it re"
+        ):
+            connect_teachers(config_of(server.url), load_tokenizer(str(TINY_QWEN3)))
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "flags", "words"),
+    [
+        (lambda _: "http://127.0.0.1:1", (), r"not healthy after 1 s.*correct \[distill\] teacher_urls"),
+        (lambda server: server.url, ("--training.seq_len", "256", "--rollout.max_answer_tokens", "128"), "up to 145"),
+    ],
+)
+def test_a_teacher_that_is_missing_or_too_short_is_refused(
+    servers, url: Callable[[ServerThread], str], flags: tuple[str, ...], words: str
+):
+    with pytest.raises(UserError, match=rf"\[distill\] a teacher: .*{words}"):
+        connect_teachers(config_of(url(servers[0]), flags=flags), load_tokenizer(str(TINY_QWEN3)))
+
+
+def test_a_dry_run_says_what_an_advantage_is_and_who_scores(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    said = describe(config_of("http://a:1", "http://b:1", flags=("--distill.mode", "add", "--distill.coef", "0.5")))
+    assert "of a token: that of the reward + 0.5 * (log p_teacher - log p_sampler)" in said
+    assert "of all prompts: http://a:1, http://b:1 (embedded)" in said and "must take 25 tokens" in said

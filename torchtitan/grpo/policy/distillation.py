@@ -1,0 +1,25 @@
+"""On-policy distillation: a teacher's scores as advantages. Pure functions.
+
+The student samples a token, and its advantage is how much likelier the teacher finds it. The policy gradient of that is
+the gradient of the negative reverse KL divergence KL(student || teacher) of each token's distribution, at the states
+that the student visits (GKD, arXiv 2306.13649; "On-Policy Distillation", Thinking Machines, 2025, as a reward per token
+with a discount of 0). The loss functions know nothing of it: they take any advantage per token.
+"""
+
+from torchtitan.grpo.data.samples import Sample
+
+
+def teacher_advantages(sample: Sample, coef: float) -> list[float]:
+    """What the teacher contributes to the advantage of each token: coef * (log p_teacher - log p_sampler).
+
+    Empty without a teacher. Outside `loss_mask` the values mean nothing, as the log-probabilities there.
+    """
+    if sample.teacher_logprobs is None:
+        return []
+    return [coef * (t - s) for t, s in zip(sample.teacher_logprobs, sample.logprobs, strict=True)]
+
+
+def reverse_kl_sum(sample: Sample) -> float:
+    """The estimate of KL(sampler || teacher), summed over the tokens that the model sampled; in nats."""
+    mask = sample.loss_mask or [True] * len(sample.token_ids)
+    return -sum(a for a, sampled in zip(teacher_advantages(sample, 1.0), mask, strict=True) if sampled)
