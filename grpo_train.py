@@ -38,6 +38,7 @@ from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
+from torchtitan.grpo.environments.load import loaded_environment, prompt_source
 from torchtitan.grpo.errors import UserError, refuse
 from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
@@ -71,7 +72,6 @@ from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
@@ -426,9 +426,10 @@ class Trainer:
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
             self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
-            self.held_out = load_held_out(config, self.tokenizer) if config.validation.enable else []
-            self.prompts = load_training(config, self.tokenizer, self.held_out)
-            self.environment = load_environment(config.rollout.environment)
+            self.environment = self.resources.enter_context(loaded_environment(config.rollout))
+            make = prompt_source(self.environment)
+            self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []
+            self.prompts = load_training(config, self.tokenizer, self.held_out, make)
             self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
 
     def _init_distributed(self) -> None:
@@ -533,6 +534,7 @@ class Trainer:
                 self.environment,
                 rollout.environment,
                 rollout.group_timeout_seconds,
+                rollout.environment_concurrency,
             )
             self.resources.callback(self.collector.close)
             self.rollouts = RolloutStream(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.keys import keys, show
+from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.server_commands import OWN_FLAGS
 
@@ -17,6 +18,8 @@ _INSTEAD = {
 """What to write in place of a server's flag."""
 _STOP_STRINGS_MAX = 32
 """SGLang takes no more for one request."""
+_PACKAGES = {"verifiers": "the name of a taskset", "openenv": "its address, or module:Class of its client"}
+"""Packages of environments, and what `[rollout] environment` has behind their name."""
 
 
 def check_servers(config: JobConfig) -> Iterator[str]:
@@ -60,7 +63,26 @@ def check_servers(config: JobConfig) -> Iterator[str]:
             yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
-    yield from check_function("rollout.environment", rollout.environment)
+    yield from _check_environment(config)
+
+
+def _check_environment(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    kind, colon, name = rollout.environment.partition(":")
+    if not (colon and kind in _PACKAGES):
+        yield from check_function("rollout.environment", rollout.environment)
+    elif not name:
+        yield f"[rollout] environment = {show(rollout.environment)}: put {_PACKAGES[kind]} behind the colon"
+    if rollout.environment:
+        return
+    for key in ("environment_args", "environment_concurrency"):
+        if value := getattr(rollout, key):
+            yield f"[rollout] {key} = {show(value)} is read with [rollout] environment only: leave it out"
+    tables = [("[data]", config.data)] if not config.data.mixture else []
+    tables += [(title, table.data) for title, table in titled_tables(config)]
+    for title, data in tables:
+        if data.source == "environment":
+            yield f'{title} source = "environment" are the rows of [rollout] environment, and there is none: name one'
 
 
 def _check_colocated(config: JobConfig) -> Iterator[str]:

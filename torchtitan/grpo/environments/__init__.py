@@ -1,9 +1,10 @@
-"""Environments: rollouts of several turns, named by `[rollout] environment = "module:function"`.
+"""Environments: rollouts of several turns, named by `[rollout] environment`.
 
+    load.py          from `[rollout] environment` and its arguments to an `Environment`
     calculator.py    the model may call a calculator, whose results are masked out of the loss
 
-An environment is an `async def rollout(client, prompt)` that returns the samples of one group. What it uses is in
-`rollouts/environment.py`: `RolloutClient` sends requests to the servers, `Turns` builds a sample from turns. It may
-live in any module that Python can import: nothing else in the project knows which environment runs.
+An environment is an `async def rollout(client, prompt)` that returns the samples of one group, or an object with more
+to it. What it uses is in `rollouts/environment.py`: `RolloutClient` sends requests to the servers, `Turns` builds a
+sample. It may live in any module that Python can import: nothing else in the project knows which environment runs.
 docs/environments.md says how to write one.
 """
