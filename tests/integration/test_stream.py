@@ -559,7 +559,7 @@ def test_groups_on_which_the_environment_fails_are_replaced(make_run, ahead) -> 
 
 
 class OneByOne:
-    """Makes each sample by itself: the second of a group fails, hangs or is late, by the prompt's place in the order."""
+    """Makes each sample by itself. The second one of a prompt among `ways` crashes, hangs or is slow."""
 
     per_sample = True
 

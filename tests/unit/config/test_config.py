@@ -310,7 +310,7 @@ BAD_TOML = {
     "weight not finite": ("[reward]\nweights = [nan]", "[reward] weights", "entry 0: nan is not a finite number"),
     "weights": ("[reward]\nweights = [1.0, 2.0]", "[reward] weights has 2 entries for 1", "one for each"),
     "zero weights": ("[reward]\nweights = [0.0]", "[reward] weights", "every reward would be 0"),
-    "no function": ("[reward]\nfunctions = []", "[reward] functions is empty", "exact_match"),
+    "no function": ("[reward]\nfunctions = []", "[reward] functions is empty", "exact_match", "environment"),
     "function without name": ("[reward]\nfunctions = ['']", "[reward] functions", 'no built-in ""', "module:function"),
     "function misspelt": ("[reward]\nfunctions = ['exact_mach']", "[reward] functions", 'did you mean "exact_match"?'),
     "function as address": (

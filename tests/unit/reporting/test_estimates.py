@@ -81,3 +81,4 @@ def test_a_full_reward_counts_the_functions_of_the_prompt():
     reward = Reward(functions=["exact_match", "my:format"], weights=[1.0, 0.5])
     assert full_reward(PROMPT, reward) == 1.5
     assert full_reward(Prompt(0, [1], "", functions=("my:format",)), reward) == 0.5
+    assert full_reward(PROMPT, Reward(functions=[])) == 1.0

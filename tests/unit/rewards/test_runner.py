@@ -545,3 +545,12 @@ def test_512_exact_matches_are_fast():
             times.append(time.monotonic() - start)
     assert sum(sample.reward for sample in samples) == 256
     assert min(times) < 0.2, times
+
+
+def test_without_functions_an_answer_has_no_reward_and_no_process_starts():
+    with RewardRunner(Reward(functions=[])) as runner:
+        runner.check([Prompt(0, [1], "?")])
+        runner.score(samples := make_samples("a"))
+        assert runner._workers == []
+    assert samples[0].reward is None
+    assert "gave no reward" in samples[0].reward_failures["environment"]

@@ -796,3 +796,14 @@ def test_the_first_server_with_new_weights_gets_its_share_only(make_collector, n
     collector.fleet.admit(first, VERSION + 2)
     assert len(future.result(10)) == 8
     assert time.monotonic() - begin < HOLD_S + 5 and second.client.started == asked
+
+
+def test_answers_with_a_reward_of_the_environment_are_not_scored(make_collector) -> None:
+    async def judged(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        first, second = await single_turn(client, prompt)
+        first.reward = -3.0
+        return [first, second]
+
+    [group] = make_collector(environment=judged).collect(prompts_of(1), PARAMS, "judged")
+    assert [sample.rewards for sample in group] == [{}, {"length": float(len(group[1].text))}]
+    assert group[0].reward == -3.0 and group[0].text

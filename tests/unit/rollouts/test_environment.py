@@ -163,3 +163,15 @@ def test_tokens_from_before_the_group_are_refused() -> None:
     assert checked([sample], "m:f", 10, 4) == [sample]
     with pytest.raises(UserError, match=r"'m:f': a sample has a token of weight version 4, and its group began at 5"):
         checked([sample], "m:f", 10, 5)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, "1", [1.0]])
+def test_rewards_that_are_no_numbers_are_refused(reward: object) -> None:
+    for fields in ({"reward": reward}, {"rewards": {"tests_passed": reward}}):
+        with pytest.raises(UserError, match=r"environment = 'm:f': (reward|tests_passed) = .* is no number of size"):
+            checked([Sample(PROMPT, [1], [0.1], [1], "stop", **fields)], "m:f", 10)
+
+
+def test_a_reward_that_the_environment_gave_is_kept() -> None:
+    sample = Sample(PROMPT, [1], [0.1], [1], "stop", rewards={"tests_passed": 3}, reward=0.5)
+    assert checked([sample], "m:f", 10)[0].reward == 0.5

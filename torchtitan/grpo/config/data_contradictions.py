@@ -118,8 +118,11 @@ def _check_rows(data: Data) -> Iterator[str]:
 
 def check_reward(config: JobConfig) -> Iterator[str]:
     reward = config.reward
-    if not reward.functions:
-        yield '[reward] functions is empty: name at least one, as in ["exact_match"]'
+    if not reward.functions and not config.rollout.environment:
+        yield (
+            '[reward] functions is empty: name at least one, as in ["exact_match"], or a [rollout] environment that '
+            "gives rewards"
+        )
     for function, times in Counter(reward.functions).items():
         if times > 1:
             yield f"[reward] functions has {show(function)} {times} times: give it a weight instead"

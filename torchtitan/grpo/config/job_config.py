@@ -564,7 +564,8 @@ class Data:
 class Reward:
     functions: list[str] = field(default_factory=lambda: ["exact_match"])
     """Built-in names (exact_match, numeric_match, math_verify, reasoning_gym) or `module:function`, which may be
-    `async def` and may take a group's answers at once (docs/rewards.md)."""
+    `async def` and may take a group's answers at once (docs/rewards.md). Empty: `rollout.environment` gives rewards.
+    Answers with a reward from it are not scored."""
     weights: list[float] = field(default_factory=list)
     """One weight per function. Empty: 1 each."""
     answer_pattern: str = ""

@@ -71,7 +71,8 @@ class Sample:
         text: The decoded answer, without special tokens.
         rewards: The score of each reward function that did not fail.
         reward: Their weighted sum. None before the answer is scored, and if a function failed on it: then the answer is
-            left out of its group. It is not trained on, and enters no baseline.
+            left out of its group. It is not trained on, and enters no baseline. If an environment has set it, or
+            `reward_failures`, no function scores the answer.
         loss_mask: True for tokens that the model sampled and that are trained on. The others came from an environment,
             for example a tool's result. None: all are True.
         reward_failures: The reward functions that failed on the answer, and why.

@@ -91,6 +91,11 @@ def is_right(sample: Sample, reward: Reward) -> bool:
 
 
 def full_reward(prompt: Prompt, reward: Reward) -> float:
-    """The sum of the weights of the functions that score a prompt's answers."""
+    """The sum of the weights of the functions that score a prompt's answers; 1 if there are none.
+
+    An environment that gives rewards should give 1 to a right answer.
+    """
+    if not reward.functions:
+        return 1.0
     weights = dict(zip(reward.functions, reward.weights or [1.0] * len(reward.functions), strict=True))
     return sum(weights[name] for name in prompt.functions or reward.functions)

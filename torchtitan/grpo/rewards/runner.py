@@ -70,7 +70,7 @@ class RewardRunner:
         hidden = sorted(secrets - set(reward.secrets))
         self._workers = [
             RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden)
-            for _ in range(reward.workers)
+            for _ in range(reward.workers if self._names else 0)
         ]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -90,6 +90,8 @@ class RewardRunner:
             UserError: Functions gave no score at all. The message has the place of each in the user's code, what it
                 returned or raised, and what to change. Or a worker process could not start.
         """
+        if not self._names:
+            return
         worker = self._idle.get()
         try:
             problems = [problem for i in range(len(self._names)) if (problem := self._problem(worker, i, prompts))]
@@ -138,6 +140,10 @@ class RewardRunner:
             UserError: A worker process could not start.
             RuntimeError: The runner was closed.
         """
+        if not self._names:
+            for sample in samples:
+                sample.reward_failures = {"environment": "gave no reward, and [reward] functions is empty"}
+            return
         if any(self._takes_group) or any(self._is_async):
             chunks = [list(group) for _, group in itertools.groupby(samples, lambda sample: id(sample.prompt))]
         else:

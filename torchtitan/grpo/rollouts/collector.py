@@ -286,7 +286,7 @@ class Collector:
     def _score(self, group: Group) -> Group:
         for sample in group:
             sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        self.rewards.score([sample for sample in group if not sample.reward_failures])
+        self.rewards.score([sample for sample in group if sample.reward is None and not sample.reward_failures])
         return group
 
     async def _shut_down(self) -> None:

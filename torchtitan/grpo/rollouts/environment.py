@@ -15,6 +15,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rewards.runner import REWARD_MAX
 
 Ask = Callable[[list[int], SamplingParams, str], Awaitable[list[Completion]]]
 """(token ids, parameters, suffix of the request id) -> completions."""
@@ -151,6 +152,10 @@ def checked(samples: list[Sample], name: str, max_tokens: int, oldest: int = -1)
         if any(len(column) != tokens for column in columns):
             entries = [len(column) for column in columns]
             raise UserError(f"{where}: a sample of {tokens} tokens has {entries} log-probabilities, versions and masks")
+        rewards = {"reward": sample.reward} if sample.reward is not None else {}
+        for what, value in (rewards | sample.rewards).items():
+            if not isinstance(value, int | float) or not abs(value) <= REWARD_MAX:
+                raise UserError(f"{where}: {what} = {value!r} of a sample is no number of size {REWARD_MAX:g} or less")
         if oldest >= 0 and min(sample.sampled_versions, default=oldest) < oldest:
             raise UserError(
                 f"{where}: a sample has a token of weight version {min(sample.sampled_versions)}, and its group began "
