@@ -136,7 +136,7 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     folder = model_folder(arguments.model)
     config = evaluation_config(flags, folder, arguments.engine, arguments.url, arguments.server_flags, arguments.jsonl)
     tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
-    environment = resources.enter_context(loaded_environment(config.rollout))
+    environment = resources.enter_context(loaded_environment(config.rollout, config.data))
     sets = load_held_out(config, tokenizer, prompt_source(environment))
     check_not_trained_on(config, sets, folder, tokenizer)
     rewards = resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))

@@ -15,7 +15,7 @@ from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, sin
 
 
 def load(name: str, **arguments: Any) -> Environment:
-    with loaded_environment(Rollout(environment=name, environment_args=arguments)) as environment:
+    with loaded_environment(Rollout(environment=name, environment_args=arguments), Data()) as environment:
         return environment
 
 
@@ -79,7 +79,7 @@ def test_an_environment_may_bring_its_rows_and_is_closed() -> None:
     Sums.closed = 0
     rollout = Rollout(environment=f"{__name__}:Sums", environment_args={"largest": 5})
     data, tokenizer = Data(source="environment", chat_template=False, shuffle=False), load_tokenizer(str(TINY_QWEN3))
-    with loaded_environment(rollout) as environment:
+    with loaded_environment(rollout, data) as environment:
         prompts = prompt_source(environment)(data, tokenizer, 0, validation_prompts=2)
         assert [(p.text, p.answer, p.columns["i"]) for p in prompts.next(3)] == [
             ("0+0=", "0", 0),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.config.job_config import Data, Rollout
 from torchtitan.grpo.data.load import Make
 from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.errors import UserError, did_you_mean
@@ -18,13 +18,18 @@ KEY = "[rollout] environment"
 
 
 @contextlib.contextmanager
-def loaded_environment(rollout: Rollout) -> Iterator[Environment]:
+def loaded_environment(rollout: Rollout, data: Data) -> Iterator[Environment]:
     """The environment of a run, closed at its end. It is `single_turn` if none is named.
+
+    Args:
+        data: Says how conversations are rendered.
 
     Raises:
         UserError: There is no such environment, its package is not installed, or it does not take these arguments.
     """
-    environment = _load(rollout.environment, rollout.environment_args) if rollout.environment else single_turn
+    environment: Environment = single_turn
+    if rollout.environment:
+        environment = _load(rollout.environment, rollout.environment_args, data.template_arguments)
     try:
         yield environment
     finally:
@@ -36,16 +41,16 @@ def prompt_source(environment: Environment) -> Make:
     return partial(PromptSource, of_environment=rows_of(environment))
 
 
-def _load(name: str, arguments: dict[str, Any]) -> Environment:
+def _load(name: str, arguments: dict[str, Any], template_arguments: dict[str, Any]) -> Environment:
     kind, _, what = name.partition(":")
     if kind == "verifiers":
         from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment  # only now: it imports verifiers
 
-        return _made(VerifiersEnvironment, name, what, **arguments)
+        return _made(VerifiersEnvironment, name, what, template_arguments, **arguments)
     if kind == "openenv":
         from torchtitan.grpo.environments.openenv import OpenEnvEnvironment
 
-        return _made(OpenEnvEnvironment, name, what, **arguments)
+        return _made(OpenEnvEnvironment, name, what, template_arguments, **arguments)
     found = import_function(KEY, name)
     if inspect.isclass(found):
         return _made(found, name, **arguments)
@@ -55,7 +60,7 @@ def _load(name: str, arguments: dict[str, Any]) -> Environment:
     return partial(found, **arguments)
 
 
-def _made(make: Callable[..., Any], name: str, *positional: str, **arguments: Any) -> Environment:
+def _made(make: Callable[..., Any], name: str, *positional: Any, **arguments: Any) -> Environment:
     """An instance of an environment's class."""
     _check_arguments(make, name, *positional, **arguments)
     try:
@@ -68,7 +73,7 @@ def _made(make: Callable[..., Any], name: str, *positional: str, **arguments: An
     return environment
 
 
-def _check_arguments(function: Any, name: str, *positional: str, **arguments: Any) -> None:
+def _check_arguments(function: Any, name: str, *positional: Any, **arguments: Any) -> None:
     """Refuse arguments that the environment does not take, and those that it lacks."""
     try:
         signature = inspect.signature(function)

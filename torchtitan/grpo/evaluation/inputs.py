@@ -149,7 +149,7 @@ def check_not_trained_on(
             setattr(getattr(run, section), name, value)
     try:
         fill_tables(run)
-        with loaded_environment(run.rollout) as environment:
+        with loaded_environment(run.rollout, run.data) as environment:
             make = prompt_source(environment)
             held_out = load_held_out(run, tokenizer, make) if run.validation.enable else []
             trained = load_training(run, tokenizer, held_out, make)

@@ -110,7 +110,8 @@ class GuardedEnvironment:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # not the environment's own error: its group was given up
-            return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({place(error)})")
+            where = getattr(error, "place", None) or place(error)
+            return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
         oldest = -1 if self.is_single_turn else start.min_version()
         return checked(samples, self.name, client.params.max_tokens, oldest)
 
@@ -136,7 +137,11 @@ class GuardedEnvironment:
 def place(error: BaseException) -> str:
     """Where an error was raised: file, line and function of the innermost frame that is not of an installed package."""
     frames = traceback.extract_tb(error.__traceback__)
+    return innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
+
+
+def innermost(frames: list[tuple[str, int, str]]) -> str:
+    """The same of frames as (file, line, function), outermost first."""
     not_own = (*_INSTALLED, "<", __file__)
-    own = [frame for frame in frames if not frame.filename.startswith(not_own)]
-    last = (own or frames)[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}"
+    file, line, function = ([frame for frame in frames if not frame[0].startswith(not_own)] or frames)[-1]
+    return f"{file}:{line} in {function}"

@@ -1,0 +1,374 @@
+"""Environments of the package `verifiers` (https://github.com/PrimeIntellect-ai/verifiers, its v1 interface).
+
+`[rollout] environment = "verifiers:NAME"` names a taskset. Its tasks are the prompts, its rubric gives the rewards, and
+its harness holds the conversation. `[rollout] environment_args` is verifiers' own `[env]` table, and `select`.
+
+A harness sends its model calls to verifiers' interception server, in OpenAI's form. That server asks a `Client`. Here
+it is `FleetClient`, in this process, which asks the run's servers:
+
+    harness -> InterceptionServer -> FleetClient -> endpoint Session -> RolloutClient -> servers
+
+verifiers' own `TrainClient` renders prompts with a template that it has for each known model, and asks one address.
+`FleetClient` renders with the run's own chat template, whatever the model. It knows each call's conversation, so
+samples have the exact tokens, versions and masks, and a call that is given up is cancelled at the server.
+
+verifiers runs on an event loop of its own: a task whose code blocks holds up no request of another group.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
+from torchtitan.grpo.endpoint.requests import CHAT, BadRequest, cut_text, parse, reply, usage
+from torchtitan.grpo.endpoint.sessions import Session, SessionEnded
+from torchtitan.grpo.environments.loop_thread import LoopThread
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.guarded_environment import innermost
+
+try:
+    from pydantic import ValidationError
+    from verifiers.v1.clients import Client, ModelContext
+    from verifiers.v1.configs.client import BaseClientConfig, TrainClientConfig
+    from verifiers.v1.configs.select import SelectConfig
+    from verifiers.v1.dialects import ChatDialect, Dialect
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.env import Env
+    from verifiers.v1.episode import Episode
+    from verifiers.v1.errors import ProviderError
+    from verifiers.v1.graph import PendingTurn
+    from verifiers.v1.interception import InterceptionServer
+    from verifiers.v1.session import RolloutSession
+    from verifiers.v1.task import Task
+    from verifiers.v1.types import Response, SamplingConfig, TurnTokens
+    from verifiers.v1.utils import loaders
+
+    from torchtitan.grpo.environments import in_process
+except ModuleNotFoundError as missing:
+    raise UserError(
+        f'[rollout] environment = "verifiers:..." needs {missing.name!r}: pip install "torchtitan-grpo[verifiers]"'
+    ) from missing
+
+START_TIMEOUT_S = 120.0
+"""Longest wait for the tools that all conversations share."""
+CLOSE_TIMEOUT_S = 10.0
+MODEL = "policy"
+"""The model's name in requests and traces."""
+_ADDRESS = "http://in-process"
+"""Of the model, in verifiers' configuration. Nobody connects to it."""
+IN_PROCESS = {"harness": {"id": "in-process"}, "runtime": {"type": "subprocess"}}
+_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+# verifiers finds a harness as a module of this package.
+sys.modules["verifiers.v1.harnesses.in_process"] = in_process
+logging.getLogger("verifiers").setLevel(logging.WARNING)  # else every conversation is a line
+
+
+class EpisodeFailed(Exception):
+    """An episode that verifiers has given up.
+
+    Attributes:
+        place: Where, if verifiers knows.
+    """
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@dataclass(eq=False)
+class Conversation:
+    """The model calls of one sample: a session for each of verifiers' traces.
+
+    Attributes:
+        loop: The collector's event loop, which servers are asked on.
+    """
+
+    client: RolloutClient
+    prompt: Prompt
+    chat: Chat
+    loop: asyncio.AbstractEventLoop
+    sessions: dict[str, Session] = field(default_factory=dict)
+
+    async def answer(self, trace_id: str, body: dict[str, Any]) -> tuple[dict[str, Any], TurnTokens]:
+        """One model call, on the collector's event loop: the reply in OpenAI's form, and its tokens.
+
+        Raises:
+            ProviderError: The request is refused, or no tokens are left.
+        """
+        if trace_id not in self.sessions:
+            self.sessions[trace_id] = Session(trace_id, _ADDRESS, self.client, self.prompt, len(self.sessions))
+        session = self.sessions[trace_id]
+        try:
+            call = parse(body | {"n": 1, "stream": False}, CHAT, self.client.params)
+            rendered = self.chat.messages(session, body["messages"], call.tools)
+            [(completion, place)] = await session.generate(
+                rendered.token_ids, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
+            )
+        except (BadRequest, SessionEnded) as error:
+            raise ProviderError(str(error), status_code=400) from error
+        if place is None:
+            raise ProviderError(in_process.NO_TOKENS_LEFT, status_code=400)
+        message = reply_message(cut_text(self.chat.decode(completion.token_ids), call.stop), call.tools)
+        session.said[digest_with(rendered.digest, message)] = place
+        called = completion.finish_reason == "stop" and "tool_calls" in message
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if called else completion.finish_reason}
+        counts = usage(len(rendered.token_ids), [completion])
+        tokens = TurnTokens.model_construct(
+            prompt_ids=rendered.token_ids,
+            completion_ids=completion.token_ids,
+            completion_logprobs=completion.logprobs,
+        )
+        return reply("chat.completion", f"{trace_id}-{session.calls}", MODEL, [choice], counts), tokens
+
+
+_CURRENT: ContextVar[Conversation] = ContextVar("conversation")
+"""Of the task that runs an episode, and of the tasks that it starts."""
+
+
+class FleetClient(Client):
+    """Answers model calls of every conversation, by their traces."""
+
+    def __init__(self) -> None:
+        self.conversations: dict[str, Conversation] = {}
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict,
+        sampling: SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        if not isinstance(dialect, ChatDialect):
+            raise ProviderError(
+                "trained models answer /v1/chat/completions only: take a harness that asks there", status_code=400
+            )
+        conversation = self.conversations.get(session_id or "")
+        if conversation is None:
+            raise ProviderError("the sample has ended", status_code=409)
+        answer = asyncio.run_coroutine_threadsafe(conversation.answer(session_id or "", body), conversation.loop)
+        raw, tokens = await asyncio.wrap_future(answer)
+        response = dialect.parse_response(dialect.validate_response(raw))
+        response.raw, response.tokens = raw, tokens
+        return response
+
+
+class FleetInterception(InterceptionServer):
+    """verifiers' interception server, whose trained model is the run's."""
+
+    def __init__(self, requires_tunnel: bool, state_service_secrets: tuple[str, ...]) -> None:
+        super().__init__(None, requires_tunnel, state_service_secrets)
+        self.fleet = FleetClient()
+
+    def _client(self, config: BaseClientConfig) -> Client:
+        return self.fleet if config.base_url == _ADDRESS else super()._client(config)
+
+    def register(self, session: RolloutSession) -> tuple[str, str]:
+        if session.ctx.client.base_url == _ADDRESS:
+            self.fleet.conversations[session.trace.id] = _CURRENT.get()
+        return super().register(session)
+
+    def unregister(self, model_secret: str, state_secret: str) -> None:
+        if session := self.sessions.get(model_secret):
+            self.fleet.conversations.pop(session.trace.id, None)
+        super().unregister(model_secret, state_secret)
+
+
+class VerifiersEnvironment:
+    """One taskset of verifiers. A sample is one episode, or its parts if that has several traces.
+
+    Args:
+        name: The taskset's id: an installed package, one of verifiers' own, or a module in the folder of the run.
+        template_arguments: `[data] chat_template_kwargs` by name.
+        select: Which tasks: verifiers' SelectConfig, as in `{ limit = 1000 }`. A taskset without an end needs a limit.
+        env: The other keys of verifiers' `[env]`. Without `agent`, a task that its taskset gives no harness is done by
+            `in_process.InProcessHarness`.
+
+    Attributes:
+        rows: The tasks: `question` (text or messages), and `task`, their number.
+    """
+
+    per_sample = True
+
+    def __init__(
+        self,
+        name: str,
+        template_arguments: Mapping[str, Any],
+        /,
+        select: Mapping[str, Any] | None = None,
+        **env: Any,
+    ) -> None:
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
+        self._template_arguments = template_arguments
+        self._env, tasks = _checked(name, dict(select or {}), env)
+        self._tasks: list[Task] = list(tasks)
+        self.rows = [_row(number, task) for number, task in enumerate(self._tasks)]
+        self._context = ModelContext(MODEL, TrainClientConfig(base_url=_ADDRESS, api_key_var="NONE"), SamplingConfig())
+        self._chat: Chat | None = None
+        self._closing = asyncio.Event()
+        self._thread = LoopThread("verifiers")
+        try:
+            self._serving = self._thread.wait(self._start(), START_TIMEOUT_S)
+        except TimeoutError:
+            self._thread.close()
+            raise UserError(
+                f'[rollout] environment = "verifiers:{name}": waited {START_TIMEOUT_S:g} s for its tools and servers'
+            ) from None
+        except BaseException:
+            self._thread.close()
+            raise
+
+    async def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        """One sample.
+
+        Raises:
+            EpisodeFailed: verifiers gave the episode up: its task, harness, tools or rubric failed.
+        """
+        if self._chat is None:
+            self._chat = Chat(client.tokenizer, self._template_arguments)
+        conversation = Conversation(client, prompt, self._chat, asyncio.get_running_loop())
+        try:
+            episode = await self._thread.run(self._episode(conversation, self._tasks[prompt.columns["task"]]))
+        finally:
+            for session in conversation.sessions.values():
+                session.end()
+        return _samples(conversation, episode)
+
+    def close(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._thread.wait(self._stop(), CLOSE_TIMEOUT_S)
+        self._thread.close()
+
+    # ------------------------------------------------------------------------------------ on verifiers' event loop
+
+    async def _start(self) -> asyncio.Task:
+        ready = asyncio.Event()
+        serving, waits = asyncio.create_task(self._serve(ready)), asyncio.create_task(ready.wait())
+        try:
+            await asyncio.wait([serving, waits], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waits.cancel()
+        if serving.done():
+            serving.result()  # raises what it could not start
+        return serving
+
+    async def _episode(self, conversation: Conversation, task: Task) -> Episode:
+        _CURRENT.set(conversation)
+        [slot] = self._env.slots(task)
+        return await self._env.run_slot(slot, self._context)
+
+    async def _serve(self, ready: asyncio.Event) -> None:
+        """Hold what all episodes share: shared tools, and the interception server. One task enters and leaves it."""
+        async with self._env.serving():
+            shared = self._env._shared_tools
+            secrets = tuple(each.state_secret for each in shared.values() if each.state_secret)
+            async with FleetInterception(self._env._requires_tunnel(shared), secrets) as interception:
+                own, self._env._interception = self._env._interception, interception
+                try:
+                    ready.set()
+                    await self._closing.wait()
+                finally:
+                    self._env._interception = own
+
+    async def _stop(self) -> None:
+        self._closing.set()
+        await self._serving
+
+
+def _checked(name: str, select: dict[str, Any], env: dict[str, Any]) -> tuple[Env, Any]:
+    """The environment and its tasks.
+
+    Raises:
+        UserError: There is no such taskset, or a key or value is not verifiers'.
+    """
+    where = f'[rollout] environment = "verifiers:{name}"'
+    try:
+        id = _taskset_id(name)
+        given = env | {"taskset": {**env.get("taskset", {}), "id": id}}
+        config_type = loaders.env_config_type(id, env.get("id", ""))
+        if loaders.default_harness_id(id) == "bash" and "agent" in config_type.model_fields:
+            given["agent"] = _with_harness(env.get("agent", {}))
+        built = loaders.load_environment(loaders.resolve_env_config(given))
+        tasks = built.taskset.select(SelectConfig(**select))
+    except ModuleNotFoundError as error:
+        raise UserError(f"{where}: {error}") from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UserError(f"{where}: [rollout] environment_args: {problems}") from error
+    if not tasks.bounded:
+        raise UserError(f"{where} has tasks without end: give [rollout] environment_args select = {{ limit = 1000 }}")
+    return built, tasks
+
+
+def _taskset_id(name: str) -> str:
+    """What verifiers knows a taskset by.
+
+    It finds packages and top-level modules only. So a module in a folder, "folder.module", gets a name among its own.
+    """
+    if "." not in name:
+        return name
+    alias = name.replace(".", "_").lower()
+    for kind in ("tasksets", "harnesses"):  # a module may bring a harness besides
+        sys.modules[f"verifiers.v1.{kind}.{alias}"] = importlib.import_module(name)
+    return alias
+
+
+def _with_harness(agent: dict[str, Any]) -> dict[str, Any]:
+    """The agent's table, with the harness in this process if it names none."""
+    if agent.get("harness", {}).get("id", "in-process") != "in-process":
+        return agent
+    return IN_PROCESS | agent | {"harness": IN_PROCESS["harness"] | agent.get("harness", {})}
+
+
+def _row(number: int, task: Task) -> dict[str, Any]:
+    data = task.data
+    messages: list[dict[str, Any]] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        messages.append({"role": "user", "content": data.prompt})
+    else:
+        messages += [message_to_wire(message) for message in data.prompt or []]
+    if not messages or messages[-1]["role"] != "user":  # a simulated user speaks first
+        messages.append({"role": "user", "content": data.description or data.name or "?"})
+    return {"question": messages, "task": number, "name": data.name or "", "id": data.id or ""}
+
+
+def _samples(conversation: Conversation, episode: Episode) -> list[Sample]:
+    """What an episode's trained traces have sampled, each with its trace's reward.
+
+    Raises:
+        EngineError, FleetError, UserError: A model call failed for good.
+        EpisodeFailed: The episode did.
+    """
+    by_trace = {trace_id: session.samples() for trace_id, session in conversation.sessions.items()}
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors or not episode.ok:
+        if not errors:
+            raise EpisodeFailed("the episode ended without a result", "verifiers")
+        frames = [(file, int(line), function) for file, line, function in _PLACE.findall(errors[0].traceback or "")]
+        raise EpisodeFailed(f"{errors[0].type}: {errors[0].message}", innermost(frames) if frames else "verifiers")
+    samples = []
+    for trace in episode.traces:
+        if trace.agent is not None and not trace.agent.trainable:
+            continue
+        rewards = {name: each.score for name, each in trace.rewards.items() if each is not None}
+        measured = {name: float(value) for name, value in trace.metrics.items() if isinstance(value, int | float)}
+        for sample in by_trace.get(trace.id, []):
+            sample.rewards = measured | rewards
+            sample.reward = float(trace.reward) if rewards else None
+            samples.append(sample)
+    if not samples:
+        raise EpisodeFailed("no model call of the episode sampled a token", "verifiers")
+    return samples
