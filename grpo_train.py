@@ -35,6 +35,7 @@ from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pair
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
+from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
@@ -537,6 +538,7 @@ class Trainer:
                 rollout.environment_concurrency,
             )
             self.resources.callback(self.collector.close)
+            serve(config, self.collector)
             self.rollouts = RolloutStream(
                 self.collector,
                 self.prompts,

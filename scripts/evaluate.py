@@ -30,6 +30,7 @@ from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.load import load_held_out
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
+from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES, make_server
@@ -121,6 +122,7 @@ def answer(
         rollout.environment_concurrency,
     )
     resources.callback(collector.close)
+    serve(config, collector)
     stop_ids, seed = (*end_ids, *rollout.stop_token_ids), config.debug.seed or 0
     params = SamplingParams(1, 0.0, rollout.max_answer_tokens, stop_ids, seed, stop=tuple(rollout.stop))
     software = {server.url: server.control.software_version() for server in fleet.servers}

@@ -78,7 +78,7 @@ def converse(tokenizer, first: list[str], then: dict[str, str], max_tokens: int 
     """
     asked = []
 
-    async def ask(token_ids, params, name):
+    async def ask(token_ids, params, name, session):
         text = tokenizer.decode(token_ids, skip_special_tokens=True)
         asked.append(text)
         if text == QUESTION:

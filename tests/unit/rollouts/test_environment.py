@@ -24,7 +24,7 @@ class Asked:
         tokenizer = load_tokenizer(str(TINY_QWEN3))
         self.client = RolloutClient(tokenizer, params, PROMPT, self.ask)
 
-    async def ask(self, token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+    async def ask(self, token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
         self.requests.append((token_ids, params, suffix))
         number = len(self.requests)
         return [Completion([10 * number + i], [-0.5], "stop", [number]) for i in range(params.n)]
@@ -58,7 +58,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string() -> None:
     tokenizer = asked.client.tokenizer
     written = tokenizer("12=3!and more", add_special_tokens=False)["input_ids"]
 
-    async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+    async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
         assert params.stop == ("</answer>", "!")
         return [Completion(list(written), [-1.0] * len(written), "length", [1] * len(written), "http://a")]
 

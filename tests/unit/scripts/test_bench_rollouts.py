@@ -110,7 +110,7 @@ def test_lengths_are_log_normal_and_belong_to_prompt_and_sample():
 def test_rollout_asks_each_sample_with_its_own_length():
     asked = []
 
-    async def ask(token_ids, params, suffix):
+    async def ask(token_ids, params, suffix, session):
         asked.append((token_ids, params.n, params.max_tokens, params.seed))
         await asyncio.sleep(0.001 * params.max_tokens)  # the shortest is answered first
         return [Completion([5] * params.max_tokens, [-1.0] * params.max_tokens, "length", [3] * params.max_tokens)]

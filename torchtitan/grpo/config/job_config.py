@@ -385,6 +385,14 @@ class Rollout:
     environment_concurrency: Annotated[int, Range(at_least=0)] = 0
     """Groups that the environment works on at once, or samples if it works on each by itself. 0: as many as are
     asked. Set it where each costs a process or a container."""
+    serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
+    """Port of an OpenAI-compatible endpoint of the run, for environments and harnesses that speak HTTP:
+    docs/endpoint.md. It records what it samples. 0: none."""
+    serve_host: str = "127.0.0.1"
+    """Address where the endpoint listens. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
+    serve_key_env: str = ""
+    """Environment variable that holds the API key which the endpoint asks for. The key itself is never written or
+    logged."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
     slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""

@@ -60,15 +60,15 @@ def check_machine(
         *_check_devices(config, world_size, gpus),
         *_check_files(config),
         *_check_dashboards(config),
+        *_check_endpoint(config, job),
         *([] if target is not None else _check_servers_python(config, gpus)),  # a dry run starts none
     ]
-    name = config.rollout.api_key_env
-    if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
-        messages.append("[rollout] api_key_env is not a variable's name: give one like VLLM_API_KEY, not the key")
-    elif name and not os.environ.get(name):
-        messages.append(
-            f"[rollout] api_key_env = {show(name)}: the variable is not set: export it, or leave the key out"
-        )
+    for key in ("api_key_env", "serve_key_env"):
+        name = getattr(config.rollout, key)
+        if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # may be the key itself: not shown
+            messages.append(f"[rollout] {key} is not a variable's name: give one like VLLM_API_KEY, not the key")
+        elif name and not os.environ.get(name):
+            messages.append(f"[rollout] {key} = {show(name)}: the variable is not set: export it, or leave the key out")
     for name in config.reward.secrets:
         if not os.environ.get(name):
             messages.append(f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out")
@@ -87,16 +87,27 @@ def _check_dashboards(config: JobConfig) -> Iterator[str]:
             f"[metrics] prometheus_port = {port}: the prometheus_client package is missing: pip install "
             "'torchtitan-grpo[prometheus]' (in a checkout: '.[prometheus]'), or set it to 0"
         )
-    if port and os.environ.get("RANK", "0") == "0":
-        with socket.socket() as probe:
+    if port:
+        yield from _check_port("[metrics] prometheus_port", LOOPBACK, port)
+
+
+def _check_endpoint(config: JobConfig, job: Job) -> Iterator[str]:
+    rollout = config.rollout
+    if job == "grpo" and rollout.serve_port:
+        yield from _check_port("[rollout] serve_port", rollout.serve_host, rollout.serve_port)
+
+
+def _check_port(key: str, host: str, port: int) -> Iterator[str]:
+    """Whether rank 0 can listen there."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the endpoint: an earlier run's is free
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError as error:
-                yield (
-                    f"[metrics] prometheus_port = {port}: {LOOPBACK}:{port} cannot be opened ({error.strerror}): set "
-                    "another port, or 0 for none"
-                )
+            probe.bind(address)
+    except OSError as error:
+        yield f"{key} = {port}: {host}:{port} cannot be opened ({error.strerror}): set another port, or 0 for none"
 
 
 def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[str]:

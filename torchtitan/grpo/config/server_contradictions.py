@@ -8,7 +8,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.keys import keys, show
 from torchtitan.grpo.config.tables import titled_tables
-from torchtitan.grpo.config.urls import url_problem
+from torchtitan.grpo.config.urls import is_loopback, url_problem
 from torchtitan.grpo.server_commands import OWN_FLAGS
 
 _INSTEAD = {
@@ -64,6 +64,7 @@ def check_servers(config: JobConfig) -> Iterator[str]:
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
     yield from _check_environment(config)
+    yield from _check_endpoint(config)
 
 
 def _check_environment(config: JobConfig) -> Iterator[str]:
@@ -83,6 +84,21 @@ def _check_environment(config: JobConfig) -> Iterator[str]:
     for title, data in tables:
         if data.source == "environment":
             yield f'{title} source = "environment" are the rows of [rollout] environment, and there is none: name one'
+
+
+def _check_endpoint(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.serve_port:
+        for name in ("serve_host", "serve_key_env"):
+            value = getattr(rollout, name)
+            if value != keys()[f"rollout.{name}"].default:
+                shown = show(value) if name == "serve_host" else "..."  # it may be the key itself
+                yield f"[rollout] {name} = {shown} is read with [rollout] serve_port over 0 only"
+    elif not is_loopback(rollout.serve_host) and not rollout.serve_key_env:
+        yield (
+            f"[rollout] serve_host = {show(rollout.serve_host)} is open to other machines: name the variable of an API "
+            'key in serve_key_env, or set serve_host = "127.0.0.1"'
+        )
 
 
 def _check_colocated(config: JobConfig) -> Iterator[str]:

@@ -1,5 +1,6 @@
-"""The base address of a server, as `[rollout] urls` and the lines of `[rollout] urls_file` write it."""
+"""Addresses: base addresses of servers, as `[rollout] urls` and `urls_file` write them, and hosts to listen at."""
 
+import ipaddress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +21,14 @@ def url_problem(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
         return f"{shortened(repr(url))} is no base address: write http://host:port or https://host:port"
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_urls(path: str | Path) -> list[str]:

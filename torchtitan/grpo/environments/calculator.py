@@ -32,10 +32,13 @@ async def rollout(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     stop = call_ends(client.tokenizer)
     # All conversations start from the same tokens, so one request serves them all. Then each goes on by itself.
     first = await client.generate(prompt.token_ids, n=client.params.n, stop_token_ids=stop)
-    return await asyncio.gather(*(_converse(client, prompt, completion, stop) for completion in first))
+    each = enumerate(first)
+    return await asyncio.gather(*(_converse(client, prompt, answer, stop, f"{i}") for i, answer in each))
 
 
-async def _converse(client: RolloutClient, prompt: Prompt, completion: Completion, stop: tuple[int, ...]) -> Sample:
+async def _converse(
+    client: RolloutClient, prompt: Prompt, completion: Completion, stop: tuple[int, ...], session: str
+) -> Sample:
     """Continue until the model ends without a call, or has no calls or tokens left."""
     turns = Turns(prompt)
     turns.sampled(completion)
@@ -45,7 +48,9 @@ async def _converse(client: RolloutClient, prompt: Prompt, completion: Completio
         call = CALL.search(client.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
         if call:  # else the `>` ended no call
             turns.given(client.tokenizer(calculate(call[1]) + "\n", add_special_tokens=False)["input_ids"])
-        [completion] = await client.generate(turns.token_ids, stop_token_ids=stop if calls_left else ())
+        [completion] = await client.generate(
+            turns.token_ids, stop_token_ids=stop if calls_left else (), session=session
+        )
         turns.sampled(completion)
     return turns.sample()
 

@@ -13,7 +13,7 @@ which the bound holds for every token, are this project's.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
@@ -166,7 +166,7 @@ class StalenessBuffer:
         So are groups in which no answer has a reward: what failed may work when the run goes on.
         """
         saved = {
-            entry.number: [_sample_state(sample) for sample in entry.group]
+            entry.number: [_sample_state(sample, entry.prompt) for sample in entry.group]
             for entry in self.entries.values()
             if entry.group and any(sample.reward is not None for sample in entry.group)
         }
@@ -198,7 +198,7 @@ class StalenessBuffer:
         prompts = prompts_at([entry["prompt"] for entry in state["entries"]])
         self.entries = {}
         for saved, prompt in zip(state["entries"], prompts, strict=True):
-            group = None if saved["samples"] is None else [Sample(prompt, **sample) for sample in saved["samples"]]
+            group = None if saved["samples"] is None else [_sample(prompt, sample) for sample in saved["samples"]]
             entry = Entry(saved["number"], prompt, saved["occurrence"], saved["begun"], group)
             self.entries[entry.number] = entry
         begun = self._oldest_first(entry for entry in self.entries.values() if entry.begun is not None)
@@ -240,5 +240,15 @@ class StalenessBuffer:
                 )
 
 
-def _sample_state(sample: Sample) -> dict[str, Any]:
-    return {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
+def _sample_state(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+    """An environment may have given the sample another beginning than its row's prompt."""
+    state = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
+    own = sample.prompt
+    return state if own.token_ids == prompt.token_ids else state | {"began": [own.token_ids, own.text]}
+
+
+def _sample(prompt: Prompt, state: dict[str, Any]) -> Sample:
+    state = dict(state)
+    if began := state.pop("began", None):
+        prompt = replace(prompt, token_ids=began[0], text=began[1])
+    return Sample(prompt, **state)

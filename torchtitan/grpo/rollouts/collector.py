@@ -38,6 +38,14 @@ class Scorer(Protocol):
     def score(self, samples: list[Sample]) -> None: ...
 
 
+class Endpoint(Protocol):
+    """What environments reach as `client.endpoint`, see `endpoint/server.py`. It is closed with the collector."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
 class Collector:
     """Turns prompts into groups of decoded and scored answers, through a `Router`.
 
@@ -53,6 +61,9 @@ class Collector:
         environment_name: Its name in the configuration, for error messages.
         group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
         environment_concurrency: Groups, or samples if it makes each by itself, that it works on at once. 0: any number.
+
+    Attributes:
+        endpoint: With `[rollout] serve_port`, set by `endpoint.server.serve`.
     """
 
     def __init__(
@@ -72,6 +83,7 @@ class Collector:
         self.tokenizer = tokenizer
         self.group_timeout_s = group_timeout_s
         self.environment = GuardedEnvironment(environment, environment_name, environment_concurrency)
+        self.endpoint: Endpoint | None = None
         self._listeners: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
         self._abandoned = self._given_up = False
@@ -200,17 +212,19 @@ class Collector:
         """
 
         last_server = ""
+        servers: dict[str, str] = {}  # that answered each session's last turn
 
         def client(params: SamplingParams, name: str, start: GroupStart) -> RolloutClient:
-            async def ask(token_ids: list[int], params: SamplingParams, suffix: str) -> list[Completion]:
+            async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
                 nonlocal last_server
                 first = None if name or suffix else cohort
+                before = servers.get(session, servers.get("", "")) if session else ""
                 own_id = request_id + name + suffix
-                completions = await self.router.answer(prompt, token_ids, params, own_id, start, first)
-                last_server = completions[-1].server
+                completions = await self.router.answer(prompt, token_ids, params, own_id, start, first, before)
+                last_server = servers[session] = completions[-1].server
                 return completions
 
-            return RolloutClient(self.tokenizer, params, prompt, ask)
+            return RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, start.waits)
 
         group = await self.environment.group(client, prompt, params, start)
         for sample in group:
@@ -294,6 +308,8 @@ class Collector:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.endpoint is not None:
+            await self.endpoint.close()
         await self.router.close()
 
 

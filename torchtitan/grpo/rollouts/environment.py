@@ -17,8 +17,8 @@ from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.runner import REWARD_MAX
 
-Ask = Callable[[list[int], SamplingParams, str], Awaitable[list[Completion]]]
-"""(token ids, parameters, suffix of the request id) -> completions."""
+Ask = Callable[[list[int], SamplingParams, str, str], Awaitable[list[Completion]]]
+"""(token ids, parameters, suffix of the request id, session) -> completions."""
 
 
 class RolloutClient:
@@ -27,11 +27,25 @@ class RolloutClient:
     Attributes:
         tokenizer: The model's tokenizer.
         params: The group's parameters: `n` samples wanted, `max_tokens` the longest answer over all turns together.
+        endpoint: The run's `endpoint.server.Endpoint`; None if `[rollout] serve_port` is 0.
+        waits: Call it before a wait that is bounded otherwise: the group's time limit then begins at its first request.
+        sessions: How many sessions of the endpoint the group has had.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, prompt: Prompt, ask: Ask) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        prompt: Prompt,
+        ask: Ask,
+        endpoint: Any = None,
+        waits: Callable[[], None] = lambda: None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.params = params
+        self.endpoint = endpoint
+        self.waits = waits
+        self.sessions = 0
         self._prompt_tokens = len(prompt.token_ids)
         self._ask = ask
         self._calls = 0
@@ -45,6 +59,7 @@ class RolloutClient:
         stop_token_ids: tuple[int, ...] = (),
         stop: tuple[str, ...] = (),
         seed: int | None = None,
+        session: str = "",
     ) -> list[Completion]:
         """Continue `token_ids` `n` times. Several calls may run at once (`asyncio.gather`).
 
@@ -53,6 +68,9 @@ class RolloutClient:
                 If nothing is left, the completions are empty and their finish_reason is "length".
             stop_token_ids, stop: Tokens and texts that end this turn, besides those that end an answer.
             seed: None derives one from the group's seed and the number of this call.
+            session: Names a conversation of the group. Its turns go to the same server, which has its prefix cached,
+                while that is in traffic with new enough weights and has a place. Its first turn goes where the group's
+                last call without a session was answered.
         """
         call, self._calls = self._calls, self._calls + 1
         left = self.params.max_tokens - (len(token_ids) - self._prompt_tokens)
@@ -63,7 +81,7 @@ class RolloutClient:
             seed = self.params.seed + call * self.params.n  # servers add the sample's number
         tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), (*self.params.stop, *stop)
         params = replace(self.params, n=n, max_tokens=left, stop_token_ids=tokens, stop=texts, seed=seed)
-        completions = await self._ask(token_ids, params, f"-turn{call}" if call else "")
+        completions = await self._ask(token_ids, params, f"-turn{call}" if call else "", session)
         return [cut_at_stop(completion, texts, self._decode) for completion in completions] if texts else completions
 
     def _decode(self, token_ids: list[int]) -> str:

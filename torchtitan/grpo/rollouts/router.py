@@ -25,6 +25,7 @@ class Ticket:
 
     Attributes:
         failures: Where it has failed before.
+        before: The address of the server that it should go to if it can; "" for none.
         eligible_at: When there was last a server that it may go to.
         eligible: Whether there is one.
         held_at: Since when it waits for a less busy server that is about to be eligible.
@@ -36,6 +37,7 @@ class Ticket:
     eligible_at: float
     eligible: bool = False
     held_at: float | None = None
+    before: str = ""
 
 
 class GroupStart(Protocol):
@@ -101,7 +103,8 @@ class Router:
 
     Routing: a request goes to the least busy server in traffic that has a free place and has acknowledged the weights
     that the request needs. New weights reach servers one after the other. The first server to have them gets its share
-    of the waiting requests, and more only if the others take longer than `HOLD_S`.
+    of the waiting requests, and more only if the others take longer than `HOLD_S`. A turn of a session goes back to the
+    server of the turn before, which has its prefix cached, if that has a place and the weights.
 
     Waiting: without such a server a request waits, first come, first served. Later turns and retries of groups under
     way go before new groups. A request waits at most `request_timeout_s` while no server is eligible for it. It fails
@@ -191,8 +194,12 @@ class Router:
         request_id: str,
         start: GroupStart,
         cohort: Cohort | None,
+        before: str = "",
     ) -> list[Completion]:
         """Send a request to the server of its cohort, or else to the best server, and again if that fails.
+
+        Args:
+            before: The address of the server that answered its session's last turn.
 
         Raises:
             EngineError: It failed for good. The message names each server with the reason.
@@ -207,7 +214,7 @@ class Router:
                 server, named = cohort
                 self._occupy(server, start)
             else:
-                server = await self._acquire(start, failures)
+                server = await self._acquire(start, failures, before)
             losses = server.losses
             try:
                 own_id = f"{request_id}-retry-{len(failures)}" if failures else request_id
@@ -278,12 +285,11 @@ class Router:
         finally:
             self._running[server].discard(request)
 
-    async def _acquire(self, start: GroupStart, failures: Failures | None = None) -> Server:
+    async def _acquire(self, start: GroupStart, failures: Failures | None = None, before: str = "") -> Server:
         """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
-        ticket = Ticket(
-            start, Failures() if failures is None else failures, self._loop.create_future(), self._loop.time()
-        )
+        failures = Failures() if failures is None else failures
+        ticket = Ticket(start, failures, self._loop.create_future(), self._loop.time(), before=before)
         waiting = self._under_way if start.is_under_way else self._others
         waiting[ticket] = None
         ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
@@ -351,7 +357,7 @@ class Router:
             server = self._best(places, ticket, min_version)
             if server is None:  # it has failed there for good, or the server has just left traffic: a change comes
                 continue
-            if oldest < min_version and server.in_flight >= share:
+            if oldest < min_version and server.in_flight >= share and server.url != ticket.before:
                 ticket.held_at = now if ticket.held_at is None else ticket.held_at
                 if now < ticket.held_at + HOLD_S:
                     held = True
@@ -369,10 +375,10 @@ class Router:
 
     @staticmethod
     def _best(places: list[Server], ticket: Ticket, min_version: int) -> Server | None:
-        """The least busy of these servers, among those that have failed the request least often."""
+        """The server of its session's last turn, else the least busy one that has failed the request least often."""
         failures, eligible = ticket.failures, (server for server in places if server.serves(min_version))
         if not failures:
-            return min(eligible, key=lambda server: server.in_flight, default=None)
+            return min(eligible, key=lambda s: (s.url != ticket.before, s.in_flight), default=None)
         may_have_it = (server for server in eligible if not failures.final_at(server))
         return min(may_have_it, key=lambda server: (failures.at(server), server.in_flight), default=None)
 

@@ -1,0 +1,390 @@
+"""Sessions of the endpoint against real embedded servers: what is recorded is what the servers sampled."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from tests.helpers import TINY_QWEN3
+from tests.helpers.embedded_servers import ServerThread
+from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.endpoint.chat import Chat, reply_message
+from torchtitan.grpo.endpoint.server import Endpoint
+from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.engines.vllm import VllmClient
+from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.collector import Collector
+from torchtitan.grpo.rollouts.environment import RolloutClient
+
+VERSION = 7
+END = 2  # <eos>
+PARAMS = SamplingParams(n=1, temperature=1.0, max_tokens=60, stop_token_ids=(END,), seed=11)
+CHATML = (
+    "{% if tools %}S{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+"""ChatML's structure with the characters of the tiny tokenizer."""
+
+
+class RecordingClient(VllmClient):
+    """The real client, which keeps what each server sampled."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, None, 30.0, lambda: VERSION)
+        self.sampled: list[tuple[list[int], Completion]] = []
+
+    async def generate(self, prompt_ids, params, request_id, cohort=None):
+        completions = await super().generate(prompt_ids, params, request_id, cohort)
+        self.sampled += [(prompt_ids, replace(completion)) for completion in completions]
+        return completions
+
+
+class NoScores:
+    def score(self, samples: list[Sample]) -> None:
+        """The environment judges."""
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerThread]]:
+    servers = [ServerThread(VERSION), ServerThread(VERSION)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = load_tokenizer(str(TINY_QWEN3))
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+class Run:
+    """A collector with an endpoint, on real servers. `play` is what its one environment does."""
+
+    def __init__(self, tokenizer, urls: list[str], key: str = "") -> None:
+        make = lambda url: Server(url, VllmControl(url, timeout_s=10), RecordingClient(url))  # noqa: E731
+        self.fleet, self.tokenizer = Fleet(urls, make), tokenizer
+        for server in self.fleet.servers:
+            self.fleet.admit(server, VERSION)
+        self.collector = Collector(self.fleet, NoScores(), tokenizer, 64, 30.0, self._environment, "tests:play")
+        self.endpoint = Endpoint(Chat(tokenizer), "tiny", "127.0.0.1", 0, key, 128)
+        self.collector.call(self.endpoint.start())
+        self.collector.endpoint = self.endpoint
+        self.prompt = Prompt(3, tokenizer("u:1+1=<eos>\na:")["input_ids"], "u:1+1=<eos>\na:")
+
+    async def _environment(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        async with aiohttp.ClientSession(raise_for_status=False) as http:
+            samples = await self.play(client, prompt, http)
+        for sample in samples:
+            sample.reward = 1.0
+        return samples
+
+    def collect(self, play, params: SamplingParams = PARAMS) -> list[Sample]:
+        self.play = play
+        return self.collector.collect([self.prompt], params, "test")[0]
+
+    @property
+    def sampled(self) -> list[tuple[list[int], Completion]]:
+        return [each for server in self.fleet.servers for each in server.client.sampled]
+
+
+@pytest.fixture
+def run(servers, tokenizer) -> Iterator[Run]:
+    run = Run(tokenizer, [servers[0].url])
+    yield run
+    run.collector.close()
+
+
+async def post(http, session, path: str, **body) -> dict:
+    async with http.post(f"{session.base_url}{path}", json=body) as response:
+        said = await response.json()
+        assert response.status == 200, said
+        return said
+
+
+async def chat(http, session, messages: list[dict], **body) -> dict:
+    """The reply's message, which the conversation goes on with."""
+    said = await post(http, session, "/v1/chat/completions", messages=messages, max_tokens=6, **body)
+    return said["choices"][0]["message"]
+
+
+def check(run: Run, samples: list[Sample]) -> None:
+    """Every sampled token is in one sample, with what its server said of it, behind exactly the tokens it continued."""
+    turns = []
+    for sample in samples:
+        whole = sample.prompt.token_ids + sample.token_ids
+        at, ends = len(sample.prompt.token_ids), []
+        mask = [*sample.loss_mask, False]
+        for i in range(len(sample.token_ids)):
+            if mask[i] and (i == 0 or not mask[i - 1] or i in [first for first, _ in sample.servers]):
+                ends.append(i)
+        for first in ends:
+            last = first
+            while mask[last] and (last == first or last not in [each for each, _ in sample.servers]):
+                last += 1
+            part = slice(first, last)
+            turns.append((whole[: at + first], sample.token_ids[part], sample.logprobs[part], sample.versions[part]))
+    served = [(prompt, c.token_ids, c.logprobs, c.versions) for prompt, c in run.sampled]
+    assert sorted(turns) == sorted(served)
+    assert sum(len(ids) for _, ids, _, _ in served) == sum(sample.sampled_tokens for sample in samples)
+
+
+def test_a_chat_of_several_turns_is_one_sample_of_what_the_server_sampled(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            messages = [{"role": "user", "content": "1+1="}]
+            for turn in range(4):
+                messages.append(await chat(http, session, messages))
+                role = "tool" if turn == 1 else "user"
+                messages.append({"role": role, "content": [{"type": "text", "text": f"{turn}+2="}]})
+            return session.samples()
+
+    [sample] = run.collect(play)
+    check(run, [sample])
+    assert sample.prompt is run.prompt, "the first rendering is the row's prompt"
+    assert len(run.sampled) == 4 and set(sample.sampled_versions) == {VERSION}
+    text = run.tokenizer.decode(run.prompt.token_ids + sample.token_ids)
+    for part in ("<eos>\nu:0+2=<eos>\na:", "<eos>\nt:1+2=<eos>\na:", "<eos>\nu:2+2=<eos>\na:"):
+        assert part in text, "a turn is ended once, whether the model ended it or the limit did"
+    assert "<eos><eos>" not in text
+
+
+def test_texts_and_token_ids_continue_what_was_sampled(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            said = await post(http, session, "/v1/completions", prompt=prompt.text, max_tokens=4, logprobs=1)
+            text = prompt.text + said["choices"][0]["text"] + "=3 "
+            said = await post(http, session, "/v1/completions", prompt=text, max_tokens=4, return_token_ids=True)
+            ids = said["prompt_token_ids"] + said["choices"][0]["token_ids"] + [5, 6]
+            body = {"token_ids": ids, "sampling_params": {"max_tokens": 3, "logprobs": 1, "temperature": 1.0}}
+            said = await post(http, session, "/inference/v1/generate", **body)
+            content = said["choices"][0]["logprobs"]["content"]
+            assert [each["token"] for each in content] == [f"token_id:{t}" for t in said["choices"][0]["token_ids"]]
+            return session.samples()
+
+    [sample] = run.collect(play)
+    check(run, [sample])
+    assert len(run.sampled) == 3 and sample.loss_mask.count(False) == len("=3 ") + 2
+
+
+def test_other_contexts_and_parallel_branches_are_samples_of_their_own(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            first = [{"role": "user", "content": "1+1="}]
+            said = await chat(http, session, first)
+            more = [*first, said, {"role": "user", "content": "2+2="}]
+            await asyncio.gather(*(chat(http, session, more) for _ in range(3)))
+            await chat(
+                http, session, [{"role": "system", "content": "a short story"}, {"role": "user", "content": "?"}]
+            )
+            await post(http, session, "/v1/completions", prompt="3+3=", max_tokens=2, n=2)
+            return session.samples()
+
+    samples = run.collect(play)
+    check(run, samples)
+    assert len(samples) == 3 + 1 + 2
+    assert sum(sample.prompt is run.prompt for sample in samples) == 3
+    assert all(len(sample.token_ids) <= PARAMS.max_tokens for sample in samples)
+
+
+def test_calls_with_tools_are_parsed_and_results_are_masked(run) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    message = reply_message("well\n" + call + call, tools)
+    assert message["content"] == "well"
+    assert [c["function"] for c in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    for text in (
+        "no call",
+        "<tool_call>{not json}</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "<tool_call>",
+    ):
+        assert reply_message(text, tools) == {"role": "assistant", "content": text}
+    assert reply_message(call, None)["content"] == call
+
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            messages = [{"role": "user", "content": "1+1="}]
+            messages.append(await chat(http, session, messages, tools=tools))
+            messages.append({"role": "tool", "content": "2", "tool_call_id": "call_1"})
+            await chat(http, session, messages, tools=tools)
+            return session.samples()
+
+    [sample] = run.collect(play, replace(PARAMS, max_tokens=120))
+    check(run, [sample])
+    assert "t:2<eos>\na:" in run.tokenizer.decode(sample.token_ids)
+
+
+REFUSED = {
+    "temperature": ({"temperature": 0.5}, 400, "has 1.0"),
+    "top_p": ({"top_p": 0.9}, 400, "has 1.0"),
+    "top_k": ({"top_k": 5}, 400, "0 or -1"),
+    "seed": ({"seed": 1}, 400, "debug"),
+    "penalty": ({"frequency_penalty": 0.1}, 400, "leave it out"),
+    "bias": ({"logit_bias": {"5": 1}}, 400, "leave it out"),
+    "unknown": ({"guided_regex": "a"}, 400, "does not know"),
+    "many logprobs": ({"logprobs": 5}, 400, "sampled token"),
+    "no length": ({"max_tokens": -1}, 400, "whole number"),
+    "stops": ({"stop": [1]}, 400, "list of texts"),
+    "no prompt": ({"prompt": ""}, 400, "is empty"),
+    "other tokens": ({"prompt": [1, 99999]}, 400, "ids under 64"),
+    "no text": ({"prompt": [1.5]}, 400, "list of token ids"),
+}
+
+
+def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            for body, status, text in REFUSED.values():
+                async with http.post(f"{session.base_url}/v1/completions", json={"prompt": "1+1="} | body) as response:
+                    said = (await response.json())["error"]
+                    assert (response.status, text in said["message"]) == (status, True), (body, said)
+            for data, path, status in (
+                (b"{", f"/sessions/{session.id}/v1/completions", 400),
+                (b"[]", f"/sessions/{session.id}/v1/chat/completions", 400),
+                (b"{}", "/v1/completions", 400),
+                (b"{}", "/sessions/nobody/v1/completions", 404),
+                (b"{}", "/v1/embeddings", 404),
+            ):
+                async with http.post(f"{client.endpoint.url}{path}", data=data) as response:
+                    assert response.status == status and (await response.json())["error"]["message"], path
+            await post(
+                http, session, "/v1/completions", prompt="1+1=", max_tokens=2, temperature=1, top_p=1.0, top_k=-1
+            )
+            return session.samples()
+
+    [sample] = run.collect(play)
+    assert len(run.sampled) == 1 and sample.sampled_tokens == len(run.sampled[0][1].token_ids)
+
+
+def test_the_header_names_a_session_and_one_event_is_a_stream(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt, id="mine") as session:
+            with pytest.raises(UserError, match="'mine' already"):
+                client.endpoint.open(client, prompt, id="mine")
+            body = {"messages": [{"role": "user", "content": "1+1="}], "stream": True, "max_tokens": 3}
+            where = f"{client.endpoint.url}/v1/chat/completions"
+            async with http.post(where, json=body, headers={"X-Session-ID": "mine"}) as response:
+                assert response.status == 200
+                events = (await response.text()).split("\n\n")
+            assert events[1:] == ["data: [DONE]", ""]
+            event = json.loads(events[0].removeprefix("data: "))
+            [sample] = session.samples()
+            said = run.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            assert event["object"] == "chat.completion.chunk"
+            assert event["choices"][0]["delta"] == {"role": "assistant", "content": said}
+            async with http.get(f"{session.base_url}/v1/models") as response:
+                assert (await response.json())["data"][0]["max_model_len"] == 128
+            return [sample]
+
+    run.collect(play)
+
+
+def test_calls_after_the_end_or_under_way_then_get_410(run) -> None:
+    async def play(client, prompt, http):
+        server = run.fleet.servers[0]
+        async with client.endpoint.session(client, prompt) as session:
+            await session.generate(prompt.token_ids, max_tokens=2)
+            await asyncio.to_thread(server.control.pause)
+            request = http.post(f"{session.base_url}/v1/completions", json={"prompt": "1+1="})
+            late = asyncio.create_task(request.__aenter__())
+            while not session.is_busy:
+                await asyncio.sleep(0.01)
+        assert (await late).status == 410
+        await asyncio.to_thread(server.control.resume)
+        async with http.post(f"{session.base_url}/v1/completions", json={"prompt": "1+1="}) as response:
+            assert response.status == 410 and "has ended" in (await response.json())["error"]["message"]
+        return session.samples()
+
+    run.collect(play)
+    assert run.endpoint.metrics() == {"endpoint/calls": 1, "endpoint/open_sessions": 0}
+
+
+def test_an_answer_budget_that_is_used_up_ends_the_sample(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            ids = list(prompt.token_ids)
+            for _ in range(20):
+                [(completion, _)] = await session.generate(ids)
+                ids = [*ids, *completion.token_ids, 5]
+            return session.samples()
+
+    [sample] = run.collect(play, replace(PARAMS, max_tokens=8))
+    check(run, [sample])
+    assert len(sample.token_ids) <= 8 and sample.finish_reason == "length"
+
+
+def test_a_key_is_asked_for(servers, tokenizer) -> None:
+    run = Run(tokenizer, [servers[0].url], key="a key")
+
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            where, body = f"{session.base_url}/v1/completions", {"prompt": "1+1=", "max_tokens": 2}
+            for given, status in (("", 401), ("Bearer a kez", 401), ("Basic a key", 401), ("Bearer a key", 200)):
+                async with http.post(where, json=body, headers={"Authorization": given}) as response:
+                    text = await response.text()
+                    assert response.status == status and "a key" not in text
+            return session.samples()
+
+    try:
+        assert len(run.collect(play)) == 1
+    finally:
+        run.collector.close()
+
+
+def test_seeds_follow_from_the_session_and_its_calls(run) -> None:
+    async def play(client, prompt, http):
+        sessions = [client.endpoint.open(client, prompt) for _ in range(3)]
+        order = sessions if client.params.n == 1 else sessions[::-1]  # which harness is first does not matter
+        for session in order:
+            for _ in range(2):
+                await session.generate(prompt.token_ids, max_tokens=5)
+        for session in sessions:
+            client.endpoint.end(session)
+        return [sample for session in sessions for sample in session.samples()]
+
+    first, second = run.collect(play), run.collect(play, replace(PARAMS, n=2))
+    assert [sample.token_ids for sample in first] == [sample.token_ids for sample in second]
+    assert len({tuple(sample.token_ids) for sample in first}) > 3
+
+
+def test_a_session_stays_at_its_server_until_that_is_lost(servers, tokenizer) -> None:
+    dying = ServerThread(VERSION)
+    run = Run(tokenizer, [dying.url, servers[1].url])
+
+    async def play(client, prompt, http):
+        sessions = [client.endpoint.open(client, prompt) for _ in range(6)]
+
+        async def turns(session):
+            ids = session.samples()[0] if session.samples() else None
+            ids = prompt.token_ids + ids.token_ids if ids else list(prompt.token_ids)
+            for _ in range(3):
+                [(completion, _)] = await session.generate(ids, max_tokens=4)
+                ids = ids + completion.token_ids
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(*(turns(session) for session in sessions))
+        where = [[server for _, server in session.samples()[0].servers] for session in sessions]
+        assert all(len(set(each)) == 1 and len(each) == 3 for each in where), "one server each"
+        assert {each[0] for each in where} == {dying.url, servers[1].url}, "new sessions are spread"
+        await asyncio.to_thread(dying.kill)
+        await asyncio.gather(*(turns(session) for session in sessions))
+        for session, before in zip(sessions, where, strict=True):
+            now = [server for _, server in session.samples()[0].servers]
+            assert now == before + [servers[1].url] * 3
+            client.endpoint.end(session)
+        return [sample for session in sessions for sample in session.samples()]
+
+    try:
+        check(run, run.collect(play))
+    finally:
+        run.collector.close()

@@ -1,0 +1,225 @@
+"""What a model call may ask for, and replies in the form of OpenAI and of vLLM's token route.
+
+The run decides how tokens are sampled: log-probabilities are compared with the trainer's at its temperature. So a field
+that would change the distribution is refused, unless it has the run's own value. So is one that nobody knows.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+
+CHAT = ("messages", "tools")
+COMPLETIONS = ("prompt",)
+TOKENS = ("token_ids", "sampling_params")
+
+_LIMITS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "stream",
+    "return_token_ids",
+)
+_WITHOUT_EFFECT = {
+    *("model", "user", "metadata", "store", "stream_options", "service_tier", "prompt_cache_key", "safety_identifier"),
+    *("parallel_tool_calls", "request_id", "priority", "cache_salt", "skip_special_tokens", "detokenize"),
+    *("spaces_between_special_tokens", "include_stop_str_in_output", "routed_experts_prompt_start", "output_kind"),
+}
+"""They change neither what is sampled nor what is recorded."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto",),
+    "response_format": ({"type": "text"},),
+    "bad_words": ([],),
+    "chat_template_kwargs": ({},),
+}
+"""Fields with the values that change nothing."""
+
+
+class BadRequest(Exception):
+    """A call that is refused. HTTP 400.
+
+    Attributes:
+        field: Of the request.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked request.
+
+    Attributes:
+        max_tokens: None: as many as are left.
+        stop, stop_token_ids: Besides the run's own.
+        logprobs, return_token_ids: The reply has them.
+        stream: The reply is one server-sent event.
+        tools: Of a chat request; None if there are none.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    return_token_ids: bool = False
+    stream: bool = False
+    tools: list[Any] | None = None
+    model: str = ""
+
+
+def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -> Call:
+    """Check the fields of a request.
+
+    Args:
+        own: The fields of its route, CHAT, COMPLETIONS or TOKENS.
+        params: The group's, whose distribution holds.
+
+    Raises:
+        BadRequest: Names the field, and what to do.
+    """
+    for name, value in body.items():
+        if value is None or name in own or name in _LIMITS or name in _WITHOUT_EFFECT:
+            continue
+        if name == "seed":
+            raise BadRequest(name, "the run seeds each call from [debug] seed: leave it out")
+        if name in ("temperature", "top_p", "min_p"):
+            wanted: tuple[Any, ...] = (getattr(params, name),)
+        elif name in _NEUTRAL:
+            wanted = _NEUTRAL[name]
+        else:
+            raise BadRequest(name, "this endpoint does not know the field: leave it out")
+        if value not in wanted:
+            raise BadRequest(
+                name,
+                f"{value!r} would change what the run samples or trains on, and it has {' or '.join(map(repr, wanted))}: "
+                "leave it out",
+            )
+    stop = body.get("stop") or ()
+    logprobs = body.get("logprobs")
+    if not isinstance(logprobs, bool) and logprobs not in (None, 0, 1):
+        raise BadRequest("logprobs", "only the sampled token's log-probability is there: ask for 1 at most")
+    tools = body.get("tools") or None
+    if tools is not None and not isinstance(tools, list):
+        raise BadRequest("tools", "must be a list")
+    longest = body.get("max_completion_tokens") or body.get("max_tokens")
+    return Call(
+        n=_whole("n", body.get("n") or 1),
+        max_tokens=None if longest is None else _whole("max_tokens", longest),
+        stop=_list_of("stop", (stop,) if isinstance(stop, str) else stop, str),
+        stop_token_ids=_list_of("stop_token_ids", body.get("stop_token_ids") or (), int),
+        logprobs=logprobs is not None and logprobs is not False,
+        return_token_ids=bool(body.get("return_token_ids")),
+        stream=bool(body.get("stream")),
+        tools=tools,
+        model=str(body.get("model") or ""),
+    )
+
+
+def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
+    """The token ids of a request.
+
+    Raises:
+        BadRequest: They are none, or not the tokenizer's.
+    """
+    if not value:
+        raise BadRequest(name, "is empty: give the conversation so far")
+    ids = list(_list_of(name, value, int))
+    if max(ids) >= vocab_size:
+        raise BadRequest(name, f"has {max(ids)}, and the tokenizer has ids under {vocab_size}")
+    return ids
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 2**20:
+        raise BadRequest(name, f"must be a whole number from 1, not {value!r}")
+    return value
+
+
+def _list_of(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    fits = isinstance(values, list | tuple) and all(type(each) is kind for each in values)
+    if not fits or any(not each if kind is str else not 0 <= each < 2**31 for each in values):
+        what = "texts" if kind is str else "token ids"
+        raise BadRequest(name, f"must be a list of {what}, not {repr(values)[:100]}")
+    return tuple(values)
+
+
+def cut_text(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of these stop texts, as OpenAI returns it."""
+    return text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
+
+
+def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, int]:
+    answer = sum(len(completion.token_ids) for completion in completions)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": answer, "total_tokens": prompt_tokens + answer}
+
+
+def reply(kind: str, id: str, model: str, choices: list[dict[str, Any]], counts: dict[str, int]) -> dict[str, Any]:
+    """The envelope of `/v1/chat/completions` and `/v1/completions`."""
+    created = int(time.time())
+    return {"id": id, "object": kind, "created": created, "model": model, "choices": choices, "usage": counts}
+
+
+def chunk(whole: dict[str, Any]) -> dict[str, Any]:
+    """A whole reply as the only event of a stream."""
+    is_chat = whole["object"] == "chat.completion"
+    choices = whole["choices"]
+    if is_chat:
+        choices = [
+            {name: value for name, value in c.items() if name != "message"} | {"delta": _delta(c)} for c in choices
+        ]
+    return whole | {"object": "chat.completion.chunk" if is_chat else whole["object"], "choices": choices}
+
+
+def _delta(choice: dict[str, Any]) -> dict[str, Any]:
+    message = choice["message"]
+    calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls", []))]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def chat_logprobs(tokens: Sequence[str], completion: Completion) -> dict[str, Any]:
+    """Of the chat route, and with "token_id:N" as tokens of vLLM's token route."""
+    pairs = zip(tokens, completion.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in pairs
+        ]
+    }
+
+
+def completion_logprobs(tokens: Sequence[str], completion: Completion) -> dict[str, Any]:
+    return {"tokens": list(tokens), "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": []}
+
+
+def tokens_choice(index: int, completion: Completion) -> dict[str, Any]:
+    """A choice of vLLM's `/inference/v1/generate`."""
+    ids = completion.token_ids
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(ids, completion.logprobs, strict=True)
+    ]
+    return {
+        "index": index,
+        "token_ids": ids,
+        "logprobs": {"content": content},
+        "finish_reason": completion.finish_reason,
+    }

@@ -1,0 +1,305 @@
+"""The HTTP server of a run: model calls of sessions, and episodes for a harness outside."""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import PurePath
+from typing import Any
+
+from aiohttp import web
+
+from torchtitan.config import JobConfig
+from torchtitan.grpo.data.samples import Prompt
+from torchtitan.grpo.endpoint import requests
+from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
+from torchtitan.grpo.endpoint.requests import BadRequest
+from torchtitan.grpo.endpoint.sessions import Session, SessionEnded
+from torchtitan.grpo.engines.protocol import Completion
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.collector import Collector
+from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.tools.logging import logger
+
+SESSION_HEADER = "X-Session-ID"
+BODY_BYTES = 64 * 2**20
+"""Longest request."""
+_ENDED_KEPT = 100_000
+"""Ids of ended sessions that are known as such: later calls get 410 and not 404."""
+_SHUTDOWN_S = 1.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """An OpenAI-compatible server on the collector's event loop, for the model calls of environments and harnesses.
+
+    Every model call belongs to a session, which records it. It is named by the address
+    (`http://HOST:PORT/sessions/ID/v1`) or by the header `X-Session-ID`; the address counts first. Calls of a session
+    that has ended get HTTP 410.
+
+    Args:
+        chat: Renders messages.
+        model: The name in replies and in `/v1/models`.
+        host, port, api_key: Where it listens, and the bearer token that it asks for; "" for none.
+        longest_tokens: `[training] seq_len`, reported as `max_model_len`.
+    """
+
+    def __init__(
+        self, chat: Chat, model: str, host: str, port: int, api_key: str = "", longest_tokens: int = 0
+    ) -> None:
+        self.calls = 0
+        self._chat, self._model, self._longest_tokens = chat, model, longest_tokens
+        self._host, self._port, self._key = host, port, api_key.encode()
+        self._sessions: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._answer])
+        for prefix in ("", "/sessions/{session}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
+            app.router.add_post(f"{prefix}/v1/completions", self._completions)
+            app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, handle_signals=False
+        )
+
+    @property
+    def url(self) -> str:
+        """Its address for this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            UserError: The address cannot be opened.
+        """
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise UserError(
+                f"[rollout] serve_port = {self._port}: {self._host}:{self._port} cannot be opened ({error.strerror}): "
+                "set another port, or 0 for no endpoint"
+            ) from error
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """End the sessions and close the port. Bounded."""
+        for session in self._sessions.values():
+            session.end()
+        await self._runner.cleanup()
+
+    def metrics(self) -> dict[str, float]:
+        """Model calls since the start, and sessions now."""
+        return {"endpoint/calls": self.calls, "endpoint/open_sessions": len(self._sessions)}
+
+    @contextlib.asynccontextmanager
+    async def session(self, client: RolloutClient, prompt: Prompt, id: str = "") -> AsyncIterator[Session]:
+        """A session of the group that `client` belongs to. It ends with the context, and so do its calls under way.
+
+        Args:
+            id: Its name in addresses and in `X-Session-ID`. Empty: a random one.
+
+        Raises:
+            UserError: A session has had this id.
+        """
+        session = self.open(client, prompt, id)
+        try:
+            yield session
+        finally:
+            self.end(session)
+
+    def open(self, client: RolloutClient, prompt: Prompt, id: str = "") -> Session:
+        """`session` without its context; `end` must follow."""
+        id = id or secrets.token_hex(12)
+        if id in self._sessions or id in self._ended:
+            raise UserError(f"the endpoint has had a session {id!r} already: give each one an id of its own")
+        number, client.sessions = client.sessions, client.sessions + 1
+        session = self._sessions[id] = Session(id, f"{self.url}/sessions/{id}", client, prompt, number)
+        return session
+
+    def end(self, session: Session) -> None:
+        session.end()
+        if self._sessions.pop(session.id, None) is not None:
+            self._ended[session.id] = None
+            while len(self._ended) > _ENDED_KEPT:
+                del self._ended[next(iter(self._ended))]
+
+    # ---------------------------------------------------------------------------------------------- routes
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Ask for the key, and give errors OpenAI's form."""
+        if self._key and not self._has_key(request):
+            return _error(401, "the endpoint asks for the API key of [rollout] serve_key_env as a bearer token")
+        try:
+            return await handler(request)
+        except BadRequest as error:
+            return _error(400, str(error), error.field)
+        except SessionEnded:
+            return _error(410, "the session has ended: its group is complete, was given up or came too late")
+        except web.HTTPException as error:
+            return _error(error.status, error.text or error.reason)
+        except Exception as error:  # of the model call: the session keeps it, and it ends the run
+            return _error(502, f"{type(error).__name__}: {error}")
+
+    def _has_key(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._key)
+        return same and scheme.lower() == "bearer"
+
+    async def _called(self, request: web.Request) -> tuple[Session, dict[str, Any]]:
+        """The session of a call, and its body."""
+        id = request.match_info.get("session") or request.headers.get(SESSION_HEADER, "")
+        if not id:
+            raise web.HTTPBadRequest(text=f"name the session: base_url http://.../sessions/ID/v1, or {SESSION_HEADER}")
+        body = await _json(request)
+        if (session := self._sessions.get(id)) is None:
+            if id in self._ended:
+                raise SessionEnded
+            raise web.HTTPNotFound(text=f"there is no session {id[:64]!r}")
+        self.calls += 1
+        return session, body
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        session, body = await self._called(request)
+        call = requests.parse(body, requests.CHAT, session.client.params)
+        if not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise BadRequest("messages", "must be a list of one message or more")
+        rendered = self._chat.messages(session, body["messages"], call.tools)
+        choices = []
+        answers = await _ask(session, rendered.token_ids, call)
+        for i, (completion, place) in enumerate(answers):
+            text = requests.cut_text(self._chat.decode(completion.token_ids), call.stop)
+            message = reply_message(text, call.tools)
+            if place is not None:
+                session.said[digest_with(rendered.digest, message)] = place
+            called = completion.finish_reason == "stop" and "tool_calls" in message
+            choice = {"index": i, "message": message, "finish_reason": "tool_calls" if called else None}
+            choices.append(choice | self._extras(completion, call, requests.chat_logprobs))
+        return await self._reply(request, "chat.completion", call, rendered.token_ids, answers, choices)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        session, body = await self._called(request)
+        call = requests.parse(body, requests.COMPLETIONS, session.client.params)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str) and prompt:
+            ids, text = self._chat.text(session, prompt), prompt
+        else:
+            ids, text = requests.token_ids(prompt, "prompt", self._chat.vocab_size), ""
+        choices = []
+        answers = await _ask(session, ids, call)
+        for i, (completion, place) in enumerate(answers):
+            whole = self._chat.decode(completion.token_ids)
+            shown = requests.cut_text(whole, call.stop)
+            if place is not None and text:
+                session.texts |= {text + whole: place, text + shown: place}
+            choice = {"index": i, "text": shown, "finish_reason": None}
+            choices.append(choice | self._extras(completion, call, requests.completion_logprobs))
+        return await self._reply(request, "text_completion", call, ids, answers, choices)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """vLLM's route: token ids in, token ids and log-probabilities out."""
+        session, body = await self._called(request)
+        wanted = body.get("sampling_params") or {}
+        if not isinstance(wanted, dict):
+            raise BadRequest("sampling_params", "must be an object")
+        named = {name: value for name, value in body.items() if name not in requests.TOKENS}
+        call = requests.parse(named | wanted, (), session.client.params)
+        if call.stream:
+            raise BadRequest("stream", "this route answers at once: leave it out")
+        ids = requests.token_ids(body.get("token_ids"), "token_ids", self._chat.vocab_size)
+        answers = await _ask(session, ids, call)
+        completions = [completion for completion, _ in answers]
+        return web.json_response(
+            {
+                "request_id": str(body.get("request_id") or f"generate-{session.id}-{session.calls}"),
+                "choices": [requests.tokens_choice(i, completion) for i, completion in enumerate(completions)],
+                "usage": requests.usage(len(ids), completions),
+            }
+        )
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        card = {"id": self._model, "object": "model", "owned_by": "torchtitan-grpo"}
+        return web.json_response({"object": "list", "data": [card | {"max_model_len": self._longest_tokens}]})
+
+    def _extras(self, completion: Completion, call: requests.Call, logprobs: Callable[..., Any]) -> dict[str, Any]:
+        """The fields of a choice that were asked for."""
+        extras: dict[str, Any] = {"logprobs": None}
+        if call.logprobs:
+            extras["logprobs"] = logprobs([self._chat.token(token) for token in completion.token_ids], completion)
+        if call.return_token_ids:
+            extras["token_ids"] = completion.token_ids
+        return extras
+
+    async def _reply(
+        self,
+        request: web.Request,
+        kind: str,
+        call: requests.Call,
+        prompt: list[int],
+        answers: list[tuple[Completion, Any]],
+        choices: list[dict[str, Any]],
+    ) -> web.StreamResponse:
+        completions = [completion for completion, _ in answers]
+        for choice, completion in zip(choices, completions, strict=True):
+            choice["finish_reason"] = choice["finish_reason"] or completion.finish_reason
+        counts = requests.usage(len(prompt), completions)
+        whole = requests.reply(kind, f"call-{secrets.token_hex(8)}", call.model or self._model, choices, counts)
+        if call.return_token_ids:
+            whole["prompt_token_ids"] = prompt
+        if not call.stream:
+            return web.json_response(whole)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        await response.write(f"data: {json.dumps(requests.chunk(whole))}\n\ndata: [DONE]\n\n".encode())
+        await response.write_eof()
+        return response
+
+
+def serve(config: JobConfig, collector: Collector) -> None:
+    """With `[rollout] serve_port`: start the endpoint on the collector's event loop. It is closed with the collector.
+
+    Raises:
+        UserError: The address cannot be opened.
+    """
+    rollout = config.rollout
+    if not rollout.serve_port:
+        return
+    chat = Chat(collector.tokenizer, config.data.template_arguments, not config.data.chat_template)
+    key = os.environ.get(rollout.serve_key_env, "") if rollout.serve_key_env else ""
+    model = PurePath(config.model.hf_assets_path).name
+    endpoint = Endpoint(chat, model, rollout.serve_host, rollout.serve_port, key, config.training.seq_len)
+    collector.call(endpoint.start())
+    collector.endpoint = endpoint
+    logger.info(f"The endpoint is at {endpoint.url} ([rollout] serve_port)")
+
+
+async def _ask(session: Session, token_ids: list[int], call: requests.Call) -> list[tuple[Completion, Any]]:
+    return await session.generate(
+        token_ids, n=call.n, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
+    )
+
+
+async def _json(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(text="the body is not a JSON object")
+    return body
+
+
+def _error(status: int, message: str, param: str | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "param": param, "code": status}}, status=status
+    )
