@@ -15,16 +15,7 @@ CHAT = ("messages", "tools")
 COMPLETIONS = ("prompt",)
 TOKENS = ("token_ids", "sampling_params")
 
-_LIMITS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "logprobs",
-    "stream",
-    "return_token_ids",
-)
+_LIMITS = ("max_tokens", "max_completion_tokens", "n", "stop", "stop_token_ids", "logprobs", "stream", "return_token_ids")
 _WITHOUT_EFFECT = {
     *("model", "user", "metadata", "store", "stream_options", "service_tier", "prompt_cache_key", "safety_identifier"),
     *("parallel_tool_calls", "request_id", "priority", "cache_salt", "skip_special_tokens", "detokenize"),
@@ -183,9 +174,7 @@ def chunk(whole: dict[str, Any]) -> dict[str, Any]:
     is_chat = whole["object"] == "chat.completion"
     choices = whole["choices"]
     if is_chat:
-        choices = [
-            {name: value for name, value in c.items() if name != "message"} | {"delta": _delta(c)} for c in choices
-        ]
+        choices = [{name: value for name, value in c.items() if name != "message"} | {"delta": _delta(c)} for c in choices]
     return whole | {"object": "chat.completion.chunk" if is_chat else whole["object"], "choices": choices}
 
 

@@ -47,9 +47,7 @@ class Endpoint:
         longest_tokens: `[training] seq_len`, reported as `max_model_len`.
     """
 
-    def __init__(
-        self, chat: Chat, model: str, host: str, port: int, api_key: str = "", longest_tokens: int = 0
-    ) -> None:
+    def __init__(self, chat: Chat, model: str, host: str, port: int, api_key: str = "", longest_tokens: int = 0) -> None:
         self.calls = 0
         self._chat, self._model, self._longest_tokens = chat, model, longest_tokens
         self._host, self._port, self._key = host, port, api_key.encode()

@@ -12,7 +12,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class LoopThread:
-    """Runs coroutines beside the collector's event loop. That one goes on, with its time limits, if this one is blocked."""
+    """Runs coroutines beside the collector's event loop. Its time limits hold, even while this one is blocked."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

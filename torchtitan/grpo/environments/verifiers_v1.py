@@ -22,7 +22,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,6 @@ MODEL = "policy"
 """The model's name in requests and traces."""
 _ADDRESS = "http://in-process"
 """Of the model, in verifiers' configuration. Nobody connects to it."""
-IN_PROCESS = {"harness": {"id": "in-process"}, "runtime": {"type": "subprocess"}}
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 # verifiers finds a harness as a module of this package.
@@ -193,8 +192,8 @@ class VerifiersEnvironment:
         name: The taskset's id: an installed package, one of verifiers' own, or a module in the folder of the run.
         template_arguments: `[data] chat_template_kwargs` by name.
         select: Which tasks: verifiers' SelectConfig, as in `{ limit = 1000 }`. A taskset without an end needs a limit.
-        env: The other keys of verifiers' `[env]`. Without `agent`, a task that its taskset gives no harness is done by
-            `in_process.InProcessHarness`.
+        env: The other keys of verifiers' `[env]`. If neither they nor the taskset name a harness, it is
+            `in_process.InProcessHarness`. A harness that executes no code runs on this machine by default.
 
     Attributes:
         rows: The tasks: `question` (text or messages), and `task`, their number.
@@ -268,11 +267,12 @@ class VerifiersEnvironment:
     async def _episode(self, conversation: Conversation, task: Task) -> Episode:
         _CURRENT.set(conversation)
         [slot] = self._env.slots(task)
-        return await self._env.run_slot(slot, self._context)
+        async with _no_exit():
+            return await self._env.run_slot(slot, self._context)
 
     async def _serve(self, ready: asyncio.Event) -> None:
         """Hold what all episodes share: shared tools, and the interception server. One task enters and leaves it."""
-        async with self._env.serving():
+        async with _no_exit(), self._env.serving():
             shared = self._env._shared_tools
             secrets = tuple(each.state_secret for each in shared.values() if each.state_secret)
             async with FleetInterception(self._env._requires_tunnel(shared), secrets) as interception:
@@ -288,6 +288,15 @@ class VerifiersEnvironment:
         await self._serving
 
 
+@contextlib.asynccontextmanager
+async def _no_exit() -> AsyncIterator[None]:
+    """Turn an exit, which would end the thread, into an error."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"exits: {error}") from error
+
+
 def _checked(name: str, select: dict[str, Any], env: dict[str, Any]) -> tuple[Env, Any]:
     """The environment and its tasks.
 
@@ -298,9 +307,8 @@ def _checked(name: str, select: dict[str, Any], env: dict[str, Any]) -> tuple[En
     try:
         id = _taskset_id(name)
         given = env | {"taskset": {**env.get("taskset", {}), "id": id}}
-        config_type = loaders.env_config_type(id, env.get("id", ""))
-        if loaders.default_harness_id(id) == "bash" and "agent" in config_type.model_fields:
-            given["agent"] = _with_harness(env.get("agent", {}))
+        if "agent" in loaders.env_config_type(id, env.get("id", "")).model_fields:
+            given["agent"] = _with_harness(env.get("agent", {}), loaders.default_harness_id(id))
         built = loaders.load_environment(loaders.resolve_env_config(given))
         tasks = built.taskset.select(SelectConfig(**select))
     except ModuleNotFoundError as error:
@@ -326,11 +334,11 @@ def _taskset_id(name: str) -> str:
     return alias
 
 
-def _with_harness(agent: dict[str, Any]) -> dict[str, Any]:
-    """The agent's table, with the harness in this process if it names none."""
-    if agent.get("harness", {}).get("id", "in-process") != "in-process":
-        return agent
-    return IN_PROCESS | agent | {"harness": IN_PROCESS["harness"] | agent.get("harness", {})}
+def _with_harness(agent: dict[str, Any], of_taskset: str) -> dict[str, Any]:
+    """The agent's table with a harness. It runs here, and not in verifiers' cloud, unless it executes code."""
+    harness = {"id": "in-process" if of_taskset == "bash" else of_taskset} | agent.get("harness", {})
+    here = {} if loaders.harness_class(harness["id"]).EXECUTES_CODE else {"runtime": {"type": "subprocess"}}
+    return here | agent | {"harness": harness}
 
 
 def _row(number: int, task: Task) -> dict[str, Any]:
