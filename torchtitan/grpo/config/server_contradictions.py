@@ -18,7 +18,7 @@ _INSTEAD = {
 """What to write in place of a server's flag."""
 _STOP_STRINGS_MAX = 32
 """SGLang takes no more for one request."""
-_PACKAGES = {"verifiers": "the name of a taskset", "openenv": "its address, or module:Class of its client"}
+_PACKAGES = {"verifiers": "the name of a taskset", "openenv": "the address of its server"}
 """Packages of environments, and what `[rollout] environment` has behind their name."""
 
 
@@ -74,13 +74,19 @@ def _check_environment(config: JobConfig) -> Iterator[str]:
         yield from check_function("rollout.environment", rollout.environment)
     elif not name:
         yield f"[rollout] environment = {show(rollout.environment)}: put {_PACKAGES[kind]} behind the colon"
+    tables = [("[data]", config.data)] if not config.data.mixture else []
+    tables += [(title, table.data) for title, table in titled_tables(config)]
+    for title, data in tables:
+        if kind in _PACKAGES and data.source != "environment":
+            yield (
+                f"{title} source = {show(data.source)} has no tasks of {kind}, which [rollout] environment = "
+                f'{show(rollout.environment)} needs: set source = "environment"'
+            )
     if rollout.environment:
         return
     for key in ("environment_args", "environment_concurrency"):
         if value := getattr(rollout, key):
             yield f"[rollout] {key} = {show(value)} is read with [rollout] environment only: leave it out"
-    tables = [("[data]", config.data)] if not config.data.mixture else []
-    tables += [(title, table.data) for title, table in titled_tables(config)]
     for title, data in tables:
         if data.source == "environment":
             yield f'{title} source = "environment" are the rows of [rollout] environment, and there is none: name one'

@@ -1,7 +1,7 @@
 """Sessions: what was sampled in one conversation through the endpoint, as samples to train on."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 

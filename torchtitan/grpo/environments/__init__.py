@@ -1,6 +1,10 @@
 """Environments: rollouts of several turns, named by `[rollout] environment`.
 
     load.py          from `[rollout] environment` and its arguments to an `Environment`
+    verifiers_v1.py  `verifiers:NAME`: tasksets, harnesses and rubrics of the package `verifiers`
+    in_process.py    a harness for it: chat and tools without a process
+    loop_thread.py   `LoopThread`: verifiers' own event loop, whose code may block
+    openenv.py       `openenv:URL`: reset and step over the WebSocket of an OpenEnv server
     calculator.py    the model may call a calculator, whose results are masked out of the loss
 
 An environment is an `async def rollout(client, prompt)` that returns the samples of one group, or an object with more

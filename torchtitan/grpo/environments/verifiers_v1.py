@@ -49,7 +49,7 @@ try:
     from verifiers.v1.graph import PendingTurn
     from verifiers.v1.interception import InterceptionServer
     from verifiers.v1.session import RolloutSession
-    from verifiers.v1.task import Task
+    from verifiers.v1.task import Task, TaskData
     from verifiers.v1.types import Response, SamplingConfig, TurnTokens
     from verifiers.v1.utils import loaders
 
@@ -196,7 +196,7 @@ class VerifiersEnvironment:
             `in_process.InProcessHarness`. A harness that executes no code runs on this machine by default.
 
     Attributes:
-        rows: The tasks: `question` (text or messages), and `task`, their number.
+        rows: The tasks: `question` (messages), `task`, their number, `name`, `id`, and the fields of their own.
     """
 
     per_sample = True
@@ -350,7 +350,8 @@ def _row(number: int, task: Task) -> dict[str, Any]:
         messages += [message_to_wire(message) for message in data.prompt or []]
     if not messages or messages[-1]["role"] != "user":  # a simulated user speaks first
         messages.append({"role": "user", "content": data.description or data.name or "?"})
-    return {"question": messages, "task": number, "name": data.name or "", "id": data.id or ""}
+    own = data.model_dump(mode="json", exclude=set(TaskData.model_fields))
+    return own | {"question": messages, "task": number, "name": data.name or "", "id": data.id or ""}
 
 
 def _samples(conversation: Conversation, episode: Episode) -> list[Sample]:

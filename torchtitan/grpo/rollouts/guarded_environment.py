@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import re
 import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,10 @@ MakeClient = Callable[[SamplingParams, str, GroupStart], RolloutClient]
 """(parameters, name within the group, start) -> the servers, for a group or one of its samples."""
 _SEED_STRIDE = 2**40
 """Between the seeds of a group's samples. Each of their calls adds one."""
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_OWN = re.compile(
+    f"<|{re.escape(__file__)}|{re.escape(sysconfig.get_paths()['stdlib'])}|.*/(site|dist)-packages/", re.DOTALL
+)
+"""Files that a user does not write: Python's, installed packages, and this one."""
 
 
 class SampleStart(AnyFrom):
@@ -142,6 +146,6 @@ def place(error: BaseException) -> str:
 
 def innermost(frames: list[tuple[str, int, str]]) -> str:
     """The same of frames as (file, line, function), outermost first."""
-    not_own = (*_INSTALLED, "<", __file__)
-    file, line, function = ([frame for frame in frames if not frame[0].startswith(not_own)] or frames)[-1]
+    own = [frame for frame in frames if not _NOT_OWN.match(frame[0])]
+    file, line, function = (own or frames)[-1]
     return f"{file}:{line} in {function}"
