@@ -144,25 +144,25 @@ def test_a_run_trains_on_one_turn_on_tools_and_on_several_turns(tmp_path, monkey
         "--data.source": "environment",
         "--data.chat_template": None,
         "--data.max_prompt_tokens": "40",
-        "--training.seq_len": "128",
-        "--rollout.max_answer_tokens": "64",
+        "--training.seq_len": "96",
+        "--rollout.max_answer_tokens": "48",
         "--rollout.environment": f"{TASKS}.three:Three",
         "--rollout.environment_args": '{"limit": 4}',
         "--rollout.environment_concurrency": "6",
         "--reward.functions": "",
         "--grpo.prompts_per_step": "6",
+        "--grpo.zero_variance_groups": "keep",
         "--metrics.samples_per_step": "1000",
         "--validation.no-enable": None,
     }
     lines = train(tmp_path, flags)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and len(samples) == 2 * 6 * 4
-    tokenizer = load_tokenizer(str(TINY_QWEN3))
     for line in lines:
         own = [sample for sample in samples if sample["step"] == line["step"]]
         assert line["reward/failures"] == line["rollout/groups_failed"] == 0
         assert {f"reward/{name}" for name in ("digits", "vowels", "near")} <= line.keys()
         assert line["policy/mismatch_abs"] <= 1e-4, "trainer and server read the same tokens"
-        given = sum(len(tokenizer(sample["answer"])["input_ids"]) for sample in own)
-        assert line["train/answer_tokens"] == line["rollout/answer_tokens"] < given
-    assert len(KINDS) == 3
+        assert line["train/answer_tokens"] == line["rollout/answer_tokens"]
+        assert line["rollout/answer_tokens"] < sum(sample["answer_tokens"] for sample in own), "some are given"
+        assert len({sample["prompt"][:7] for sample in own}) >= len(KINDS)

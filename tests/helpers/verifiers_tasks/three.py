@@ -12,7 +12,12 @@ class Three:
 
     def __init__(self, limit: int) -> None:
         self._each = {
-            kind: VerifiersEnvironment(f"tests.helpers.verifiers_tasks.{kind}", {}, select={"limit": limit})
+            kind: VerifiersEnvironment(
+                f"tests.helpers.verifiers_tasks.{kind}",
+                {},
+                select={"limit": limit},
+                agent={"sampling": {"max_tokens": 10}},
+            )
             for kind in KINDS
         }
         self.rows = [self._each[kind].rows[number] | {"kind": kind} for number in range(limit) for kind in KINDS]

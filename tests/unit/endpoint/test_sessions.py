@@ -132,7 +132,9 @@ def check(run: Run, samples: list[Sample]) -> None:
             while mask[last] and (last == first or last not in [each for each, _ in sample.servers]):
                 last += 1
             part = slice(first, last)
-            turns.append((whole[: at + first], sample.token_ids[part], sample.logprobs[part], sample.versions[part]))
+            turns.append(
+                (whole[: at + first], sample.token_ids[part], sample.logprobs[part], sample.versions[part])
+            )
     served = [(prompt, c.token_ids, c.logprobs, c.versions) for prompt, c in run.sampled]
     assert sorted(turns) == sorted(served)
     assert sum(len(ids) for _, ids, _, _ in served) == sum(sample.sampled_tokens for sample in samples)
@@ -183,9 +185,7 @@ def test_other_contexts_and_parallel_branches_are_samples_of_their_own(run) -> N
             said = await chat(http, session, first)
             more = [*first, said, {"role": "user", "content": "2+2="}]
             await asyncio.gather(*(chat(http, session, more) for _ in range(3)))
-            await chat(
-                http, session, [{"role": "system", "content": "a short story"}, {"role": "user", "content": "?"}]
-            )
+            await chat(http, session, [{"role": "system", "content": "a short story"}, {"role": "user", "content": "?"}])
             await post(http, session, "/v1/completions", prompt="3+3=", max_tokens=2, n=2)
             return session.samples()
 
@@ -202,12 +202,7 @@ def test_calls_with_tools_are_parsed_and_results_are_masked(run) -> None:
     message = reply_message("well\n" + call + call, tools)
     assert message["content"] == "well"
     assert [c["function"] for c in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
-    for text in (
-        "no call",
-        "<tool_call>{not json}</tool_call>",
-        '<tool_call>{"arguments": {}}</tool_call>',
-        "<tool_call>",
-    ):
+    for text in ("no call", "<tool_call>{not json}</tool_call>", '<tool_call>{"arguments": {}}</tool_call>', "<tool_call>"):
         assert reply_message(text, tools) == {"role": "assistant", "content": text}
     assert reply_message(call, None)["content"] == call
 
@@ -257,9 +252,7 @@ def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) ->
             ):
                 async with http.post(f"{client.endpoint.url}{path}", data=data) as response:
                     assert response.status == status and (await response.json())["error"]["message"], path
-            await post(
-                http, session, "/v1/completions", prompt="1+1=", max_tokens=2, temperature=1, top_p=1.0, top_k=-1
-            )
+            await post(http, session, "/v1/completions", prompt="1+1=", max_tokens=2, temperature=1, top_p=1.0, top_k=-1)
             return session.samples()
 
     [sample] = run.collect(play)

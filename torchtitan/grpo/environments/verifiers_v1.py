@@ -70,7 +70,9 @@ _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 # verifiers finds a harness as a module of this package.
 sys.modules["verifiers.v1.harnesses.in_process"] = in_process
-logging.getLogger("verifiers").setLevel(logging.WARNING)  # else every conversation is a line
+# Else every conversation and every model call is a line. What fails is said by `GuardedEnvironment`.
+logging.getLogger("verifiers").setLevel(logging.ERROR)
+logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
 
 class EpisodeFailed(Exception):
