@@ -96,7 +96,7 @@ def test_an_episode_is_what_the_model_said_and_the_server_answered(served, reque
         assert len(own) == PARAMS.n
         words = {tuple(tokens): len(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in said}
         for sample in own:
-            assert tokenizer.decode(sample.prompt.token_ids) == f"<bos>say:\nseed {prompt.index}:"
+            assert sample.prompt is prompt and prompt.text == "<bos>say:"
             turns, left = [], list(zip(sample.token_ids, sample.loss_mask, sample.logprobs, strict=True))
             while left:
                 mine = left[0][1]
@@ -106,7 +106,8 @@ def test_an_episode_is_what_the_model_said_and_the_server_answered(served, reque
                 left = left[end:]
             spoken, given = [t for mine, t in turns if mine], [t for mine, t in turns if not mine]
             assert len(spoken) == STEPS and set(spoken) <= words.keys()
-            assert [tokenizer.decode(t) for t in given] == [f"{words[t]}?" for t in spoken[:-1]]
+            observed = [f"\nseed {prompt.index}:", *(f"{words[t]}?" for t in spoken[:-1])]
+            assert [tokenizer.decode(t) for t in given] == observed
             assert sample.reward == sum(words[t] for t in spoken) and sample.rewards == {"episode_steps": 3.0}
     for sample in asyncio.run(group(prompts[2])):
         failure = sample.reward_failures["openenv:test"]
