@@ -426,7 +426,7 @@ class Trainer:
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
+            self.rewards = self.resources.enter_context(RewardRunner(config.reward, config.rollout))
             self.environment = self.resources.enter_context(loaded_environment(config.rollout, config.data))
             make = prompt_source(self.environment)
             self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []

@@ -141,7 +141,7 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     environment = resources.enter_context(loaded_environment(config.rollout, config.data))
     sets = load_held_out(config, tokenizer, prompt_source(environment))
     check_not_trained_on(config, sets, folder, tokenizer)
-    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout.api_key_env))
+    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout))
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not config.rollout.environment)
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / arguments.model.resolve().name)
     began = time.time()

@@ -3,6 +3,7 @@
 import os
 import resource
 import runpy
+import socket
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -337,6 +338,23 @@ BAD_TOML = {
         "[rollout]\nenvironment = 'a:b'\nenvironment_args = { day = 2026-01-01 }",
         "[rollout] environment_args",
         "holds what JSON has no value for",
+    ),
+    "episodes without an endpoint": (
+        "[rollout]\nenvironment = 'endpoint'",
+        '[rollout] environment = "endpoint"',
+        "8100",
+    ),
+    "endpoint for all": (
+        "[rollout]\nserve_port = 8100\nserve_host = '0.0.0.0'",
+        '[rollout] serve_host = "0.0.0.0" is open to other machines',
+        "serve_key_env",
+    ),
+    "host of no endpoint": ("[rollout]\nserve_host = '::1'", "[rollout] serve_host", "serve_port over 0 only"),
+    "key of no endpoint": ("[rollout]\nserve_key_env = 'sk-1'", "[rollout] serve_key_env = ...", "serve_port"),
+    "lease of no episode": ("[rollout]\nepisode_lease_seconds = 5.0", "[rollout] episode_lease_seconds = 5 is read"),
+    "key that is not set": (
+        "[rollout]\nserve_port = 8100\nserve_key_env = 'NO_SUCH_KEY'",
+        '[rollout] serve_key_env = "NO_SUCH_KEY": the variable is not set',
     ),
     "curriculum": ("[data]\ncurriculum = 'a.b:'", '[data] curriculum: "a.b:" must be "module:function"'),
     "giant weight": ("[reward]\nweights = [1e300]", "[reward] weights = [1e+300]", "at most 1000000000"),
@@ -761,3 +779,15 @@ def test_dry_run_is_a_file_of_the_same_run(tmp_path):
     assert "128 x (128 + 128) = 32,768" in text
     # 128 answers of 256 tokens on 2 ranks, 2 in a row of 512
     assert "32 for each rank and optimizer step" in text
+
+
+def test_a_port_in_use_is_refused_and_no_key_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", "sk-secret")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"\[rollout\] serve_port = {port}: 127.0.0.1:{port} cannot be opened"):
+            load_toml(tmp_path, f"[rollout]\nserve_port = {port}")
+    load_toml(tmp_path, f"[rollout]\nserve_port = {port}\nserve_host = '0.0.0.0'\nserve_key_env = 'A_KEY'")
+    with pytest.raises(UserError, match="serve_key_env is not a variable's name") as caught:
+        load_toml(tmp_path, f"[rollout]\nserve_port = {port}\nserve_key_env = 'sk-secret'")
+    assert "sk-secret" not in str(caught.value)

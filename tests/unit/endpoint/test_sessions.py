@@ -5,51 +5,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-import aiohttp
 import pytest
 
-from tests.helpers import TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
-from torchtitan.grpo.data.prompts import load_tokenizer
-from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.endpoint.chat import Chat, reply_message
-from torchtitan.grpo.endpoint.server import Endpoint
-from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.engines.protocol import Completion, SamplingParams
-from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.engines.vllm_control import VllmControl
+from tests.helpers.endpoint_runs import PARAMS, VERSION, Run, chat_tokenizer
+from torchtitan.grpo.data.samples import Sample
+from torchtitan.grpo.endpoint.chat import reply_message
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.environment import RolloutClient
-
-VERSION = 7
-END = 2  # <eos>
-PARAMS = SamplingParams(n=1, temperature=1.0, max_tokens=60, stop_token_ids=(END,), seed=11)
-CHATML = (
-    "{% if tools %}S{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
-"""ChatML's structure with the characters of the tiny tokenizer."""
-
-
-class RecordingClient(VllmClient):
-    """The real client, which keeps what each server sampled."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, None, 30.0, lambda: VERSION)
-        self.sampled: list[tuple[list[int], Completion]] = []
-
-    async def generate(self, prompt_ids, params, request_id, cohort=None):
-        completions = await super().generate(prompt_ids, params, request_id, cohort)
-        self.sampled += [(prompt_ids, replace(completion)) for completion in completions]
-        return completions
-
-
-class NoScores:
-    def score(self, samples: list[Sample]) -> None:
-        """The environment judges."""
 
 
 @pytest.fixture(scope="module")
@@ -62,39 +24,7 @@ def servers() -> Iterator[list[ServerThread]]:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = load_tokenizer(str(TINY_QWEN3))
-    tokenizer.chat_template = CHATML
-    return tokenizer
-
-
-class Run:
-    """A collector with an endpoint, on real servers. `play` is what its one environment does."""
-
-    def __init__(self, tokenizer, urls: list[str], key: str = "") -> None:
-        make = lambda url: Server(url, VllmControl(url, timeout_s=10), RecordingClient(url))  # noqa: E731
-        self.fleet, self.tokenizer = Fleet(urls, make), tokenizer
-        for server in self.fleet.servers:
-            self.fleet.admit(server, VERSION)
-        self.collector = Collector(self.fleet, NoScores(), tokenizer, 64, 30.0, self._environment, "tests:play")
-        self.endpoint = Endpoint(Chat(tokenizer), "tiny", "127.0.0.1", 0, key, 128)
-        self.collector.call(self.endpoint.start())
-        self.collector.endpoint = self.endpoint
-        self.prompt = Prompt(3, tokenizer("u:1+1=<eos>\na:")["input_ids"], "u:1+1=<eos>\na:")
-
-    async def _environment(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
-        async with aiohttp.ClientSession(raise_for_status=False) as http:
-            samples = await self.play(client, prompt, http)
-        for sample in samples:
-            sample.reward = 1.0
-        return samples
-
-    def collect(self, play, params: SamplingParams = PARAMS) -> list[Sample]:
-        self.play = play
-        return self.collector.collect([self.prompt], params, "test")[0]
-
-    @property
-    def sampled(self) -> list[tuple[list[int], Completion]]:
-        return [each for server in self.fleet.servers for each in server.client.sampled]
+    return chat_tokenizer()
 
 
 @pytest.fixture
@@ -132,9 +62,7 @@ def check(run: Run, samples: list[Sample]) -> None:
             while mask[last] and (last == first or last not in [each for each, _ in sample.servers]):
                 last += 1
             part = slice(first, last)
-            turns.append(
-                (whole[: at + first], sample.token_ids[part], sample.logprobs[part], sample.versions[part])
-            )
+            turns.append((whole[: at + first], sample.token_ids[part], sample.logprobs[part], sample.versions[part]))
     served = [(prompt, c.token_ids, c.logprobs, c.versions) for prompt, c in run.sampled]
     assert sorted(turns) == sorted(served)
     assert sum(len(ids) for _, ids, _, _ in served) == sum(sample.sampled_tokens for sample in samples)
@@ -185,7 +113,9 @@ def test_other_contexts_and_parallel_branches_are_samples_of_their_own(run) -> N
             said = await chat(http, session, first)
             more = [*first, said, {"role": "user", "content": "2+2="}]
             await asyncio.gather(*(chat(http, session, more) for _ in range(3)))
-            await chat(http, session, [{"role": "system", "content": "a short story"}, {"role": "user", "content": "?"}])
+            await chat(
+                http, session, [{"role": "system", "content": "a short story"}, {"role": "user", "content": "?"}]
+            )
             await post(http, session, "/v1/completions", prompt="3+3=", max_tokens=2, n=2)
             return session.samples()
 
@@ -202,7 +132,12 @@ def test_calls_with_tools_are_parsed_and_results_are_masked(run) -> None:
     message = reply_message("well\n" + call + call, tools)
     assert message["content"] == "well"
     assert [c["function"] for c in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
-    for text in ("no call", "<tool_call>{not json}</tool_call>", '<tool_call>{"arguments": {}}</tool_call>', "<tool_call>"):
+    for text in (
+        "no call",
+        "<tool_call>{not json}</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "<tool_call>",
+    ):
         assert reply_message(text, tools) == {"role": "assistant", "content": text}
     assert reply_message(call, None)["content"] == call
 
@@ -252,7 +187,9 @@ def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) ->
             ):
                 async with http.post(f"{client.endpoint.url}{path}", data=data) as response:
                     assert response.status == status and (await response.json())["error"]["message"], path
-            await post(http, session, "/v1/completions", prompt="1+1=", max_tokens=2, temperature=1, top_p=1.0, top_k=-1)
+            await post(
+                http, session, "/v1/completions", prompt="1+1=", max_tokens=2, temperature=1, top_p=1.0, top_k=-1
+            )
             return session.samples()
 
     [sample] = run.collect(play)

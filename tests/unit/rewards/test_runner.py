@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from tests.helpers import ROOT
-from torchtitan.grpo.config.job_config import Data, Reward
+from torchtitan.grpo.config.job_config import Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.sources import load_rows
 from torchtitan.grpo.errors import UserError
@@ -474,13 +474,13 @@ def test_workers_do_not_import_the_main_script_or_touch_cuda(functions):
 
 def test_workers_get_no_secrets_but_those_named(functions, monkeypatch):
     hidden = ["HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "my_secret", "GOOGLE_APPLICATION_CREDENTIALS", "ROLLOUTS"]
+    hidden.append("ENDPOINTS")
     seen = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "JUDGE_API_KEY"]
     for name in [*hidden, *seen]:
         monkeypatch.setenv(name, "false")
     samples = make_samples(*hidden, *seen)
-    with RewardRunner(
-        Reward(functions=[f"{functions}:sees"], workers=1, secrets=["JUDGE_API_KEY"]), "ROLLOUTS"
-    ) as runner:
+    reward = Reward(functions=[f"{functions}:sees"], workers=1, secrets=["JUDGE_API_KEY"])
+    with RewardRunner(reward, Rollout(api_key_env="ROLLOUTS", serve_key_env="ENDPOINTS")) as runner:
         runner.score(samples)
     assert {sample.text: sample.reward for sample in samples} == dict.fromkeys(hidden, 0.0) | dict.fromkeys(seen, 3.0)
 

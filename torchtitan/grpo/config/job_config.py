@@ -379,7 +379,8 @@ class Rollout:
     `job.dump_folder`/rollouts, oldest removed first. 0 keeps nothing."""
     environment: str = ""
     """Multi-turn rollouts (docs/environments.md): `verifiers:NAME` or `openenv:URL` of those packages, or your own
-    `module:function` or `module:Class`. Empty: one answer per prompt."""
+    `module:function` or `module:Class`. `endpoint`: a harness outside plays them through `serve_port`. Empty: one
+    answer per prompt."""
     environment_args: dict = field(default_factory=dict)
     """A table of arguments for the environment. It refuses those that it does not take."""
     environment_concurrency: Annotated[int, Range(at_least=0)] = 0
@@ -393,6 +394,9 @@ class Rollout:
     serve_key_env: str = ""
     """Environment variable that holds the API key which the endpoint asks for. The key itself is never written or
     logged."""
+    episode_lease_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
+    """With `environment = "endpoint"`: an episode whose harness makes no model call for so long is handed out again,
+    twice at most. Let it exceed the longest tool call."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
     slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""

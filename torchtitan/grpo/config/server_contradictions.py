@@ -70,9 +70,9 @@ def check_servers(config: JobConfig) -> Iterator[str]:
 def _check_environment(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
     kind, colon, name = rollout.environment.partition(":")
-    if not (colon and kind in _PACKAGES):
+    if rollout.environment != "endpoint" and not (colon and kind in _PACKAGES):
         yield from check_function("rollout.environment", rollout.environment)
-    elif not name:
+    elif colon and not name:
         yield f"[rollout] environment = {show(rollout.environment)}: put {_PACKAGES[kind]} behind the colon"
     tables = [("[data]", config.data)] if not config.data.mixture else []
     tables += [(title, table.data) for title, table in titled_tables(config)]
@@ -94,6 +94,15 @@ def _check_environment(config: JobConfig) -> Iterator[str]:
 
 def _check_endpoint(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
+    plays = rollout.environment == "endpoint"
+    if plays and not rollout.serve_port:
+        yield (
+            '[rollout] environment = "endpoint" is a harness that speaks to the run\'s endpoint: set serve_port, as in '
+            "8100"
+        )
+    lease = rollout.episode_lease_seconds
+    if not plays and lease != keys()["rollout.episode_lease_seconds"].default:
+        yield f'[rollout] episode_lease_seconds = {lease:g} is read with environment = "endpoint" only'
     if not rollout.serve_port:
         for name in ("serve_host", "serve_key_env"):
             value = getattr(rollout, name)

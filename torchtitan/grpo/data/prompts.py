@@ -342,7 +342,7 @@ class PromptSource:
         column = self._data.prompt_column
         if column not in row:
             raise UserError(f"{place} has no column {column!r}: set [data] prompt_column to one of {list(row)}")
-        messages = _messages(row[column], self._data, place)
+        messages = chat_messages(row[column], self._data, place)
         if not self._data.chat_template:
             return messages[0]["content"]
         try:
@@ -393,7 +393,7 @@ def sft_pairs(
     return documents
 
 
-def _messages(question: Any, data: Data, place: str) -> list[dict[str, str]]:
+def chat_messages(question: Any, data: Data, place: str) -> list[dict[str, str]]:
     """Chat messages of one question. `prompt_template` goes around the last one, which is the user's."""
     column = f"column {data.prompt_column!r}"
     if question is None:

@@ -2,10 +2,11 @@
 
 Rendering a whole conversation again may give a turn other tokens than the sampled ones, and the sampler's
 log-probabilities would not belong to them. So only what is new behind the last sampled turn is rendered and tokenized.
-verifiers and prime-rl call this token-in, token-out; their package `renderers` does it model by model. Here the run's own
-chat template does it for any model: the turn is replaced by a marker, and what the template writes behind it is new.
+verifiers and prime-rl call this token-in, token-out. Their package `renderers` does it model by model. Here the run's
+own chat template does it: a marker stands for the turn, and what the template writes behind the marker is new.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -70,7 +71,7 @@ class Chat:
             place = session.said.get(digests[turn])
             if place is not None and (new := self._behind(messages, turn, tools, place)) is not None:
                 return Rendered(place.token_ids + new, digests[-1])
-        text = self._render(messages, tools)
+        text = self.render(messages, tools)
         same = not tools and text == session.prompt.text
         return Rendered(session.prompt.token_ids if same else self._tokens(text), digests[-1])
 
@@ -94,14 +95,14 @@ class Chat:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     def _behind(self, messages: list[Message], turn: int, tools: list[Any] | None, place: Place) -> list[int] | None:
-        """The tokens behind a sampled turn, up to what the model says next. None if the template hides where they begin.
+        """The tokens behind a sampled turn, up to what the model says next. None if the template hides their beginning.
 
         Templates end a turn with an end token and white space. What of this the model has sampled is not repeated.
         """
         marked = [*messages[:turn], {"role": "assistant", "content": _MARKER}, *messages[turn + 1 :]]
         try:
-            text = self._render(marked, tools)
-            closing = self._render([{"role": "user", "content": "a"}, marked[turn]], None, prompt=False)
+            text = self.render(marked, tools)
+            closing = self.render([{"role": "user", "content": "a"}, marked[turn]], None, prompt=False)
         except BadRequest:
             return None
         if text.count(_MARKER) != 1:
@@ -112,7 +113,12 @@ class Chat:
             new = new[len(end) :]
         return self._tokens(new)
 
-    def _render(self, messages: list[Message], tools: list[Any] | None, prompt: bool = True) -> str:
+    def render(self, messages: list[Message], tools: list[Any] | None = None, prompt: bool = True) -> str:
+        """The text of a conversation; `prompt`: with the beginning of the assistant's next turn.
+
+        Raises:
+            BadRequest: There is no chat template, or it refuses the messages.
+        """
         if not self._tokenizer.chat_template:
             raise BadRequest("messages", "this run's tokenizer has no chat template: use /v1/completions")
         own = self._arguments
@@ -194,9 +200,7 @@ def _normalised_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise BadRequest("messages", f"a tool call names a function, not {repr(call)[:100]}")
     arguments = function.get("arguments")
-    try:
+    with contextlib.suppress(ValueError):  # a model may write what is no JSON: templates get the text
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        pass  # a model may write what is no JSON: templates get the text
     own = {"id": call["id"]} if call.get("id") else {}
     return own | {"type": "function", "function": {"name": function.get("name"), "arguments": arguments}}

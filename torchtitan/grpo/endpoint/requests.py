@@ -15,7 +15,16 @@ CHAT = ("messages", "tools")
 COMPLETIONS = ("prompt",)
 TOKENS = ("token_ids", "sampling_params")
 
-_LIMITS = ("max_tokens", "max_completion_tokens", "n", "stop", "stop_token_ids", "logprobs", "stream", "return_token_ids")
+_LIMITS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "stream",
+    "return_token_ids",
+)
 _WITHOUT_EFFECT = {
     *("model", "user", "metadata", "store", "stream_options", "service_tier", "prompt_cache_key", "safety_identifier"),
     *("parallel_tool_calls", "request_id", "priority", "cache_salt", "skip_special_tokens", "detokenize"),
@@ -101,8 +110,8 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
         if value not in wanted:
             raise BadRequest(
                 name,
-                f"{value!r} would change what the run samples or trains on, and it has {' or '.join(map(repr, wanted))}: "
-                "leave it out",
+                f"{value!r} would change what the run samples or trains on, and it has "
+                f"{' or '.join(map(repr, wanted))}: leave it out",
             )
     stop = body.get("stop") or ()
     logprobs = body.get("logprobs")
@@ -174,7 +183,9 @@ def chunk(whole: dict[str, Any]) -> dict[str, Any]:
     is_chat = whole["object"] == "chat.completion"
     choices = whole["choices"]
     if is_chat:
-        choices = [{name: value for name, value in c.items() if name != "message"} | {"delta": _delta(c)} for c in choices]
+        choices = [
+            {name: value for name, value in c.items() if name != "message"} | {"delta": _delta(c)} for c in choices
+        ]
     return whole | {"object": "chat.completion.chunk" if is_chat else whole["object"], "choices": choices}
 
 
@@ -202,7 +213,7 @@ def completion_logprobs(tokens: Sequence[str], completion: Completion) -> dict[s
 def tokens_choice(index: int, completion: Completion) -> dict[str, Any]:
     """A choice of vLLM's `/inference/v1/generate`."""
     ids = completion.token_ids
-    content = [
+    content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(ids, completion.logprobs, strict=True)
     ]

@@ -12,15 +12,17 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
 from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
+from torchtitan.grpo.endpoint.episodes import WAIT_MAX_S, Episodes, outcome
 from torchtitan.grpo.endpoint.requests import BadRequest
 from torchtitan.grpo.endpoint.sessions import Session, SessionEnded
 from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
 from torchtitan.tools.logging import logger
 
 SESSION_HEADER = "X-Session-ID"
@@ -45,11 +47,17 @@ class Endpoint:
         model: The name in replies and in `/v1/models`.
         host, port, api_key: Where it listens, and the bearer token that it asks for; "" for none.
         longest_tokens: `[training] seq_len`, reported as `max_model_len`.
+
+    Attributes:
+        episodes: With `[rollout] environment = "endpoint"`, those of a harness outside.
     """
 
-    def __init__(self, chat: Chat, model: str, host: str, port: int, api_key: str = "", longest_tokens: int = 0) -> None:
+    def __init__(
+        self, chat: Chat, model: str, host: str, port: int, api_key: str = "", longest_tokens: int = 0
+    ) -> None:
         self.calls = 0
-        self._chat, self._model, self._longest_tokens = chat, model, longest_tokens
+        self.episodes: Episodes | None = None
+        self.chat, self._model, self._longest_tokens = chat, model, longest_tokens
         self._host, self._port, self._key = host, port, api_key.encode()
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
@@ -59,6 +67,8 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/completions", self._completions)
             app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
             app.router.add_get(f"{prefix}/v1/models", self._models)
+        app.router.add_post("/episodes/next", self._next_episode)
+        app.router.add_post("/episodes/{episode}", self._end_episode)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, handle_signals=False
         )
@@ -88,6 +98,8 @@ class Endpoint:
 
     async def close(self) -> None:
         """End the sessions and close the port. Bounded."""
+        if self.episodes is not None:
+            self.episodes.close()
         for session in self._sessions.values():
             session.end()
         await self._runner.cleanup()
@@ -169,11 +181,11 @@ class Endpoint:
         call = requests.parse(body, requests.CHAT, session.client.params)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise BadRequest("messages", "must be a list of one message or more")
-        rendered = self._chat.messages(session, body["messages"], call.tools)
+        rendered = self.chat.messages(session, body["messages"], call.tools)
         choices = []
         answers = await _ask(session, rendered.token_ids, call)
         for i, (completion, place) in enumerate(answers):
-            text = requests.cut_text(self._chat.decode(completion.token_ids), call.stop)
+            text = requests.cut_text(self.chat.decode(completion.token_ids), call.stop)
             message = reply_message(text, call.tools)
             if place is not None:
                 session.said[digest_with(rendered.digest, message)] = place
@@ -189,13 +201,13 @@ class Endpoint:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            ids, text = self._chat.text(session, prompt), prompt
+            ids, text = self.chat.text(session, prompt), prompt
         else:
-            ids, text = requests.token_ids(prompt, "prompt", self._chat.vocab_size), ""
+            ids, text = requests.token_ids(prompt, "prompt", self.chat.vocab_size), ""
         choices = []
         answers = await _ask(session, ids, call)
         for i, (completion, place) in enumerate(answers):
-            whole = self._chat.decode(completion.token_ids)
+            whole = self.chat.decode(completion.token_ids)
             shown = requests.cut_text(whole, call.stop)
             if place is not None and text:
                 session.texts |= {text + whole: place, text + shown: place}
@@ -213,7 +225,7 @@ class Endpoint:
         call = requests.parse(named | wanted, (), session.client.params)
         if call.stream:
             raise BadRequest("stream", "this route answers at once: leave it out")
-        ids = requests.token_ids(body.get("token_ids"), "token_ids", self._chat.vocab_size)
+        ids = requests.token_ids(body.get("token_ids"), "token_ids", self.chat.vocab_size)
         answers = await _ask(session, ids, call)
         completions = [completion for completion, _ in answers]
         return web.json_response(
@@ -228,11 +240,35 @@ class Endpoint:
         card = {"id": self._model, "object": "model", "owned_by": "torchtitan-grpo"}
         return web.json_response({"object": "list", "data": [card | {"max_model_len": self._longest_tokens}]})
 
+    async def _next_episode(self, request: web.Request) -> web.StreamResponse:
+        """An episode; 204 if there is none within `wait_seconds`, 410 if the run has ended."""
+        episodes = self._episodes()
+        body = await _json(request) if request.can_read_body else {}
+        wait_s = body.get("wait_seconds", WAIT_MAX_S / 2)
+        if type(wait_s) not in (int, float) or not 0 <= wait_s <= WAIT_MAX_S:
+            raise BadRequest("wait_seconds", f"must be a number from 0 to {WAIT_MAX_S:g}")
+        episode = await episodes.next(wait_s)
+        if episode is None:
+            return _error(410, "the run has ended") if episodes.is_closed else web.Response(status=204)
+        base_url = f"{request.url.origin()}/sessions/{episode.session.id}"
+        return web.json_response(episodes.describe(episode, base_url))
+
+    async def _end_episode(self, request: web.Request) -> web.StreamResponse:
+        ended = outcome(await _json(request))
+        if not self._episodes().end(request.match_info["episode"], ended):
+            return _error(410, "nobody waits for this episode: it was ended, given up, or handed out again")
+        return web.Response(status=204)
+
+    def _episodes(self) -> Episodes:
+        if self.episodes is None:
+            raise web.HTTPNotFound(text='episodes need [rollout] environment = "endpoint"')
+        return self.episodes
+
     def _extras(self, completion: Completion, call: requests.Call, logprobs: Callable[..., Any]) -> dict[str, Any]:
         """The fields of a choice that were asked for."""
         extras: dict[str, Any] = {"logprobs": None}
         if call.logprobs:
-            extras["logprobs"] = logprobs([self._chat.token(token) for token in completion.token_ids], completion)
+            extras["logprobs"] = logprobs([self.chat.token(token) for token in completion.token_ids], completion)
         if call.return_token_ids:
             extras["token_ids"] = completion.token_ids
         return extras
@@ -275,6 +311,10 @@ def serve(config: JobConfig, collector: Collector) -> None:
     key = os.environ.get(rollout.serve_key_env, "") if rollout.serve_key_env else ""
     model = PurePath(config.model.hf_assets_path).name
     endpoint = Endpoint(chat, model, rollout.serve_host, rollout.serve_port, key, config.training.seq_len)
+    if rollout.environment == ENDPOINT:
+        sources = {"": config.data} | {source.name: source.data for source in training_sources(config)}
+        lease_s, harness_s = rollout.episode_lease_seconds, rollout.start_timeout_seconds
+        endpoint.episodes = Episodes(endpoint, lease_s, harness_s, sources)
     collector.call(endpoint.start())
     collector.endpoint = endpoint
     logger.info(f"The endpoint is at {endpoint.url} ([rollout] serve_port)")

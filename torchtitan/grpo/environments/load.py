@@ -11,7 +11,7 @@ from torchtitan.grpo.data.load import Make
 from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import import_function, load_function
-from torchtitan.grpo.rollouts.environment import Environment, rows_of, single_turn
+from torchtitan.grpo.rollouts.environment import ENDPOINT, Environment, rows_of, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import place
 
 KEY = "[rollout] environment"
@@ -42,6 +42,7 @@ def prompt_source(environment: Environment) -> Make:
 
 
 def _load(name: str, arguments: dict[str, Any], template_arguments: dict[str, Any]) -> Environment:
+    name = "torchtitan.grpo.endpoint.episodes:rollout" if name == ENDPOINT else name
     kind, _, what = name.partition(":")
     if kind == "verifiers":
         from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment  # only now: it imports verifiers

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torchtitan_overlay
-from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.config.job_config import Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import is_async, is_safe, resolve, source, takes_group
@@ -47,13 +47,13 @@ class RewardRunner:
 
     Args:
         reward: The `[reward]` section, which `load_config` has checked.
-        api_key_env: `[rollout] api_key_env`, a variable that the functions do not get.
+        rollout: The `[rollout]` section. Functions do not get the variables of its keys.
 
     Raises:
         UserError: A function cannot be found, or does not take an answer and a prompt.
     """
 
-    def __init__(self, reward: Reward, api_key_env: str = ""):
+    def __init__(self, reward: Reward, rollout: Rollout | None = None):
         self._names = list(reward.functions)
         self._weights = list(reward.weights) or [1.0] * len(self._names)
         self._functions = [resolve(name) for name in self._names]
@@ -66,7 +66,8 @@ class RewardRunner:
         self.scored = 0
         """Number of scored answers since the start."""
         self._lock = threading.Lock()
-        secrets = {name for name in os.environ if SECRET.search(name)} | {api_key_env}
+        own = (rollout.api_key_env, rollout.serve_key_env) if rollout else ()
+        secrets = {name for name in os.environ if SECRET.search(name)} | set(own)
         hidden = sorted(secrets - set(reward.secrets))
         self._workers = [
             RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden)

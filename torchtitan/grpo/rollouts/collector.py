@@ -304,12 +304,12 @@ class Collector:
         return group
 
     async def _shut_down(self) -> None:
+        if self.endpoint is not None:
+            await self.endpoint.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.endpoint is not None:
-            await self.endpoint.close()
         await self.router.close()
 
 

@@ -17,6 +17,8 @@ from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.runner import REWARD_MAX
 
+ENDPOINT = "endpoint"
+"""The `[rollout] environment` that is a harness outside, see `endpoint/episodes.py`."""
 Ask = Callable[[list[int], SamplingParams, str, str], Awaitable[list[Completion]]]
 """(token ids, parameters, suffix of the request id, session) -> completions."""
 

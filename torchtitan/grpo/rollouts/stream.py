@@ -164,6 +164,8 @@ class RolloutStream:
             begun = sum(entry.begun is not None for entry in entries)
             names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
             counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
+            if (endpoint := self._collector.endpoint) is not None:
+                counts |= endpoint.metrics()
             return (
                 counts
                 | self._prompts.epochs()

@@ -1,0 +1,259 @@
+"""`[rollout] environment = "endpoint"`: a harness outside takes episodes, plays them, and posts their rewards."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.grpo.config.job_config import Data
+from torchtitan.grpo.data.prompts import chat_messages
+from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.endpoint.requests import BadRequest
+from torchtitan.grpo.endpoint.sessions import Session
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rewards.runner import REWARD_MAX
+from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.endpoint.server import Endpoint
+
+TAKEN_MAX = 3
+"""How often an episode is handed out before it has failed."""
+WAIT_MAX_S = 60.0
+"""Longest that a harness may wait for an episode in one request."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a harness says of an episode, see `outcome`."""
+
+    reward: float | None
+    rewards: dict[str, float]
+    error: str
+
+
+@dataclass(eq=False)
+class Episode:
+    """One sample of a group, in the hands of a harness or waiting for one.
+
+    Attributes:
+        taken: Done once a harness has it.
+        taken_at: The event loop's time then.
+        outcome: What the harness posts.
+    """
+
+    session: Session
+    taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    taken_at: float = 0.0
+    outcome: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Episodes:
+    """Hands out the samples of groups as episodes, in the order in which they were requested.
+
+    A group's time limit begins with its first model call. Before that, the wait for a harness is bounded: the run ends
+    if none has asked, called or posted for `harness_timeout_s`. An episode whose harness gives no sign of life for
+    `lease_s` is handed out again, in a new session; what was sampled in the old one is dropped. A sign of life is a
+    model call. Everything happens on the collector's event loop; nothing polls.
+
+    Args:
+        sources: The data of each source by name, "" if there is one, to give messages.
+    """
+
+    def __init__(self, endpoint: "Endpoint", lease_s: float, harness_timeout_s: float, sources: Mapping[str, Data]):
+        self._endpoint, self._sources = endpoint, sources
+        self._lease_s, self._harness_timeout_s = lease_s, harness_timeout_s
+        self._offered: deque[Episode] = deque()
+        self._taken: dict[str, Episode] = {}
+        self._news = asyncio.Event()
+        self._closed = False
+        self._asking = self._lost = 0
+        self._seen_at = -math.inf
+
+    async def play(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        """One group: `client.params.n` episodes.
+
+        Raises:
+            UserError: No harness asks for them.
+        """
+        client.waits()
+        tasks = [asyncio.create_task(self._episode(client, prompt)) for _ in range(client.params.n)]
+        try:
+            return [sample for samples in await asyncio.gather(*tasks) for sample in samples]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def next(self, wait_s: float) -> Episode | None:
+        """The next episode for a harness; None if there is none within `wait_s`, or if the run ends."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        self._asking += 1
+        try:
+            while not self._offered and not self._closed and loop.time() < deadline:
+                self._news.clear()
+                news = asyncio.ensure_future(self._news.wait())
+                try:
+                    await asyncio.wait([news], timeout=deadline - loop.time())
+                finally:
+                    news.cancel()
+        finally:
+            self._asking -= 1
+            self._seen_at = loop.time()
+        if not self._offered or self._closed:
+            return None
+        episode = self._offered.popleft()
+        episode.taken_at = loop.time()
+        episode.taken.set_result(None)
+        self._taken[episode.session.id] = episode
+        return episode
+
+    def end(self, id: str, outcome: Outcome) -> bool:
+        """A harness posts the outcome of an episode. Whether it is still wanted."""
+        self._seen_at = asyncio.get_running_loop().time()
+        episode = self._taken.pop(id, None)
+        if episode is None or episode.outcome.done():
+            return False
+        episode.outcome.set_result(outcome)
+        return True
+
+    def close(self) -> None:
+        """Harnesses that wait are told that the run has ended."""
+        self._closed = True
+        self._news.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def describe(self, episode: Episode, base_url: str) -> dict[str, Any]:
+        """What a harness gets, as JSON values."""
+        session, params = episode.session, episode.session.client.params
+        prompt = session.prompt
+        return {
+            "id": session.id,
+            "base_url": base_url,
+            "prompt": prompt.text,
+            "messages": self._messages(prompt),
+            "answer": prompt.answer,
+            "columns": prompt.columns,
+            "source": prompt.source,
+            "sampling": {
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "min_p": params.min_p,
+                "max_tokens": params.max_tokens,
+                "stop": list(params.stop),
+            },
+            "lease_seconds": self._lease_s,
+        }
+
+    def _messages(self, prompt: Prompt) -> list[dict[str, str]] | None:
+        """The messages that are rendered to this prompt; None if it is plain text."""
+        data = self._sources.get(prompt.source) or self._sources[""]
+        if not data.chat_template or data.prompt_column not in prompt.columns:
+            return None
+        messages = chat_messages(prompt.columns[data.prompt_column], data, f"prompt {prompt.index}")
+        return messages if self._endpoint.chat.render(messages) == prompt.text else None
+
+    async def _episode(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        for taken in range(TAKEN_MAX):
+            episode = Episode(self._endpoint.open(client, prompt))
+            # Its group is under way if it was handed out before.
+            (self._offered.appendleft if taken else self._offered.append)(episode)
+            self._news.set()
+            try:
+                outcome = await self._outcome(episode)
+            finally:
+                self._endpoint.end(episode.session)
+                self._taken.pop(episode.session.id, None)
+                if not episode.taken.done():
+                    self._offered.remove(episode)
+            if outcome is not None:
+                return _samples(episode.session, outcome)
+            self._lost += 1
+            if taken + 1 < TAKEN_MAX and math.log10(self._lost).is_integer():  # 1st, 10th, 100th ...
+                what = f"{self._lease_s:g} s ([rollout] episode_lease_seconds)"
+                logger.warning(f"An episode had no model call for {what} and is handed out again ({self._lost} so far)")
+        lost = f"was lost by {TAKEN_MAX} harnesses: each gave no sign of life for [rollout] episode_lease_seconds"
+        return [_failed(prompt, f"{lost} = {self._lease_s:g}")]
+
+    async def _outcome(self, episode: Episode) -> Outcome | None:
+        """What the harness posts; None if it gives no sign of life.
+
+        Raises:
+            UserError: There is no harness.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not episode.taken.done():
+            left_s = max(began, self._seen_at, self._called_at()) + self._harness_timeout_s - loop.time()
+            if self._asking:
+                left_s = self._harness_timeout_s
+            if left_s <= 0:
+                raise UserError(
+                    f'[rollout] environment = "{ENDPOINT}": no harness has asked for an episode for '
+                    f"{self._harness_timeout_s:g} s ([rollout] start_timeout_seconds): start one that posts to "
+                    f"{self._endpoint.url}/episodes/next, as in docs/endpoint.md"
+                )
+            await asyncio.wait([episode.taken], timeout=left_s)
+        while not episode.outcome.done():
+            left_s = max(episode.taken_at, episode.session.last_used) + self._lease_s - loop.time()
+            if episode.session.is_busy:
+                left_s = self._lease_s
+            if left_s <= 0:
+                return None
+            await asyncio.wait([episode.outcome], timeout=left_s)
+        return episode.outcome.result()
+
+    def _called_at(self) -> float:
+        """When a harness last had a model call under way or answered."""
+        now = asyncio.get_running_loop().time()
+        sessions = [episode.session for episode in self._taken.values()]
+        return max((now if session.is_busy else session.last_used for session in sessions), default=-math.inf)
+
+
+async def rollout(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+    """The environment that `[rollout] environment = "endpoint"` is."""
+    return await client.endpoint.episodes.play(client, prompt)
+
+
+def outcome(body: Mapping[str, Any]) -> Outcome:
+    """Check what a harness posts: `reward`, a number or null; `rewards` by name, for metrics; `error`, a text.
+
+    Raises:
+        BadRequest: It is something else.
+    """
+    if unknown := body.keys() - {"reward", "rewards", "error"}:
+        raise BadRequest(min(unknown), "an episode has reward, rewards and error")
+    reward, rewards, error = body.get("reward"), body.get("rewards") or {}, body.get("error") or ""
+    if not isinstance(rewards, dict):
+        raise BadRequest("rewards", "must be an object of numbers by name")
+    numbers = rewards | ({} if reward is None else {"reward": reward})
+    for name, value in numbers.items():
+        if type(value) not in (int, float) or not abs(value) <= REWARD_MAX:
+            raise BadRequest(name, f"must be a number of size {REWARD_MAX:g} or less, not {repr(value)[:50]}")
+    if not isinstance(error, str):
+        raise BadRequest("error", "must be a text")
+    return Outcome(None if reward is None else float(reward), {n: float(v) for n, v in rewards.items()}, error)
+
+
+def _samples(session: Session, outcome: Outcome) -> list[Sample]:
+    """The samples of a session, each with the episode's reward."""
+    samples = session.samples()
+    if not samples:
+        return [_failed(session.prompt, f"ended without a model call{outcome.error and f': {outcome.error}'}")]
+    for sample in samples:
+        if outcome.error:
+            sample.reward_failures = {ENDPOINT: f"ended in an error: {outcome.error}"}
+        else:
+            sample.reward, sample.rewards = outcome.reward, dict(outcome.rewards)
+    return samples
+
+
+def _failed(prompt: Prompt, failure: str) -> Sample:
+    return Sample(prompt, [], [], [], "abort", reward_failures={ENDPOINT: failure})
