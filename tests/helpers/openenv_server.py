@@ -8,6 +8,9 @@
 import asyncio
 import json
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 STEPS = 3
@@ -59,6 +62,26 @@ def wire_app() -> Any:
     app = web.Application()
     app.router.add_get("/ws", session)
     return app
+
+
+@contextmanager
+def served_wire() -> Iterator[str]:
+    """The address of `wire_app` on a thread."""
+    from aiohttp import web
+
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(wire_app())
+    loop.run_until_complete(runner.setup())
+    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+    loop.run_until_complete(site.start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield "http://{}:{}".format(*runner.addresses[0])
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def serve_real(port: int) -> None:

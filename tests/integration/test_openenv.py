@@ -2,24 +2,20 @@
 
 import asyncio
 import importlib.util
-import json
 import os
 import random
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from aiohttp import web
 
 from tests.helpers import ROOT, TINY_QWEN3
-from tests.helpers.openenv_server import STEPS, wire_app
+from tests.helpers.openenv_server import STEPS, served_wire
 from tests.helpers.ranks import free_port
-from tests.helpers.trainer_runs import train
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -33,19 +29,10 @@ from torchtitan.grpo.rollouts.router import AnyFrom
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,), seed=1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def wire() -> Iterator[str]:
-    loop, port = asyncio.new_event_loop(), free_port()
-    runner = web.AppRunner(wire_app())
-    loop.run_until_complete(runner.setup())
-    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", port, shutdown_timeout=0.1).start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{port}"
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with served_wire() as url:
+        yield url
 
 
 @pytest.fixture
@@ -122,26 +109,3 @@ def test_a_server_that_is_not_there_is_refused() -> None:
         OpenEnvEnvironment(f"http://127.0.0.1:{free_port()}", {})
     with pytest.raises(UserError, match="is no address"):
         OpenEnvEnvironment("echo", {})
-
-
-def test_a_run_trains_on_an_openenv_server(wire, tmp_path) -> None:
-    flags = {
-        "--training.steps": "2",
-        "--sft.steps": "0",
-        "--data.source": "environment",
-        "--data.chat_template": None,
-        "--training.seq_len": "96",
-        "--data.max_prompt_tokens": "40",
-        "--rollout.max_answer_tokens": "48",
-        "--rollout.environment": f"openenv:{wire}",
-        "--rollout.environment_args": json.dumps({"prompt": "say:", "observation": "text", "episodes": 2}),
-        "--reward.functions": "",
-        "--grpo.prompts_per_step": "2",
-        "--grpo.zero_variance_groups": "keep",
-        "--validation.no-enable": None,
-    }
-    for line in train(tmp_path, flags):
-        assert line["reward/failures"] == line["rollout/groups_failed"] == 0
-        assert line["policy/mismatch_abs"] <= 1e-4, "trainer and server read the same tokens"
-        assert line["reward/episode_steps"] >= 1
-        assert line["train/answer_tokens"] == line["rollout/answer_tokens"]

@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("verifiers", reason='needs verifiers: pip install "torchtitan-grpo[verifiers]"')
 
 from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.openenv_server import served_wire
 from tests.helpers.trainer_runs import train
-from tests.helpers.verifiers_tasks.three import KINDS
+from tests.helpers.verifiers_tasks.four import TASKSETS
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt
@@ -136,7 +137,7 @@ def test_what_verifiers_does_not_know_is_refused(name: str, arguments: dict[str,
         VerifiersEnvironment(name, {}, **arguments)
 
 
-def test_a_run_trains_on_one_turn_on_tools_and_on_several_turns(tmp_path, monkeypatch) -> None:
+def test_a_run_trains_on_one_turn_on_tools_on_several_turns_and_on_openenv(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the tool's process finds its module
     flags = {
         "--training.steps": "2",
@@ -146,23 +147,23 @@ def test_a_run_trains_on_one_turn_on_tools_and_on_several_turns(tmp_path, monkey
         "--data.max_prompt_tokens": "40",
         "--training.seq_len": "96",
         "--rollout.max_answer_tokens": "48",
-        "--rollout.environment": f"{TASKS}.three:Three",
-        "--rollout.environment_args": '{"limit": 4}',
+        "--rollout.environment": f"{TASKS}.four:Four",
         "--rollout.environment_concurrency": "6",
         "--reward.functions": "",
-        "--grpo.prompts_per_step": "6",
+        "--grpo.prompts_per_step": "4",
         "--grpo.zero_variance_groups": "keep",
         "--metrics.samples_per_step": "1000",
         "--validation.no-enable": None,
     }
-    lines = train(tmp_path, flags)
+    with served_wire() as url:
+        lines = train(tmp_path, flags | {"--rollout.environment_args": json.dumps({"limit": 1, "openenv": url})})
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 and len(samples) == 2 * 6 * 4
+    assert len(lines) == 2 and len(samples) == 2 * 4 * 4
     for line in lines:
         own = [sample for sample in samples if sample["step"] == line["step"]]
+        assert len({sample["prompt"] for sample in own}) == len(TASKSETS) + 1
         assert line["reward/failures"] == line["rollout/groups_failed"] == 0
-        assert {f"reward/{name}" for name in ("digits", "vowels", "near")} <= line.keys()
+        assert {f"reward/{name}" for name in ("digits", "vowels", "near", "episode_steps")} <= line.keys()
         assert line["policy/mismatch_abs"] <= 1e-4, "trainer and server read the same tokens"
         assert line["train/answer_tokens"] == line["rollout/answer_tokens"]
         assert line["rollout/answer_tokens"] < sum(sample["answer_tokens"] for sample in own), "some are given"
-        assert len({sample["prompt"][:7] for sample in own}) >= len(KINDS)
