@@ -536,7 +536,7 @@ def test_an_environment_that_always_fails_ends_the_step(make_run, ahead) -> None
     )
     with pytest.raises(UserError, match=said + r"'tool' \(.*test_stream.py:\d+ in failing\)"):
         run.stream.take(0)
-    assert run.count("groups_failed") == 5
+    assert run.count("groups_failed") >= 5
 
 
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
