@@ -69,9 +69,9 @@ def served_wire() -> Iterator[str]:
     """The address of `wire_app` on a thread."""
     from aiohttp import web
 
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(wire_app())
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(wire_app(), shutdown_timeout=0.1)
     loop.run_until_complete(runner.setup())
-    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+    site = web.TCPSite(runner, "127.0.0.1", 0)
     loop.run_until_complete(site.start())
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

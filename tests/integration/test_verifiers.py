@@ -110,7 +110,7 @@ def test_a_task_that_fails_hangs_or_blocks_costs_its_own_samples() -> None:
     try:
         prompts = sampler.prompts(environment, 5)
         begin = time.monotonic()
-        fine, raises, hangs, other, blocks = sampler.groups(environment, prompts, 2.0)
+        fine, raises, hangs, other, blocks = sampler.groups(environment, prompts, 1.0)
         assert time.monotonic() - begin < 20
     finally:
         environment.close()
@@ -119,7 +119,7 @@ def test_a_task_that_fails_hangs_or_blocks_costs_its_own_samples() -> None:
         said = sample.reward_failures["verifiers:tests"]
         assert "no judge today" in said and "broken.py:" in said and "in judged" in said
     for sample in hangs + blocks:
-        assert sample.reward_failures["verifiers:tests"] == "took longer than [rollout] group_timeout_seconds = 2"
+        assert sample.reward_failures["verifiers:tests"] == "took longer than [rollout] group_timeout_seconds = 1"
     assert children() <= before
 
 

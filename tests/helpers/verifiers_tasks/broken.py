@@ -16,7 +16,7 @@ class BrokenTask(vf.Task[vf.TaskData]):
             case "hangs":
                 await asyncio.Event().wait()
             case "blocks":
-                time.sleep(3)
+                time.sleep(1.5)
         return float(len(trace.last_reply))
 
 

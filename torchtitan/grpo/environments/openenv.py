@@ -76,7 +76,8 @@ class OpenEnvEnvironment:
         self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env in os.environ else {}
         if api_key_env and not self._headers:
             raise UserError(f'[rollout] environment_args api_key_env = "{api_key_env}" is not set: export it')
-        self.rows = [{"question": prompt or "?", "seed": seed} for seed in range(episodes)]
+        question = [{"role": "user", "content": prompt or "?"}]
+        self.rows = [{"question": question, "seed": seed} for seed in range(episodes)]
         self._chat: Chat | None = None
         self._check_reachable()
 
