@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from tests.helpers import ROOT
-from torchtitan.grpo.config.job_config import Reward, Rollout
+from torchtitan.grpo.config.job_config import Data, Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.sources import load_rows
 from torchtitan.grpo.errors import UserError
