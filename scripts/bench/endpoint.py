@@ -35,7 +35,7 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 120.0
 
 
 def harness(url: str, at_once: int, max_tokens: int) -> None:
@@ -51,7 +51,9 @@ def harness(url: str, at_once: int, max_tokens: int) -> None:
                 episode = await response.json()
             body = {"prompt": episode["prompt"], "max_tokens": max_tokens}
             async with http.post(f"{episode['base_url']}/v1/completions", json=body) as response:
-                reward = float(len((await response.json())["choices"][0]["text"]))
+                said = await response.json()
+                assert response.status == 200, said
+                reward = float(len(said["choices"][0]["text"]))
             async with http.post(f"{url}/episodes/{episode['id']}", json={"reward": reward}):
                 pass
 
@@ -92,7 +94,7 @@ def main() -> None:
         "--max-tokens", type=int, default=64, help="of each answer, all of which are sampled (default 64)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each way (default 5)")
-    parser.add_argument("--port", type=int, default=8199)
+    parser.add_argument("--port", type=int, default=0, help="of the endpoint (default: a free one)")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         url = arguments.url
@@ -105,12 +107,12 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, url: str, stack: contextlib.ExitStack) -> None:
     tokenizer = load_tokenizer(arguments.model)
-    fleet = Fleet([url], lambda url: make_server(arguments.engine, url, None, TIMEOUT_S, TIMEOUT_S))
-    for server in fleet.servers:
-        server.control.wait_healthy(TIMEOUT_S)
-        fleet.admit(server, -1)
     collectors = {}
     for name, environment in (("direct", direct), ("endpoint", rollout)):
+        fleet = Fleet([url], lambda url: make_server(arguments.engine, url, None, TIMEOUT_S, TIMEOUT_S))
+        for server in fleet.servers:
+            server.control.wait_healthy(TIMEOUT_S)
+            fleet.admit(server, -1)
         collectors[name] = Collector(fleet, Rewarded(), tokenizer, 4096, TIMEOUT_S, environment, name)
         stack.callback(collectors[name].close)
     endpoint = Endpoint(Chat(tokenizer), "model", "127.0.0.1", arguments.port)
@@ -127,20 +129,24 @@ def measure(arguments: argparse.Namespace, url: str, stack: contextlib.ExitStack
     prompts = [Prompt(i, tokenizer(text)["input_ids"], text) for i, text in enumerate(texts)]
     params = SamplingParams(arguments.samples, 1.0, arguments.max_tokens, (), 1, ignore_eos=True)
     seconds: dict[str, list[float]] = {name: [] for name in collectors}
+    cpu: dict[str, list[float]] = {name: [] for name in collectors}  # of this process, which is rank 0's in a run
     for number in range(arguments.rounds + 1):
         for name, collector in collectors.items():
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             groups = collector.collect(prompts, params, f"{name}{number}")
             seconds[name].append(time.perf_counter() - began)
+            cpu[name].append(1000 * (time.process_time() - cpu_began) / answers)
             tokens = sum(len(sample.token_ids) for group in groups for sample in group)
             assert tokens == answers * arguments.max_tokens
             print(f"round {number} {name:8} {seconds[name][-1]:7.2f} s  {tokens / seconds[name][-1]:8.0f} tokens/s")
     medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
     ratios = sorted(e / d for e, d in zip(seconds["endpoint"][1:], seconds["direct"][1:], strict=True))
+    cpu_ms = {name: statistics.median(each[1:]) for name, each in cpu.items()}
     print(
-        f"{answers} answers of {arguments.max_tokens} tokens: direct {medians['direct']:.2f} s, endpoint "
-        f"{medians['endpoint']:.2f} s (medians of {arguments.rounds}); endpoint / direct {statistics.median(ratios):.2f}, "
-        f"{ratios[0]:.2f} to {ratios[-1]:.2f}; {1000 * (medians['endpoint'] - medians['direct']) / answers:.2f} ms an answer"
+        f"{answers} answers of {arguments.max_tokens} tokens, medians of {arguments.rounds} rounds: direct "
+        f"{medians['direct']:.2f} s, endpoint {medians['endpoint']:.2f} s; endpoint / direct "
+        f"{statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}. CPU time of this process per answer: "
+        f"direct {cpu_ms['direct']:.2f} ms, endpoint {cpu_ms['endpoint']:.2f} ms"
     )
 
 

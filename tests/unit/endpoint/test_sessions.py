@@ -165,6 +165,7 @@ REFUSED = {
     "many logprobs": ({"logprobs": 5}, 400, "sampled token"),
     "no length": ({"max_tokens": -1}, 400, "whole number"),
     "stops": ({"stop": [1]}, 400, "list of texts"),
+    "many stops": ({"stop": ["a"] * 17}, 400, "16 at most"),
     "no prompt": ({"prompt": ""}, 400, "is empty"),
     "other tokens": ({"prompt": [1, 99999]}, 400, "ids under 64"),
     "no text": ({"prompt": [1.5]}, 400, "list of token ids"),

@@ -368,13 +368,14 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     entries = began(buffer, 0, 3)
     sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0)
     unscored = replace(sample, reward=None, reward_failures={"g": "raised OSError: down"})
-    buffer.finish(entries[0], [sample, unscored])
+    compacted = replace(sample, prompt=replace(sample.prompt, token_ids=[7, 8, 9], text="a summary"))
+    buffer.finish(entries[0], [sample, unscored, compacted])
     buffer.finish(entries[1], [unscored, unscored])
     state = json.loads(json.dumps(buffer.state_dict()))
     restored = StalenessBuffer(2, 1, 4)
     restored.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
     first, second, third = restored.entries.values()
-    assert (first.number, first.begun, first.group) == (0, 0, [sample, unscored])
+    assert (first.number, first.begun, first.group) == (0, 0, [sample, unscored, compacted])
     assert [(entry.begun, entry.group) for entry in (second, third)] == [(None, None)] * 2
     assert restored.room(0) == buffer.room(0)
     assert restored.min_version(third) == 0

@@ -15,6 +15,8 @@ CHAT = ("messages", "tools")
 COMPLETIONS = ("prompt",)
 TOKENS = ("token_ids", "sampling_params")
 
+_STOPS_MAX = 16
+"""SGLang takes 32 for one request, and the run may have its own."""
 _LIMITS = (
     "max_tokens",
     "max_completion_tokens",
@@ -117,6 +119,8 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
     logprobs = body.get("logprobs")
     if not isinstance(logprobs, bool) and logprobs not in (None, 0, 1):
         raise BadRequest("logprobs", "only the sampled token's log-probability is there: ask for 1 at most")
+    if not isinstance(stop, str) and len(stop) > _STOPS_MAX:
+        raise BadRequest("stop", f"has {len(stop)} texts: give {_STOPS_MAX} at most")
     tools = body.get("tools") or None
     if tools is not None and not isinstance(tools, list):
         raise BadRequest("tools", "must be a list")

@@ -90,9 +90,10 @@ class Endpoint:
             await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
             await self._runner.cleanup()
+            why = os.strerror(error.errno) if error.errno else error
             raise UserError(
-                f"[rollout] serve_port = {self._port}: {self._host}:{self._port} cannot be opened ({error.strerror}): "
-                "set another port, or 0 for no endpoint"
+                f"[rollout] serve_port = {self._port}: {self._host}:{self._port} cannot be opened ({why}): set another "
+                "port, or 0 for no endpoint"
             ) from error
         self._port = self._runner.addresses[0][1]
 
