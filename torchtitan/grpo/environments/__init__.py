@@ -2,6 +2,7 @@
 
     load.py          from `[rollout] environment` and its arguments to an `Environment`
     verifiers_v1.py  `verifiers:NAME`: tasksets, harnesses and rubrics of the package `verifiers`
+    verifiers_client.py  its model: a client of its interception server that asks the run's servers
     in_process.py    a harness for it: chat and tools without a process
     loop_thread.py   `LoopThread`: verifiers' own event loop, whose code may block
     openenv.py       `openenv:URL`: reset and step over the WebSocket of an OpenEnv server

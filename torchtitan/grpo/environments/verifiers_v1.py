@@ -23,14 +23,10 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
-from torchtitan.grpo.endpoint.requests import CHAT, BadRequest, cut_text, parse, reply, usage
-from torchtitan.grpo.endpoint.sessions import Session, SessionEnded
+from torchtitan.grpo.endpoint.chat import Chat
 from torchtitan.grpo.environments.loop_thread import LoopThread
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
@@ -38,22 +34,18 @@ from torchtitan.grpo.rollouts.guarded_environment import innermost
 
 try:
     from pydantic import ValidationError
-    from verifiers.v1.clients import Client, ModelContext
-    from verifiers.v1.configs.client import BaseClientConfig, TrainClientConfig
+    from verifiers.v1.clients import ModelContext
+    from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.configs.select import SelectConfig
-    from verifiers.v1.dialects import ChatDialect, Dialect
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.env import Env
     from verifiers.v1.episode import Episode
-    from verifiers.v1.errors import ProviderError
-    from verifiers.v1.graph import PendingTurn
-    from verifiers.v1.interception import InterceptionServer
-    from verifiers.v1.session import RolloutSession
     from verifiers.v1.task import Task, TaskData
-    from verifiers.v1.types import Response, SamplingConfig, TurnTokens
+    from verifiers.v1.types import SamplingConfig
     from verifiers.v1.utils import loaders
 
     from torchtitan.grpo.environments import in_process
+    from torchtitan.grpo.environments.verifiers_client import ADDRESS, CURRENT, MODEL, Conversation, FleetInterception
 except ModuleNotFoundError as missing:
     raise UserError(
         f'[rollout] environment = "verifiers:..." needs {missing.name!r}: pip install "torchtitan-grpo[verifiers]"'
@@ -62,10 +54,6 @@ except ModuleNotFoundError as missing:
 START_TIMEOUT_S = 120.0
 """Longest wait for the tools that all conversations share."""
 CLOSE_TIMEOUT_S = 10.0
-MODEL = "policy"
-"""The model's name in requests and traces."""
-_ADDRESS = "http://in-process"
-"""Of the model, in verifiers' configuration. Nobody connects to it."""
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 # verifiers finds a harness as a module of this package.
@@ -85,106 +73,6 @@ class EpisodeFailed(Exception):
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
         self.place = place
-
-
-@dataclass(eq=False)
-class Conversation:
-    """The model calls of one sample: a session for each of verifiers' traces.
-
-    Attributes:
-        loop: The collector's event loop, which servers are asked on.
-    """
-
-    client: RolloutClient
-    prompt: Prompt
-    chat: Chat
-    loop: asyncio.AbstractEventLoop
-    sessions: dict[str, Session] = field(default_factory=dict)
-
-    async def answer(self, trace_id: str, body: dict[str, Any]) -> tuple[dict[str, Any], TurnTokens]:
-        """One model call, on the collector's event loop: the reply in OpenAI's form, and its tokens.
-
-        Raises:
-            ProviderError: The request is refused, or no tokens are left.
-        """
-        if trace_id not in self.sessions:
-            self.sessions[trace_id] = Session(trace_id, _ADDRESS, self.client, self.prompt, len(self.sessions))
-        session = self.sessions[trace_id]
-        try:
-            call = parse(body | {"n": 1, "stream": False}, CHAT, self.client.params)
-            rendered = self.chat.messages(session, body["messages"], call.tools)
-            [(completion, place)] = await session.generate(
-                rendered.token_ids, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
-            )
-        except (BadRequest, SessionEnded) as error:
-            raise ProviderError(str(error), status_code=400) from error
-        if place is None:
-            raise ProviderError(in_process.NO_TOKENS_LEFT, status_code=400)
-        message = reply_message(cut_text(self.chat.decode(completion.token_ids), call.stop), call.tools)
-        session.said[digest_with(rendered.digest, message)] = place
-        called = completion.finish_reason == "stop" and "tool_calls" in message
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if called else completion.finish_reason}
-        counts = usage(len(rendered.token_ids), [completion])
-        tokens = TurnTokens.model_construct(
-            prompt_ids=rendered.token_ids,
-            completion_ids=completion.token_ids,
-            completion_logprobs=completion.logprobs,
-        )
-        return reply("chat.completion", f"{trace_id}-{session.calls}", MODEL, [choice], counts), tokens
-
-
-_CURRENT: ContextVar[Conversation] = ContextVar("conversation")
-"""Of the task that runs an episode, and of the tasks that it starts."""
-
-
-class FleetClient(Client):
-    """Answers model calls of every conversation, by their traces."""
-
-    def __init__(self) -> None:
-        self.conversations: dict[str, Conversation] = {}
-
-    async def get_response(
-        self,
-        dialect: Dialect,
-        body: dict,
-        sampling: SamplingConfig,
-        session_id: str | None = None,
-        turn: PendingTurn | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Response:
-        if not isinstance(dialect, ChatDialect):
-            raise ProviderError(
-                "trained models answer /v1/chat/completions only: take a harness that asks there", status_code=400
-            )
-        conversation = self.conversations.get(session_id or "")
-        if conversation is None:
-            raise ProviderError("the sample has ended", status_code=409)
-        answer = asyncio.run_coroutine_threadsafe(conversation.answer(session_id or "", body), conversation.loop)
-        raw, tokens = await asyncio.wrap_future(answer)
-        response = dialect.parse_response(dialect.validate_response(raw))
-        response.raw, response.tokens = raw, tokens
-        return response
-
-
-class FleetInterception(InterceptionServer):
-    """verifiers' interception server, whose trained model is the run's."""
-
-    def __init__(self, requires_tunnel: bool, state_service_secrets: tuple[str, ...]) -> None:
-        super().__init__(None, requires_tunnel, state_service_secrets)
-        self.fleet = FleetClient()
-
-    def _client(self, config: BaseClientConfig) -> Client:
-        return self.fleet if config.base_url == _ADDRESS else super()._client(config)
-
-    def register(self, session: RolloutSession) -> tuple[str, str]:
-        if session.ctx.client.base_url == _ADDRESS:
-            self.fleet.conversations[session.trace.id] = _CURRENT.get()
-        return super().register(session)
-
-    def unregister(self, model_secret: str, state_secret: str) -> None:
-        if session := self.sessions.get(model_secret):
-            self.fleet.conversations.pop(session.trace.id, None)
-        super().unregister(model_secret, state_secret)
 
 
 class VerifiersEnvironment:
@@ -217,7 +105,7 @@ class VerifiersEnvironment:
         self._env, tasks = _checked(name, dict(select or {}), env)
         self._tasks: list[Task] = list(tasks)
         self.rows = [_row(number, task) for number, task in enumerate(self._tasks)]
-        self._context = ModelContext(MODEL, TrainClientConfig(base_url=_ADDRESS, api_key_var="NONE"), SamplingConfig())
+        self._context = ModelContext(MODEL, TrainClientConfig(base_url=ADDRESS, api_key_var="NONE"), SamplingConfig())
         self._chat: Chat | None = None
         self._closing = asyncio.Event()
         self._thread = LoopThread("verifiers")
@@ -267,7 +155,7 @@ class VerifiersEnvironment:
         return serving
 
     async def _episode(self, conversation: Conversation, task: Task) -> Episode:
-        _CURRENT.set(conversation)
+        CURRENT.set(conversation)
         [slot] = self._env.slots(task)
         async with _no_exit():
             return await self._env.run_slot(slot, self._context)
