@@ -39,6 +39,7 @@ from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
+from torchtitan.grpo.environments.load import loaded_environment, prompt_source
 from torchtitan.grpo.errors import UserError, refuse
 from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
@@ -72,7 +73,6 @@ from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.environment import load_environment
 from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
@@ -428,9 +428,10 @@ class Trainer:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
             rewards = RewardRunner(config.reward, config.rollout, config.distill)
             self.rewards = self.resources.enter_context(rewards)
-            self.held_out = load_held_out(config, self.tokenizer) if config.validation.enable else []
-            self.prompts = load_training(config, self.tokenizer, self.held_out)
-            self.environment = load_environment(config.rollout.environment)
+            self.environment = self.resources.enter_context(loaded_environment(config.rollout, config.data))
+            make = prompt_source(self.environment)
+            self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []
+            self.prompts = load_training(config, self.tokenizer, self.held_out, make)
             self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
 
     def _init_distributed(self) -> None:
@@ -536,6 +537,7 @@ class Trainer:
                 self.environment,
                 rollout.environment,
                 rollout.group_timeout_seconds,
+                rollout.environment_concurrency,
             )
             self.resources.callback(self.collector.close)
             serve(config, self.collector)

@@ -50,12 +50,13 @@ def test_results_are_read_by_the_model_and_not_trained_on(flags, max_age, tmp_pa
             assert line["policy/mismatch_abs"] <= 1e-4, "trainer and server read the same text"
 
 
-def test_an_environment_that_fails_ends_the_run_with_the_prompts_index(tmp_path):
+def test_an_environment_that_always_fails_ends_the_run_with_a_prompts_index_and_the_place(tmp_path):
     flags = {"--sft.steps": "1", "--rollout.environment": "tests.integration.test_environment:broken"}
     status, said = attempt(tmp_path, CALCULATOR | flags | {"--rollout.urls": embedded_url()})
     assert status != 0
-    assert "[rollout] environment = 'tests.integration.test_environment:broken': prompt " in said
-    assert "RuntimeError: no tool today" in said
+    assert '"tests.integration.test_environment:broken" failed on ' in said
+    assert "for example on prompt " in said and "it raised RuntimeError: no tool today (" in said
+    assert "test_environment.py:" in said and "in broken)" in said
 
 
 async def broken(client, prompt):

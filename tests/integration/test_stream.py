@@ -94,6 +94,7 @@ class Run:
         steps: int = 100,
         min_servers: int = 1,
         params: SamplingParams = PARAMS,
+        environment_concurrency: int = 0,
     ) -> None:
         def make(url: str) -> Server:
             server = Server(url, VllmControl(url, timeout_s=10))
@@ -112,6 +113,7 @@ class Run:
             request_timeout_s,
             environment,
             "tests:run",
+            environment_concurrency=environment_concurrency,
         )
         self.prompts = PromptSource(DATA, tokenizer, seed=3)
         self.order = [prompt.index for prompt in PromptSource(DATA, tokenizer, seed=3).next(500)]
@@ -523,13 +525,89 @@ def test_the_time_of_a_group_begins_with_its_first_request(make_run, servers) ->
     assert run.count("groups_timed_out") == 0
 
 
-def test_an_environment_that_fails_ends_the_step(make_run) -> None:
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
+def test_an_environment_that_always_fails_ends_the_step(make_run, ahead) -> None:
     async def failing(client: RolloutClient, prompt: Prompt) -> list[Sample]:
         raise KeyError("tool")
 
-    run = make_run(environment=failing)
-    with pytest.raises(ValueError, match=rf"'tests:run': prompt {run.order[0]}: KeyError: 'tool'"):
+    run = make_run(ahead=ahead, environment=failing)
+    said = (
+        r"10 of 10 answers have no reward.*\"tests:run\" failed on 10, for example on prompt \d+: it raised KeyError: "
+    )
+    with pytest.raises(UserError, match=said + r"'tool' \(.*test_stream.py:\d+ in failing\)"):
         run.stream.take(0)
+    assert run.count("groups_failed") >= 5
+
+
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
+def test_groups_on_which_the_environment_fails_are_replaced(make_run, ahead) -> None:
+    broken: set[int] = set()
+
+    async def flaky(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        samples = await single_turn(client, prompt)
+        if prompt.index in broken:
+            raise SystemExit("exits" if prompt.index % 2 else "leaves")
+        return samples
+
+    run = make_run(ahead=ahead, environment=flaky)
+    broken |= {run.order[0], run.order[2], run.order[5]}
+    trained = indices(run.stream.take(0))
+    run.publish(1)
+    trained += indices(run.stream.take(1))
+    assert len(trained) == 2 * B and not broken & set(trained)
+    assert run.count("groups_failed") == 3
+
+
+class OneByOne:
+    """Makes each sample by itself. The second one of a prompt among `ways` crashes, hangs or is slow."""
+
+    per_sample = True
+
+    def __init__(self) -> None:
+        self.ways: dict[int, str] = {}
+        self.seen: dict[int, int] = {}
+        self.at_once = self.most = 0
+
+    async def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        assert client.params.n == 1
+        number = self.seen[prompt.index] = self.seen.get(prompt.index, -1) + 1
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            samples = await single_turn(client, prompt)
+            match self.ways.get(prompt.index) if number else None:
+                case "crash":
+                    raise ConnectionError("the tool is gone")
+                case "hang":
+                    await asyncio.Event().wait()
+                case "slow":
+                    await asyncio.sleep(0.3)
+        finally:
+            self.at_once -= 1
+        samples[0].reward = float(number)
+        return samples
+
+
+@pytest.mark.parametrize("concurrency", [0, 3])
+def test_an_environment_of_single_samples_loses_those_that_crash_or_hang(make_run, concurrency) -> None:
+    environment = OneByOne()
+    run = make_run(environment=environment, group_timeout_s=1.0, environment_concurrency=concurrency)
+    environment.ways = dict(zip(run.order, ("crash", "hang", "slow"), strict=False))
+    begin = time.monotonic()
+    groups = {group[0].prompt.index: group for group in run.stream.take(0)}
+    assert time.monotonic() - begin < 10
+    assert list(groups) == run.order[:B]
+    lost = [groups[index][1] for index in run.order[:2]]
+    for sample, said in zip(
+        lost, ("raised ConnectionError: the tool is gone (", "took longer than [rollout] "), strict=True
+    ):
+        assert sample.reward is None and not sample.token_ids and sample.finish_reason == "abort"
+        assert sample.reward_failures["tests:run"].startswith(said)
+    others = [sample for group in groups.values() for sample in group if sample not in lost]
+    assert [sample.reward for sample in others] == [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+    assert len({tuple(sample.token_ids) for sample in others}) > 4, "each sample has a seed of its own"
+    assert environment.at_once == 0 and environment.most == (concurrency or 2 * B)
+    assert run.count("groups_failed") == run.count("groups_timed_out") == 0
 
 
 # Resumes

@@ -373,6 +373,26 @@ BAD_TOML = {
         '[reward] functions: "ftp://a" must be "module:function"',
     ),
     "environment": ("[rollout]\nenvironment = '%s{0}'", '[rollout] environment: "%s{0}" must be "module:function"'),
+    "environment without a name": (
+        "[rollout]\nenvironment = 'verifiers:'",
+        "put the name of a taskset behind the colon",
+    ),
+    "environment with other rows": (
+        "[rollout]\nenvironment = 'verifiers:gsm8k-v1'",
+        '[data] source = "arithmetic" has no tasks of verifiers',
+        'set source = "environment"',
+    ),
+    "rows of no environment": ("[data]\nsource = 'environment'", '[data] source = "environment"', "there is none"),
+    "arguments of no environment": (
+        "[rollout.environment_args]\ndepth = 3",
+        '[rollout] environment_args = { "depth" = 3 } is read with [rollout] environment only',
+    ),
+    "arguments without names": ("[rollout]\nenvironment_args = ['a']", "[rollout] environment_args", "not table"),
+    "arguments that are no JSON": (
+        "[rollout]\nenvironment = 'a:b'\nenvironment_args = { day = 2026-01-01 }",
+        "[rollout] environment_args",
+        "holds what JSON has no value for",
+    ),
     "episodes without an endpoint": (
         "[rollout]\nenvironment = 'endpoint'",
         '[rollout] environment = "endpoint"',

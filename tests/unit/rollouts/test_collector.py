@@ -421,17 +421,19 @@ def test_a_request_given_up_under_way_gives_its_place_back(make_collector, new_s
 
 
 @pytest.mark.parametrize("error", [KeyError("tool"), TimeoutError("tool"), asyncio.CancelledError("tool")])
-def test_an_environment_that_fails_is_named_with_its_prompt(make_collector, error) -> None:
+def test_an_environment_that_fails_costs_its_group_and_is_named(make_collector, error) -> None:
     async def failing(client: RolloutClient, prompt: Prompt) -> list[Sample]:
         if prompt.index == 12:
             raise error
         return await single_turn(client, prompt)
 
     collector = make_collector(environment=failing)
-    with pytest.raises(UserError) as raised:
-        collector.collect(prompts_of(4), PARAMS, "a")
-    named = f"[rollout] environment = 'tests:rollout': prompt 12: {type(error).__name__}: "
-    assert str(raised.value).startswith(named) and "tool" in str(raised.value)
+    groups = collector.collect(prompts_of(4), PARAMS, "a")
+    failed = {group[0].prompt.index: [s.reward_failures for s in group if s.reward is None] for group in groups}
+    [(index, failures)] = [(index, failures) for index, failures in failed.items() if failures]
+    assert index == 12 and len(failures) == PARAMS.n
+    said = failures[0]["tests:rollout"]
+    assert said.startswith(f"raised {type(error).__name__}: ") and "tool" in said and "in failing)" in said
     assert in_flight(collector) == [0, 0]
 
 
@@ -765,8 +767,8 @@ def test_a_group_that_takes_too_long_ends_its_collection(make_collector) -> None
             await asyncio.sleep(60)
         return await single_turn(client, prompt)
 
-    collector = make_collector()
-    collector.environment, collector.group_timeout_s = stuck, 0.5
+    collector = make_collector(environment=stuck)
+    collector.group_timeout_s = 0.5
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"^prompt 12 took longer than \[rollout\] group_timeout_seconds = 0.5"):
         collector.collect(prompts_of(4), PARAMS, "a")

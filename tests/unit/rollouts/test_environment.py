@@ -10,7 +10,7 @@ from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.environment import RolloutClient, Turns, checked, load_environment, single_turn
+from torchtitan.grpo.rollouts.environment import RolloutClient, Turns, checked, single_turn
 
 PROMPT = Prompt(7, [3, 4, 5], "a prompt")
 PARAMS = SamplingParams(n=4, temperature=0.7, max_tokens=10, stop_token_ids=(2,), seed=100)
@@ -163,28 +163,6 @@ def test_tokens_from_before_the_group_are_refused() -> None:
     assert checked([sample], "m:f", 10, 4) == [sample]
     with pytest.raises(UserError, match=r"'m:f': a sample has a token of weight version 4, and its group began at 5"):
         checked([sample], "m:f", 10, 5)
-
-
-async def accepted(client: RolloutClient, prompt: Prompt) -> list[Sample]:
-    return await single_turn(client, prompt)
-
-
-def wrong_parameters(prompt: Prompt) -> list[Sample]:
-    raise AssertionError("is never called")
-
-
-def test_an_environment_is_loaded_by_its_name() -> None:
-    assert load_environment("") is single_turn
-    assert load_environment(f"{__name__}:accepted").__code__ is accepted.__code__
-    assert load_environment("torchtitan.grpo.environments.calculator:rollout").__name__ == "rollout"
-
-
-@pytest.mark.parametrize(
-    "name", ["calculator", "no_such_module:rollout", f"{__name__}:missing", f"{__name__}:wrong_parameters", ":", "a:"]
-)
-def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=r"\[rollout\] environment"):
-        load_environment(name)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, "1", [1.0]])

@@ -28,7 +28,8 @@ from torchtitan.grpo.data.prompts import load_tokenizer  # noqa: E402
 from torchtitan.grpo.data.samples import Prompt  # noqa: E402
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
-from torchtitan.grpo.rollouts.environment import RolloutClient, load_environment  # noqa: E402
+from torchtitan.grpo.import_path import import_function  # noqa: E402
+from torchtitan.grpo.rollouts.environment import RolloutClient  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_rollout_asks_each_sample_with_its_own_length():
 
     prompt = Prompt(0, [1, 2], "?", columns={long_tail.LENGTHS: [30, 10, 20]})
     client = RolloutClient(None, SamplingParams(n=2, temperature=1.0, max_tokens=64, seed=7), prompt, ask)
-    samples = asyncio.run(load_environment("async_bench.long_tail:rollout")(client, prompt))
+    samples = asyncio.run(import_function("[rollout] environment", "async_bench.long_tail:rollout")(client, prompt))
     assert [len(sample.token_ids) for sample in samples] == [30, 10]  # as many as the group has, in its order
     assert [(token_ids, n, tokens) for token_ids, n, tokens, _ in asked] == [([1, 2], 1, 30), ([1, 2], 1, 10)]
     assert len({seed for *_, seed in asked}) == 2

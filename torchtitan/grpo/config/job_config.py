@@ -378,8 +378,14 @@ class Rollout:
     """Keep what each step is trained on, for `scripts/replay.py`, in up to this many GiB: compressed files in
     `job.dump_folder`/rollouts, oldest removed first. 0 keeps nothing."""
     environment: str = ""
-    """Multi-turn rollouts: `module:function` of an `async def rollout(client, prompt)` that returns samples.
-    `endpoint`: a harness outside plays them through `serve_port`. Empty: one answer per prompt."""
+    """Multi-turn rollouts (docs/environments.md): `verifiers:NAME` or `openenv:URL` of those packages, or your own
+    `module:function` or `module:Class`. `endpoint`: a harness outside plays them through `serve_port`. Empty: one
+    answer per prompt."""
+    environment_args: dict = field(default_factory=dict)
+    """A table of arguments for the environment. It refuses those that it does not take."""
+    environment_concurrency: Annotated[int, Range(at_least=0)] = 0
+    """Groups that the environment works on at once, or samples if it works on each by itself. 0: as many as are
+    asked. Set it where each costs a process or a container."""
     serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
     """Port of an OpenAI-compatible endpoint of the run, for environments and harnesses that speak HTTP:
     docs/endpoint.md. It records what it samples. 0: none."""
@@ -482,8 +488,9 @@ class Offload:
 
 @dataclass
 class Data:
-    source: Literal["arithmetic", "jsonl", "hf", "reasoning_gym"] = "arithmetic"
-    """Generated sums, a JSONL file, a local Hugging Face dataset folder, or reasoning-gym tasks."""
+    source: Literal["arithmetic", "jsonl", "hf", "reasoning_gym", "environment"] = "arithmetic"
+    """Generated sums, a JSONL file, a local Hugging Face dataset folder, reasoning-gym tasks, or the rows that
+    `rollout.environment` brings."""
     path: str = ""
     """JSONL file or dataset folder."""
     subset: str = ""
@@ -583,8 +590,9 @@ class Reward:
     """Longest time for one function on one answer. After it the score has failed. A function that gets a group at once
     has as much for each of its answers."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
-    """Largest share of a step's answers, or of a validation's, on which a reward function failed. They are left out of
-    their groups. Above it, and if all failed, the run ends: at half, the function is broken and not the answers."""
+    """Largest share of a step's answers, or of a validation's, on which a reward function or the environment failed.
+    They are left out of their groups. Above it, and if all failed, the run ends: at half, the function is broken and
+    not the answers."""
     secrets: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY,
     TOKEN, SECRET, PASSWORD or the like are removed from the environment of worker processes."""

@@ -154,7 +154,7 @@ def type_name(annotation: Any) -> str:
         return " or ".join(f'"{value}"' for value in get_args(annotation))
     if origin is list:
         return f"list[{type_name(get_args(annotation)[0])}]"
-    if is_dataclass(annotation):
+    if is_dataclass(annotation) or annotation is dict:
         return "table"
     return "none" if annotation is type(None) else annotation.__name__
 
@@ -184,6 +184,11 @@ def check_value(value: Any, annotation: Any) -> Any:
         raise Mismatch(f"{value} is not a finite number")
     if annotation is str and "\0" in value:
         raise Mismatch(f"{show(value)} holds a NUL character")
+    if annotation is dict:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise Mismatch(f"{show(value)} holds what JSON has no value for ({error}): write it as text") from None
     return value
 
 
@@ -256,7 +261,8 @@ def toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml(element) for element in value)}]"
     if isinstance(value, dict):
-        return "{...}" if value else "{}"
+        entries = [f"{json.dumps(name, ensure_ascii=False)} = {toml(element)}" for name, element in value.items()]
+        return f"{{ {', '.join(entries)} }}" if entries else "{}"
     return "none" if value is None else str(value)
 
 

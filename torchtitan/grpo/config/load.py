@@ -6,6 +6,8 @@ torchtitan's ConfigManager merges them. Reading is stricter than there: each key
 dataclass is built. One error reports all problems, with the nearest known name for each unknown one.
 """
 
+import contextlib
+import json
 import os
 import sys
 import tomllib
@@ -340,6 +342,10 @@ def _from_text(key: Key, texts: list[str], negated: bool) -> Any:
     """A flag's values as a TOML value. What cannot be parsed stays text, for `check_value` to report."""
     if not texts:
         return not negated
+    if key.type is dict:
+        with contextlib.suppress(ValueError):
+            return json.loads(texts[0])
+        return texts[0]
     if get_origin(key.type) is list:
         item = get_args(key.type)[0]
         return [_scalar(part, item) for text in texts for part in text.split(",") if part]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.keys import keys, show
+from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import is_loopback, url_problem
 from torchtitan.grpo.server_commands import OWN_FLAGS
 
@@ -17,6 +18,8 @@ _INSTEAD = {
 """What to write in place of a server's flag."""
 _STOP_STRINGS_MAX = 32
 """SGLang takes no more for one request."""
+_PACKAGES = {"verifiers": "the name of a taskset", "openenv": "the address of its server"}
+"""Packages of environments, and what `[rollout] environment` has behind their name."""
 
 
 def check_servers(config: JobConfig) -> Iterator[str]:
@@ -60,9 +63,33 @@ def check_servers(config: JobConfig) -> Iterator[str]:
             yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
-    if rollout.environment != "endpoint":
-        yield from check_function("rollout.environment", rollout.environment)
+    yield from _check_environment(config)
     yield from _check_endpoint(config)
+
+
+def _check_environment(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    kind, colon, name = rollout.environment.partition(":")
+    if rollout.environment != "endpoint" and not (colon and kind in _PACKAGES):
+        yield from check_function("rollout.environment", rollout.environment)
+    elif colon and not name:
+        yield f"[rollout] environment = {show(rollout.environment)}: put {_PACKAGES[kind]} behind the colon"
+    tables = [("[data]", config.data)] if not config.data.mixture else []
+    tables += [(title, table.data) for title, table in titled_tables(config)]
+    for title, data in tables:
+        if kind in _PACKAGES and data.source != "environment":
+            yield (
+                f"{title} source = {show(data.source)} has no tasks of {kind}, which [rollout] environment = "
+                f'{show(rollout.environment)} needs: set source = "environment"'
+            )
+    if rollout.environment:
+        return
+    for key in ("environment_args", "environment_concurrency"):
+        if value := getattr(rollout, key):
+            yield f"[rollout] {key} = {show(value)} is read with [rollout] environment only: leave it out"
+    for title, data in tables:
+        if data.source == "environment":
+            yield f'{title} source = "environment" are the rows of [rollout] environment, and there is none: name one'
 
 
 def _check_endpoint(config: JobConfig) -> Iterator[str]:

@@ -122,6 +122,7 @@ class PromptSource:
             the training data, both then split it at the same row.
         asked: Questions of other held-out sets (`sources.question`). They are not trained on.
         functions: `[reward] functions`, which `[data] reward_column` chooses from.
+        of_environment: The rows of `[data] source = "environment"`.
 
     Raises:
         UserError: The data is missing, malformed or too long. The message names the file and row, or the key.
@@ -139,6 +140,7 @@ class PromptSource:
         validation_prompts: int = 0,
         asked: Set[str] = frozenset(),
         functions: Sequence[str] = (),
+        of_environment: Sequence[DatasetRow] | None = None,
     ):
         self._data = data
         self._tokenizer = tokenizer
@@ -161,7 +163,7 @@ class PromptSource:
                     f"[data] chat_template_kwargs names {name!r}, which the chat template of {tokenizer.name_or_path} "
                     "does not read: leave it out"
                 )
-        self._rows = load_rows(data, held_out, validation_prompts, asked)
+        self._rows = load_rows(data, held_out, validation_prompts, asked, of_environment)
         self._positions, self._fingerprint = self._check_rows()
         self._epoch = 0
         self._taken = 0
@@ -352,7 +354,7 @@ class PromptSource:
 
     def _answer(self, row: DatasetRow, place: str) -> str:
         column = self._data.answer_column
-        if not column:
+        if not column or (self._data.source == "environment" and column not in row):
             return ""
         answer = _text(row, column, place, "[data] answer_column", 'or to "" if there is no reference answer')
         if self._answer_regex is None:

@@ -44,7 +44,13 @@ class DatasetRows:
         return f"{self.name}:{self.lines[position]}" if self.lines else f"{self.name}, row {position}"
 
 
-def load_rows(data: Data, held_out: bool, validation_prompts: int, asked: Set[str] = frozenset()) -> DatasetRows:
+def load_rows(
+    data: Data,
+    held_out: bool,
+    validation_prompts: int,
+    asked: Set[str] = frozenset(),
+    of_environment: Sequence[DatasetRow] | None = None,
+) -> DatasetRows:
     """Load the rows to train on, or the held-out ones.
 
     Held-out rows are those of `validation_path` or `validation_split`. If neither is set, they are the last
@@ -53,6 +59,7 @@ def load_rows(data: Data, held_out: bool, validation_prompts: int, asked: Set[st
     Args:
         validation_prompts: `[validation] prompts`; 0 holds nothing out of the training data.
         asked: Questions (`question`) of other held-out rows, which are left out of the training rows too.
+        of_environment: The rows of `[data] source = "environment"`.
 
     Raises:
         UserError: The data is missing, empty or unreadable. The message names file and key.
@@ -61,7 +68,10 @@ def load_rows(data: Data, held_out: bool, validation_prompts: int, asked: Set[st
     if held_out and separate:
         return _load(data, data.validation_path or data.path, data.validation_split or data.split, "validation_path", 0)
     kept_back = 0 if separate else validation_prompts
-    rows = _load(data, data.path, data.split, "path", kept_back)
+    if data.source == "environment":
+        rows = _of_environment(of_environment)
+    else:
+        rows = _load(data, data.path, data.split, "path", kept_back)
     count = len(rows.rows)
     if kept_back >= count:
         raise UserError(
@@ -86,6 +96,14 @@ def _load(data: Data, path: str, split: str, key: str, extra: int) -> DatasetRow
     if not rows.positions:
         raise UserError(f"{rows.name} has no rows: give a dataset with at least one question")
     return rows
+
+
+def _of_environment(rows: Sequence[DatasetRow] | None) -> DatasetRows:
+    name = '[data] source = "environment"'
+    if not rows:
+        what = "brings no rows" if rows is None else "brings an empty list of rows"
+        raise UserError(f"{name}: [rollout] environment {what}: name another source, or give the environment `rows`")
+    return DatasetRows(rows, range(len(rows)), name)
 
 
 def _without_questions(rows: DatasetRows, asked: Set[str], column: str) -> DatasetRows:

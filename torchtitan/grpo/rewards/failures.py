@@ -1,4 +1,4 @@
-"""When reward functions fail on so many answers that a run must end."""
+"""When reward functions, or the environment, fail on so many answers that a run must end."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +27,9 @@ def check_failures(groups: Sequence[Group], max_failed_fraction: float) -> None:
     parts = []
     for name, count in times.most_common():
         way = max((way for way in ways if way[0] == name), key=ways.__getitem__)
-        example = f"{last[way].text[:80]!r} as the answer to prompt {last[way].prompt.index}"
+        text = last[way].text[:80]
+        example = f"{text!r} as the answer to prompt" if text else "prompt"
+        example += f" {last[way].prompt.index}"
         parts.append(f'"{name}" failed on {count}, for example on {example}: it {way[1]}')
     raise UserError(
         f"{len(failed)} of {len(samples)} answers have no reward, over [reward] max_failed_fraction = "

@@ -15,10 +15,11 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
-from torchtitan.grpo.engines.fleet import Fleet, FleetError
+from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
+from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
+from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
 from torchtitan.grpo.stopping import StopRequested
 from torchtitan.grpo.teachers.teachers import Teachers
@@ -60,6 +61,7 @@ class Collector:
         environment: How a prompt becomes samples.
         environment_name: Its name in the configuration, for error messages.
         group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
+        environment_concurrency: Groups, or samples if it makes each by itself, that it works on at once. 0: any number.
 
     Attributes:
         endpoint: With `[rollout] serve_port`, set by `endpoint.server.serve`.
@@ -75,13 +77,13 @@ class Collector:
         environment: Environment = single_turn,
         environment_name: str = "",
         group_timeout_s: float = 1200.0,
+        environment_concurrency: int = 0,
     ) -> None:
         self.fleet = fleet
         self.rewards = rewards
         self.tokenizer = tokenizer
-        self.environment = environment
-        self.environment_name = environment_name
         self.group_timeout_s = group_timeout_s
+        self.environment = GuardedEnvironment(environment, environment_name, environment_concurrency)
         self.endpoint: Endpoint | None = None
         self._listeners: list[Callable[[], None]] = []
         self.to_close: list[Callable[[], Awaitable[None]]] = []
@@ -149,7 +151,7 @@ class Collector:
         self._loop.call_soon_threadsafe(turned.set)
         if not turned.wait(BLOCKED_S):
             raise UserError(
-                f"[rollout] environment = {self.environment_name!r} has blocked the event loop for over "
+                f"[rollout] environment = {self.environment.name!r} has blocked the event loop for over "
                 f"{BLOCKED_S:g} s: await slow calls, or run them with asyncio.to_thread"
             )
 
@@ -194,7 +196,7 @@ class Collector:
 
         None with an environment: nobody knows when and how often it sends requests, and a cohort waits for all.
         """
-        if self.environment is not single_turn:
+        if not self.environment.is_single_turn:
             return [None] * count
         return self.router.cohorts(count, name, min_version)
 
@@ -208,32 +210,28 @@ class Collector:
         answered: Callable[[], None] = lambda: None,
         teachers: Teachers | None = None,
     ) -> Group:
-        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored, by
-        rewards and at the same time by `teachers`."""
+        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored, by rewards
+        and at the same time by `teachers`.
+
+        Samples on which the environment failed have no reward, see `GuardedEnvironment`.
+        """
 
         last_server = ""
         servers: dict[str, str] = {}  # that answered each session's last turn
 
-        async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
-            nonlocal last_server
-            first = None if suffix else cohort
-            before = servers.get(session, servers.get("", "")) if session else ""
-            completions = await self.router.answer(prompt, token_ids, params, request_id + suffix, start, first, before)
-            last_server = servers[session] = completions[-1].server
-            return completions
+        def client(params: SamplingParams, name: str, start: GroupStart) -> RolloutClient:
+            async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
+                nonlocal last_server
+                first = None if name or suffix else cohort
+                before = servers.get(session, servers.get("", "")) if session else ""
+                own_id = request_id + name + suffix
+                completions = await self.router.answer(prompt, token_ids, params, own_id, start, first, before)
+                last_server = servers[session] = completions[-1].server
+                return completions
 
-        client = RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, start.waits)
-        try:
-            samples = await self.environment(client, prompt)
-        except (EngineError, FleetError, UserError):
-            raise
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # not the environment's own error: this group was given up
-            name = f"[rollout] environment = {self.environment_name!r}"
-            raise UserError(f"{name}: prompt {prompt.index}: {type(error).__name__}: {error}") from error
-        oldest = -1 if self.environment is single_turn else start.min_version()
-        group = checked(samples, self.environment_name, params.max_tokens, oldest)
+            return RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, start.waits)
+
+        group = await self.environment.group(client, prompt, params, start)
         for sample in group:
             sample.servers = sample.servers or [(0, last_server)]
         answered()

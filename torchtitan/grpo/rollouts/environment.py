@@ -2,11 +2,12 @@
 
 `[rollout] environment = "module:function"` names an `async def rollout(client, prompt)` that returns the samples of one
 group. It may call the servers through its `RolloutClient` as often as it likes. `Turns` builds a sample.
+`environments/load.py` finds it.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,6 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.import_path import load_function
 from torchtitan.grpo.rewards.runner import REWARD_MAX
 
 ENDPOINT = "endpoint"
@@ -90,7 +90,18 @@ class RolloutClient:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-Environment = Callable[[RolloutClient, Prompt], Awaitable[list[Sample]]]
+class Environment(Protocol):
+    """What turns a prompt into samples: a function, or an object with more to it.
+
+    It may also have these attributes:
+
+    - `per_sample`, true if it makes one sample, or the parts of one: it is called `n` times, with `params.n` = 1. Then
+      one that fails costs that sample alone.
+    - `rows`, its data as a list of dicts: `[data] source = "environment"` reads them.
+    - `close()`, called at the end of the run from any thread, and bounded.
+    """
+
+    def __call__(self, client: RolloutClient, prompt: Prompt, /) -> Awaitable[list[Sample]]: ...
 
 
 class Turns:
@@ -135,10 +146,9 @@ async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     ]
 
 
-def load_environment(name: str) -> Environment:
-    """The function that `[rollout] environment` names; `single_turn` if it is empty."""
-    name = "torchtitan.grpo.endpoint.episodes:rollout" if name == ENDPOINT else name
-    return load_function("[rollout] environment", name, "client", "prompt") if name else single_turn
+def rows_of(environment: Environment) -> Sequence[dict[str, Any]] | None:
+    """The data that an environment brings; None if it brings none."""
+    return getattr(environment, "rows", None)
 
 
 def checked(samples: list[Sample], name: str, max_tokens: int, oldest: int = -1) -> Group:

@@ -44,7 +44,8 @@ class GroupStart(Protocol):
     """What the router needs to know of a group, and tells it.
 
     `min_version` is the oldest weights that its requests accept. `is_under_way` says whether one has had a server.
-    `waits` is called when a request must wait for a server, `begun` when it gets one of a version.
+    `waits` is called when a request must wait for a server, `begun` when it gets one of a version. `restarts` lets its
+    time begin anew. `unlimited` ends its time limit and returns how long that was.
     """
 
     is_under_way: bool
@@ -54,6 +55,10 @@ class GroupStart(Protocol):
     def waits(self) -> None: ...
 
     def begun(self, version: int) -> None: ...
+
+    def restarts(self) -> None: ...
+
+    def unlimited(self) -> float: ...
 
 
 @dataclass
@@ -79,6 +84,14 @@ class AnyFrom:
     def begun(self, version: int) -> None:
         self._end_at(asyncio.get_running_loop().time() + self.timeout_s)
         self.is_under_way = True
+
+    def restarts(self) -> None:
+        self._end_at(asyncio.get_running_loop().time() + self.timeout_s)
+
+    def unlimited(self) -> float:
+        self._end_at(None)
+        self.limit = None
+        return self.timeout_s
 
     def _end_at(self, time: float | None) -> None:
         if self.limit is not None and not self.is_under_way and not self.limit.expired():

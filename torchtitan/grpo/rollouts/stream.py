@@ -14,6 +14,7 @@ from torchtitan.grpo.data.load import Prompts
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
@@ -53,6 +54,7 @@ class RolloutStream:
 
     - groups without a signal (`[grpo] zero_variance_groups = "replace"`, DAPO's dynamic sampling, arXiv 2503.14476)
     - groups that took longer than `[rollout] group_timeout_seconds`
+    - groups on which the environment failed
     - groups that became too old
 
     Args:
@@ -77,7 +79,7 @@ class RolloutStream:
         teachers: Teachers | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Groups since the start of the run: asked, finished, replaced, late, timed_out."""
+        """Groups since the start of the run: asked, finished, replaced, late, timed_out, failed."""
         repeatable = ENGINES[rollout.engine].repeats_in_flight or not ahead.enabled
         seeded = rollout.seeded_requests == "always" or (rollout.seeded_requests == "auto" and repeatable)
         self._collector, self._prompts = collector, prompts
@@ -109,7 +111,8 @@ class RolloutStream:
         self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers
         self._wanted = 0
         self._replaced: list[Group] = []  # in this step
-        self._timed_out_this_step = 0
+        self._failed: list[Group] = []  # in this step, by the environment
+        self._finished_this_step = self._timed_out_this_step = 0
         self._tasks: dict[Entry, asyncio.Task] = {}
         self._failure: BaseException | None = None
         self._stopping = self._promised = False
@@ -130,8 +133,8 @@ class RolloutStream:
             FleetError: Too few servers are left.
             StopRequested: `stop` was called.
         """
-        groups, replaced = self._collector.call(self._take(version))
-        check_failures(groups + replaced, self._max_failed_fraction)
+        groups, given_up = self._collector.call(self._take(version))
+        check_failures(groups + given_up, self._max_failed_fraction)
         return groups
 
     def stop(self) -> None:
@@ -165,7 +168,7 @@ class RolloutStream:
             entries = self._buffer.entries.values()
             complete = sum(entry.group is not None for entry in entries)
             begun = sum(entry.begun is not None for entry in entries)
-            names = ("asked", "finished", "replaced", "late", "timed_out")
+            names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
             counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
             if (endpoint := self._collector.endpoint) is not None:
                 counts |= endpoint.metrics()
@@ -244,8 +247,8 @@ class RolloutStream:
             self.counts["late"] += 1
             if entry in self._tasks:
                 self._tasks.pop(entry).cancel()
-        replaced, self._replaced = self._replaced, []
-        self._timed_out_this_step = 0
+        given_up, self._replaced, self._failed = self._replaced + self._failed, [], []
+        self._finished_this_step = self._timed_out_this_step = 0
         now = clock()
         if self._pace is not None and self._taken_at is not None:
             spare = sum(entry.group is not None for entry in self._buffer.entries.values())
@@ -256,7 +259,7 @@ class RolloutStream:
         for entry in taken:
             assert entry.group is not None  # the buffer gives complete groups only
             groups.append(entry.group)
-        return groups, replaced
+        return groups, given_up
 
     async def _wait_for_server(self) -> None:
         """Wait, bounded, while nothing is under way and no group can be requested.
@@ -342,7 +345,11 @@ class RolloutStream:
         self._fill()
 
     def _finish(self, entry: Entry, group: Group) -> None:
+        if self._collector.environment.gave_up(group):
+            self._give_up_failed(entry, group)
+            return
         self.counts["finished"] += 1
+        self._finished_this_step += 1
         rewards = [sample.reward for sample in group if sample.reward is not None]
         if rewards:
             self._prompts.record(entry.prompt.index, fmean(rewards))
@@ -366,6 +373,22 @@ class RolloutStream:
                     f"({self._collector.fleet.describe()})"
                 )
             )
+
+    def _give_up_failed(self, entry: Entry, group: Group) -> None:
+        """Let another prompt replace a group on which the environment failed.
+
+        The run ends if the failures are too many, whatever the rest of this step becomes.
+        """
+        self.counts["failed"] += 1
+        self._failed.append(group)
+        self._buffer.drop(entry)
+        failed, limit = len(self._failed), self._max_failed_fraction
+        none_else = not self._finished_this_step and failed > self._per_step
+        if none_else or failed > limit * (failed + self._per_step):
+            try:
+                check_failures(self._failed, limit)
+            except UserError as error:
+                self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

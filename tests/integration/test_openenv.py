@@ -1,0 +1,111 @@
+"""Environments behind an OpenEnv server: the package's own, where a Python has it, and one that speaks its protocol."""
+
+import asyncio
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.openenv_server import STEPS, served_wire
+from tests.helpers.ranks import free_port
+from torchtitan.grpo.config.job_config import Data
+from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.environments.load import prompt_source
+from torchtitan.grpo.environments.openenv import OpenEnvEnvironment
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
+from torchtitan.grpo.rollouts.router import AnyFrom
+
+PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,), seed=1)
+
+
+@pytest.fixture
+def wire() -> Iterator[str]:
+    with served_wire() as url:
+        yield url
+
+
+@pytest.fixture
+def real(tmp_path) -> Iterator[str]:
+    python = os.environ.get("OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else "")
+    if not python:
+        pytest.skip("needs the package openenv: set OPENENV_PYTHON to a Python that has it")
+    port = free_port()
+    with (tmp_path / "log").open("w") as log:
+        command = [python, str(ROOT / "tests" / "helpers" / "openenv_server.py"), str(port)]
+        server = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            break
+        except urllib.error.URLError:
+            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+    yield f"http://127.0.0.1:{port}"
+    server.terminate()
+    server.wait(20)
+
+
+@pytest.mark.parametrize("served", ["wire", "real"])
+def test_an_episode_is_what_the_model_said_and_the_server_answered(served, request) -> None:
+    tokenizer, numbers = load_tokenizer(str(TINY_QWEN3)), random.Random(0)
+    said: list[list[int]] = []
+
+    async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
+        tokens = [numbers.randrange(4, 60) for _ in range(numbers.randrange(1, 5))] + [2]
+        said.append(tokens)
+        return [Completion(tokens, [-float(token) for token in tokens], "stop", [7] * len(tokens))]
+
+    environment = OpenEnvEnvironment(
+        request.getfixturevalue(served), {}, prompt="say:", observation="text", episodes=4, timeout_seconds=1.0
+    )
+    prompts = prompt_source(environment)(Data(source="environment", shuffle=False), tokenizer, 0).next(4)
+    guarded = GuardedEnvironment(environment, "openenv:test")
+
+    async def group(prompt):
+        make = lambda params, name, start: RolloutClient(tokenizer, params, prompt, ask)  # noqa: E731
+        return await guarded.group(make, prompt, PARAMS, AnyFrom(timeout_s=20.0))
+
+    for prompt in prompts[:2]:
+        said.clear()
+        own = asyncio.run(group(prompt))
+        assert len(own) == PARAMS.n
+        words = {tuple(tokens): len(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in said}
+        for sample in own:
+            assert sample.prompt is prompt and prompt.text == "<bos>say:"
+            turns, left = [], list(zip(sample.token_ids, sample.loss_mask, sample.logprobs, strict=True))
+            while left:
+                mine = left[0][1]
+                end = next((i for i, entry in enumerate(left) if entry[1] != mine), len(left))
+                turns.append((mine, tuple(entry[0] for entry in left[:end])))
+                assert all(logprob == (-float(token) if mine else 0.0) for token, _, logprob in left[:end])
+                left = left[end:]
+            spoken, given = [t for mine, t in turns if mine], [t for mine, t in turns if not mine]
+            assert len(spoken) == STEPS and set(spoken) <= words.keys()
+            observed = [f"\nseed {prompt.index}:", *(f"{words[t]}?" for t in spoken[:-1])]
+            assert [tokenizer.decode(t) for t in given] == observed
+            assert sample.reward == sum(words[t] for t in spoken) and sample.rewards == {"episode_steps": 3.0}
+    for sample in asyncio.run(group(prompts[2])):
+        failure = sample.reward_failures["openenv:test"]
+        assert failure.startswith("raised OpenEnvError: ") and "no step today" in failure
+    if served == "wire":
+        for sample in asyncio.run(group(prompts[3])):
+            assert sample.reward_failures["openenv:test"].startswith("raised TimeoutError: ")
+
+
+def test_a_server_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match=r"openenv:http://127.0.0.1:\d+\": no server answers there"):
+        OpenEnvEnvironment(f"http://127.0.0.1:{free_port()}", {})
+    with pytest.raises(UserError, match="is no address"):
+        OpenEnvEnvironment("echo", {})

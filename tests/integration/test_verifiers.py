@@ -1,0 +1,169 @@
+"""Environments of the package `verifiers`: one turn, a tool, several turns, and one that fails."""
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verifiers", reason='needs verifiers: pip install "torchtitan-grpo[verifiers]"')
+
+from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.openenv_server import served_wire
+from tests.helpers.trainer_runs import train
+from tests.helpers.verifiers_tasks.four import TASKSETS
+from torchtitan.grpo.config.job_config import Data
+from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.samples import Group, Prompt
+from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.environments.load import prompt_source
+from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
+from torchtitan.grpo.rollouts.router import AnyFrom
+
+TASKS = "tests.helpers.verifiers_tasks"
+PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,), seed=1)
+
+
+def children() -> set[int]:
+    found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
+    return set(map(int, found.stdout.split()))
+
+
+class Traced(VerifiersEnvironment):
+    """Keeps verifiers' own record of each episode."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.episodes: list[Any] = []
+
+    async def _episode(self, *arguments: Any) -> Any:
+        self.episodes.append(await super()._episode(*arguments))
+        return self.episodes[-1]
+
+
+class Sampler:
+    """Answers with random tokens, and keeps what it is asked and what it says."""
+
+    def __init__(self) -> None:
+        self.tokenizer = load_tokenizer(str(TINY_QWEN3))
+        self.calls: list[tuple[list[int], Completion]] = []
+        self._random = random.Random(0)
+
+    async def ask(self, token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
+        said = [self._random.randrange(4, 60) for _ in range(self._random.randrange(1, 5))] + [2]
+        said = said[: params.max_tokens]
+        completion = Completion(said, [-float(token) for token in said], "stop", [3 + len(self.calls)] * len(said))
+        self.calls.append((token_ids, completion))
+        return [completion]
+
+    def groups(self, environment: VerifiersEnvironment, prompts: list[Prompt], limit_s: float) -> list[Group]:
+        guarded = GuardedEnvironment(environment, "verifiers:tests")
+
+        async def all_of_them() -> list[Group]:
+            def one(prompt: Prompt):
+                make = lambda params, name, start: RolloutClient(self.tokenizer, params, prompt, self.ask)  # noqa: E731
+                return guarded.group(make, prompt, PARAMS, AnyFrom(timeout_s=limit_s))
+
+            return [await one(prompt) for prompt in prompts]
+
+        return asyncio.run(all_of_them())
+
+    def prompts(self, environment: VerifiersEnvironment, count: int) -> list[Prompt]:
+        return prompt_source(environment)(Data(source="environment", shuffle=False), self.tokenizer, 0).next(count)
+
+
+@pytest.mark.parametrize("kind", ["sums", "guess"])
+def test_samples_are_what_verifiers_traced_to_the_last_token(kind: str) -> None:
+    sampler, environment = Sampler(), Traced(f"{TASKS}.{kind}", {}, select={"limit": 3})
+    try:
+        groups = sampler.groups(environment, sampler.prompts(environment, 3), 30.0)
+    finally:
+        environment.close()
+    samples = [sample for group in groups for sample in group]
+    traces = {tuple(trace.branches[0].token_ids): trace for e in environment.episodes for trace in e.traces}
+    assert len(samples) == len(traces) == 6
+    for sample in samples:
+        begin = sample.prompt.token_ids
+        trace = traces[(*begin, *sample.token_ids)]
+        [branch] = trace.branches
+        assert [False] * len(begin) + sample.loss_mask == branch.sampled_mask
+        assert [0.0] * len(begin) + sample.logprobs == branch.logprobs
+        assert sample.reward == trace.reward != 0.0 or kind == "sums"
+        turns = 1 if kind == "sums" else 3
+        assert len({v for v, own in zip(sample.versions, sample.loss_mask, strict=True) if own}) == turns
+    said = [token for _, completion in sampler.calls for token in completion.token_ids]
+    assert sum(sample.sampled_tokens for sample in samples) == len(said)
+    if kind == "sums":
+        assert {sample.rewards["characters"] for sample in samples} == {len(s.token_ids) - 1.0 for s in samples}
+
+
+def test_a_task_that_fails_hangs_or_blocks_costs_its_own_samples() -> None:
+    sampler, environment = Sampler(), VerifiersEnvironment(f"{TASKS}.broken", {})
+    before = children()
+    try:
+        prompts = sampler.prompts(environment, 5)
+        begin = time.monotonic()
+        fine, raises, hangs, other, blocks = sampler.groups(environment, prompts, 1.0)
+        assert time.monotonic() - begin < 20
+    finally:
+        environment.close()
+    assert all(sample.reward is not None for sample in fine + other)
+    for sample in raises:
+        said = sample.reward_failures["verifiers:tests"]
+        assert "no judge today" in said and "broken.py:" in said and "in judged" in said
+    for sample in hangs + blocks:
+        assert sample.reward_failures["verifiers:tests"] == "took longer than [rollout] group_timeout_seconds = 1"
+    assert children() <= before
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("no_such_taskset", {}, "no_such_taskset"),
+        (f"{TASKS}.sums", {"taskset": {"smallest": 3}}, r"environment_args: taskset.smallest: "),
+        (f"{TASKS}.sums", {"sandbox": 3}, r"environment_args: sandbox: "),
+        (f"{TASKS}.sums", {"select": {"first": 3}}, r"environment_args: first: "),
+    ],
+)
+def test_what_verifiers_does_not_know_is_refused(name: str, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=rf'environment = "verifiers:{name}".*{said}'):
+        VerifiersEnvironment(name, {}, **arguments)
+
+
+def test_a_run_trains_on_one_turn_on_tools_on_several_turns_and_on_openenv(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the tool's process finds its module
+    flags = {
+        "--training.steps": "2",
+        "--sft.steps": "0",
+        "--data.source": "environment",
+        "--data.chat_template": None,
+        "--data.max_prompt_tokens": "40",
+        "--training.seq_len": "96",
+        "--rollout.max_answer_tokens": "48",
+        "--rollout.environment": f"{TASKS}.four:Four",
+        "--rollout.environment_concurrency": "6",
+        "--reward.functions": "",
+        "--grpo.prompts_per_step": "4",
+        "--grpo.zero_variance_groups": "keep",
+        "--metrics.samples_per_step": "1000",
+        "--validation.no-enable": None,
+    }
+    with served_wire() as url:
+        lines = train(tmp_path, flags | {"--rollout.environment_args": json.dumps({"limit": 1, "openenv": url})})
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and len(samples) == 2 * 4 * 4
+    for line in lines:
+        own = [sample for sample in samples if sample["step"] == line["step"]]
+        assert len({sample["prompt"] for sample in own}) == len(TASKSETS) + 1
+        assert line["reward/failures"] == line["rollout/groups_failed"] == 0
+        assert {f"reward/{name}" for name in ("digits", "vowels", "near", "episode_steps")} <= line.keys()
+        assert line["policy/mismatch_abs"] <= 1e-4, "trainer and server read the same tokens"
+        assert line["train/answer_tokens"] == line["rollout/answer_tokens"]
+        assert line["rollout/answer_tokens"] < sum(sample["answer_tokens"] for sample in own), "some are given"

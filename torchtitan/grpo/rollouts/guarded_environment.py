@@ -1,0 +1,151 @@
+"""An environment that fails, or hangs, costs its group or its sample, and not the run."""
+
+import asyncio
+import contextlib
+import math
+import re
+import sysconfig
+import traceback
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
+from torchtitan.grpo.rollouts.router import AnyFrom, GroupStart
+from torchtitan.tools.logging import logger
+
+MakeClient = Callable[[SamplingParams, str, GroupStart], RolloutClient]
+"""(parameters, name within the group, start) -> the servers, for a group or one of its samples."""
+_SEED_STRIDE = 2**40
+"""Between the seeds of a group's samples. Each of their calls adds one."""
+_NOT_OWN = re.compile(
+    f"<|{re.escape(__file__)}|{re.escape(sysconfig.get_paths()['stdlib'])}|.*/(site|dist)-packages/", re.DOTALL
+)
+"""Files that a user does not write: Python's, installed packages, and this one."""
+
+
+class SampleStart(AnyFrom):
+    """The start of one sample of a group: it has a time limit of its own, and needs the weights that its group does."""
+
+    def __init__(self, group: GroupStart, limit: asyncio.Timeout | None, timeout_s: float) -> None:
+        super().__init__(limit=limit, timeout_s=timeout_s)
+        self._group = group
+
+    def min_version(self) -> int:
+        return self._group.min_version()
+
+    def begun(self, version: int) -> None:
+        super().begun(version)
+        self._group.begun(version)
+
+
+class GuardedEnvironment:
+    """Runs an environment for one group after another, at most `concurrency` at once.
+
+    An exception of the environment, or an exit, gives up its group, or its sample if it works on each by itself. So
+    does the time limit of a sample. What is given up is a sample of no tokens and no reward, whose `reward_failures`
+    name the environment and what went wrong: `rewards/failures.py` says when there are too many of these. Errors of the
+    servers, and a `UserError`, pass.
+
+    Everything happens on one event loop.
+    """
+
+    def __init__(self, environment: Environment, name: str, concurrency: int = 0) -> None:
+        self.name = name
+        self.is_single_turn = environment is single_turn
+        self._environment = environment
+        self._per_sample = bool(getattr(environment, "per_sample", False))
+        self._places = asyncio.Semaphore(concurrency) if concurrency else None
+        self._failures = 0
+
+    async def group(self, client: MakeClient, prompt: Prompt, params: SamplingParams, start: GroupStart) -> Group:
+        """The samples of one prompt.
+
+        Raises:
+            EngineError, FleetError, UserError: See `Collector.collect`.
+            TimeoutError: The group's time limit has passed.
+        """
+        if not self._per_sample:
+            return await self._run(client(params, "", start), prompt, start)
+        timeout_s = start.unlimited()
+        tasks = [
+            asyncio.create_task(self._sample(number, client, prompt, params, start, timeout_s))
+            for number in range(params.n)
+        ]
+        try:
+            return [sample for parts in await asyncio.gather(*tasks) for sample in parts]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def gave_up(self, group: Group) -> bool:
+        """Whether the environment failed on every sample of a group."""
+        return all(self.name in sample.reward_failures and not sample.token_ids for sample in group)
+
+    async def _sample(
+        self,
+        number: int,
+        client: MakeClient,
+        prompt: Prompt,
+        params: SamplingParams,
+        group: GroupStart,
+        timeout_s: float,
+    ) -> Group:
+        seed = None if params.seed is None else (params.seed + number * _SEED_STRIDE) % 2**56
+        own = replace(params, n=1, seed=seed)
+        try:
+            async with asyncio.timeout(timeout_s or None) as limit:
+                start = SampleStart(group, limit if timeout_s else None, timeout_s)
+                return await self._run(client(own, f"-sample{number}", start), prompt, start)
+        except TimeoutError:
+            return self._give_up(prompt, 1, f"took longer than [rollout] group_timeout_seconds = {timeout_s:g}")
+
+    async def _run(self, client: RolloutClient, prompt: Prompt, start: GroupStart) -> Group:
+        try:
+            async with self._place(start):
+                samples = await self._environment(client, prompt)
+        except (EngineError, FleetError, UserError):
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # not the environment's own error: its group was given up
+            where = getattr(error, "place", None) or place(error)
+            return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
+        oldest = -1 if self.is_single_turn else start.min_version()
+        return checked(samples, self.name, client.params.max_tokens, oldest)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, start: GroupStart) -> AsyncIterator[None]:
+        """One of `concurrency` places. The wait for it does not count as the group's time."""
+        if self._places is None:
+            yield
+            return
+        start.waits()
+        async with self._places:
+            start.restarts()
+            yield
+
+    def _give_up(self, prompt: Prompt, samples: int, failure: str) -> Group:
+        self._failures += 1
+        if math.log10(self._failures).is_integer():  # 1st, 10th, 100th ...: a broken one does not flood the log
+            message = "[rollout] environment = %r failed (%d times so far), and prompt %d is given up: it %s"
+            logger.warning(message, self.name, self._failures, prompt.index, failure)
+        return [Sample(prompt, [], [], [], "abort", reward_failures={self.name: failure}) for _ in range(samples)]
+
+
+def place(error: BaseException) -> str:
+    """Where an error was raised: file, line and function of the innermost frame that is not of an installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
+
+
+def innermost(frames: list[tuple[str, int, str]]) -> str:
+    """The same of frames as (file, line, function), outermost first."""
+    own = [frame for frame in frames if not _NOT_OWN.match(frame[0])]
+    file, line, function = (own or frames)[-1]
+    return f"{file}:{line} in {function}"
