@@ -210,8 +210,8 @@ class Collector:
         answered: Callable[[], None] = lambda: None,
         teachers: Teachers | None = None,
     ) -> Group:
-        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored, by rewards
-        and at the same time by `teachers`.
+        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored, by
+        rewards and at the same time by `teachers`.
 
         Samples on which the environment failed have no reward, see `GuardedEnvironment`.
         """
