@@ -118,7 +118,7 @@ class SglangAdapterControl(SglangControl):
 
     def adapters(self) -> list[str]:
         """Names of the adapters that requests may name."""
-        return [str(model["id"]) for model in self._models() if model.get("parent")]
+        return [str(model["id"]) for model in self.models() if model.get("parent")]
 
     def load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
         """Have the server load an adapter. Returns when all of its workers have it in memory."""
