@@ -201,7 +201,7 @@ class Campaign:
                     hits.append(point)
             if not finished:
                 self._finish(run, hits)
-            self._compare(run)
+            self._compare(run, {point.step for point in hits if point.aim.target == "server"})
         except Broken as error:
             fallen = "\n".join(f"  {point.describe()}" for point in hits)
             self.wrong.append(f"seed {self.seed}, {run}: after\n{fallen}\n{error}")
@@ -301,7 +301,11 @@ class Campaign:
 
     # ---------------------------------------------------------------------------------------------- what must hold
 
-    def _compare(self, run: Path) -> None:
+    def _compare(self, run: Path, server_lost: set[int]) -> None:
+        """
+        Args:
+            server_lost: The last steps of starts whose server was hit.
+        """
         if self.mode == "async":
             self._check_ledger(run)
             return
@@ -314,11 +318,19 @@ class Campaign:
             if different:
                 raise Broken(f"checkpoint {step} differs from the uninterrupted run's in {sorted(different)[:8]}")
         names = [self.whole / "metrics.jsonl", run / "metrics.jsonl"]
-        straight, resumed = ([json.loads(line) for line in name.read_text().splitlines()] for name in names)
-        if without_times(straight) != without_times(resumed):
+        straight, resumed = (
+            without_times([json.loads(line) for line in name.read_text().splitlines()]) for name in names
+        )
+        for ours, theirs in zip(resumed, straight, strict=False):
+            if ours["step"] in server_lost and not any(name.startswith("validation/") for name in ours):
+                # Its server died while it was validated. Then the step is saved without held-out rewards.
+                for name in [name for name in ours | theirs if name.startswith("validation/")] + ["rollout/retried"]:
+                    for line in (ours, theirs):
+                        line.pop(name, None)
+        if straight != resumed:
             changed = [
                 (ours.get("step"), name, ours.get(name), theirs.get(name))
-                for ours, theirs in zip(without_times(resumed), without_times(straight), strict=False)
+                for ours, theirs in zip(resumed, straight, strict=False)
                 for name in ours.keys() | theirs.keys()
                 if ours.get(name) != theirs.get(name)
             ]

@@ -235,7 +235,8 @@ class Collector:
         for sample in group:
             sample.servers = sample.servers or [(0, last_server)]
         answered()
-        rewarded = self._loop.run_in_executor(self._scoring, self._score, group)
+        unrewarded = 0.0 if teachers and teachers.alone else None
+        rewarded = self._loop.run_in_executor(self._scoring, self._score, group, unrewarded)
         return await (teachers.scored(group, rewarded) if teachers else rewarded)
 
     async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:
@@ -303,10 +304,16 @@ class Collector:
         for listener in self._listeners:
             listener()
 
-    def _score(self, group: Group) -> Group:
+    def _score(self, group: Group, unrewarded: float | None) -> Group:
+        """Give each sample its text, and a reward if it lacks one: `unrewarded`, or what the functions say."""
         for sample in group:
             sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        self.rewards.score([sample for sample in group if sample.reward is None and not sample.reward_failures])
+        left = [sample for sample in group if sample.reward is None and not sample.reward_failures]
+        if unrewarded is None:
+            self.rewards.score(left)
+        else:
+            for sample in left:
+                sample.reward = unrewarded
         return group
 
     async def _shut_down(self) -> None:

@@ -62,7 +62,8 @@ def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> T
                     "the same model"
                 )
         scorers[source] = [known[url] for url in urls]
-    return Teachers(scorers, distill.timeout_seconds)
+    alone = distill.mode == "only" and not config.reward.functions
+    return Teachers(scorers, distill.timeout_seconds, alone)
 
 
 def served_by(control: HttpControl, longest: int) -> tuple[str, ModelIdentity]:

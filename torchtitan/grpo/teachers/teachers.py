@@ -37,10 +37,12 @@ class Teachers:
     Args:
         scorers: The teachers by `Prompt.source`; those of "" score all further prompts.
         timeout_s: `[distill] timeout_seconds`.
+        alone: No reward is needed: an answer that nothing rewards has the reward 0.
     """
 
-    def __init__(self, scorers: dict[str, list[Scorer]], timeout_s: float) -> None:
+    def __init__(self, scorers: dict[str, list[Scorer]], timeout_s: float, alone: bool = False) -> None:
         self._scorers, self._timeout_s = scorers, timeout_s
+        self.alone = alone
         self.failed_requests = 0
         """Since the start."""
         self._waits_s: list[float] = []
