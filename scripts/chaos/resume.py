@@ -322,11 +322,8 @@ class Campaign:
             without_times([json.loads(line) for line in name.read_text().splitlines()]) for name in names
         )
         for ours, theirs in zip(resumed, straight, strict=False):
-            if ours["step"] in server_lost and not any(name.startswith("validation/") for name in ours):
-                # Its server died while it was validated. Then the step is saved without held-out rewards.
-                for name in [name for name in ours | theirs if name.startswith("validation/")] + ["rollout/retried"]:
-                    for line in (ours, theirs):
-                        line.pop(name, None)
+            if ours.get("step") in server_lost:
+                leave_out_lost_validation(ours, theirs)
         if straight != resumed:
             changed = [
                 (ours.get("step"), name, ours.get(name), theirs.get(name))
@@ -374,6 +371,18 @@ class Campaign:
         held_out = config.validation.prompts if config.validation.enable else 0
         source = PromptSource(config.data, load_tokenizer(str(TINY)), config.debug.seed, validation_prompts=held_out)
         return [prompt.index for prompt in source.next(count)]
+
+
+def leave_out_lost_validation(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Drop held-out rewards from two lines of one step, if ours has none: its server died while it was validated.
+
+    Such a step is saved without them, and they are in no later run. Requests were sent again meanwhile.
+    """
+    if any(name.startswith("validation/") for name in ours):
+        return
+    for line in (ours, theirs):
+        for name in [name for name in line if name.startswith("validation/") or name == "rollout/retried"]:
+            del line[name]
 
 
 def _contents(checkpoint: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from chaos import aimed, report
 from chaos.fleet import Fleet
 from chaos.garbage import KINDS, Garbage
-from chaos.resume import Campaign
+from chaos.resume import Campaign, leave_out_lost_validation
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,12 @@ def test_the_table_keeps_the_rows_of_other_parts(tmp_path):
         "| resume | killed | 5 | 4 | - | - | - |",
     ]
     assert docs.read_text().startswith("before\n") and docs.read_text().endswith("\nafter\n")
+
+
+def test_only_a_validation_that_is_missing_altogether_counts_as_lost():
+    whole = {"step": 4, "loss": 1.0, "rollout/retried": 0, "validation/greedy_reward": 0.5, "validation/pass_at_1": 0.5}
+    lost, spoilt = {"step": 4, "loss": 1.0, "rollout/retried": 8}, whole | {"validation/greedy_reward": 0.4}
+    for ours, same in ((lost, True), (lost | {"loss": 2.0}, False), (spoilt, False)):
+        ours, theirs = dict(ours), dict(whole)
+        leave_out_lost_validation(ours, theirs)
+        assert (ours == theirs) is same
