@@ -52,6 +52,6 @@ echo "== docs/configuration.md"
 echo "== words of the docs"
 "$python" scripts/check_words.py
 echo "== pytest"
-# One thread per process: the tests start several processes, and floating-point sums then repeat exactly. Four files at
+# One thread per process: the tests start several processes, and floating-point sums then repeat exactly. Three files at
 # a time: most of the time goes to imports and server starts. In order: the long integration tests must not come last.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -49,7 +49,7 @@ def test_a_script_that_is_stopped_stops_its_trainer(number, tmp_path):
                 assert script.poll() is None and time.monotonic() < deadline, log.exists() and log.read_text()
                 time.sleep(0.2)
             os.killpg(script.pid, number)
-            assert script.wait(45) != 0
+            assert script.wait(90) != 0  # a busy machine: the trainer may take 25 s, and torchrun 30
             assert processes_of(kept) == []
         finally:
             script.kill()
