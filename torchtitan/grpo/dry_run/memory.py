@@ -37,12 +37,14 @@ class Memory:
         parameters: Parameter count of the whole model, without adapters.
         trained: How many parameters are trained: all, or those of the adapters.
         moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
+        kept: Bytes that stay between two steps.
         checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
     """
 
     parameters: int
     trained: int
     moments: dict[str, Parts]
+    kept: int = 0
     checkpoint_copy: int = 0
 
     def total(self, moment: str) -> int:
@@ -181,7 +183,8 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     }
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
-    return Memory(rank.parameters, rank.trained or rank.parameters, moments, rank.checkpoint_copy())
+    kept = sum(rank.always().values())
+    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, rank.checkpoint_copy())
 
 
 class _Rank:
