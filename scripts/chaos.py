@@ -91,7 +91,7 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
             on_gpus=args.device == "cuda",
             engine=args.engine,
             gpu=args.gpu,
-            targets=tuple(args.targets or (RANKS[: args.ranks] if args.restarts else ())),
+            targets=tuple(args.targets or (["rank 0"] if args.restarts else [])),
             signals=tuple(signal.Signals[name] for name in args.signals),
             when=args.when,
             restarts=args.restarts,

@@ -304,7 +304,7 @@ class Campaign:
         if trainer.wait(self.run_s) != 0:
             raise Broken(f"torchrun did not bring the run to its end ({trainer.aim.describe()})\n{trainer.log[-6000:]}")
         self._learn_events(trainer.scratch)
-        return point
+        return point if point and point.step < STEPS else None  # rank 0 hears of another rank's signal after a second
 
     def _finish(self, run: Path, before: list[Point] | None = None) -> None:
         """Run to the end without a fault."""
