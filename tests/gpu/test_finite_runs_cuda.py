@@ -22,10 +22,20 @@ FLAGS: dict[str, str | None] = {
     "--checkpoint.keep_latest_k": "0",
     "--metrics.samples_per_step": "1000",
 }
+SMALL = [
+    "--enforce-eager",
+    "--dtype",
+    "float32",
+    "--gpu-memory-utilization",
+    "0.2",
+    "--kv-cache-memory-bytes",
+    "500000000",
+]
+"""Flags of a small server."""
 VLLM: dict[str, str | None] = {
     "--rollout.engine": "vllm",
     "--rollout.replicas": "1",
-    "--rollout.server_flags=--enforce-eager,--dtype,float32,--kv-cache-memory-bytes,500000000": None,
+    f"--rollout.server_flags={','.join(SMALL)}": None,
 }
 PLACES = pytest.mark.parametrize(("ranks", "server"), [(2, {}), (1, VLLM)], ids=["two_ranks", "vllm"])
 
