@@ -130,7 +130,14 @@ def main() -> int:
             parser.error("--restarts: torchrun starts ranks again, so --targets may name ranks only")
         if "rank 1" in args.targets and args.ranks < 2:
             parser.error("--targets 'rank 1' needs --ranks 2")
-        if args.device == "cpu" and not args.gpu:
+        if args.device == "cuda":
+            import torch
+
+            if torch.cuda.device_count() < args.ranks:
+                parser.error(f"--device cuda: {torch.cuda.device_count()} GPUs for {args.ranks} ranks")
+        elif args.gpu:
+            parser.error("--gpu is where vLLM serves a trainer with --device cuda")
+        else:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Both raise in the main thread, so that what runs is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
