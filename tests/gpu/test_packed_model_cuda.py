@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.helpers.ranks import free_port
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -45,7 +46,7 @@ def process_group():
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29631")
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     torch.cuda.set_device(DEVICE)
     dist_utils.init_distributed(JobConfig().comm, base_folder=".")
     yield
