@@ -28,7 +28,7 @@ COLUMNS = """servers num_buffers bucket_mib buckets total_ms exposed_ms answered
 
 def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitStack) -> None:
     source = shape_source(args.shape, lora_rank=args.lora)
-    model = build(source, ranks, "float32")
+    model = build(source, ranks, args.dtype)
     servers = Servers(args, ranks, resources)
     rows: list[Row] = []
     counts = args.servers or sorted({1, servers.count})
