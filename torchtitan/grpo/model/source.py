@@ -23,9 +23,9 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import Family, ModelArgs, get_family
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder, read_json
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
-from torchtitan.grpo.model.shards import local, shard_of, whole
+from torchtitan.grpo.model.shards import fill, whole
+from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 from torchtitan.grpo.model_identity import ModelIdentity, identity
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ModelSource:
     name: str
     family: Family
     model_args: ModelArgs
-    adapter: StateDictAdapter
+    adapter: TiedEmbedding
     hf_config: dict[str, Any]
     folder: Path
     lora: Lora | None = None
@@ -141,8 +141,9 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
                 for hf_name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                     if hf_name not in expected:
                         continue
+                    row = source.adapter.expert(hf_name)
                     for name, value in source.adapter.from_hf({hf_name: file.get_tensor(hf_name)}).items():
-                        local(parameters[name]).copy_(shard_of(value, parameters[name]))
+                        fill(parameters[name], value, row)
 
 
 def check_hf_weights(source: ModelSource) -> None:
@@ -246,9 +247,14 @@ def gather_hf(model: nn.Module, source: ModelSource, dtype: torch.dtype) -> dict
     Adapters are merged into its weights. Tensors are gathered one at a time.
     """
     # Every rank runs the generator, because gathering is collective; only rank 0 keeps the tensors.
-    # They are copied: a tensor gathered from uneven shards is a view of padded storage, which safetensors refuses.
-    full = {name: value.to("cpu", dtype, copy=True) for name, value in _gathered(model, source) if _is_writer()}
-    return source.adapter.to_hf(full) if _is_writer() else {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in _gathered(model, source):
+        if _is_writer():
+            # They are copied: what is gathered from uneven shards is a view of padded storage, and single experts are
+            # views of all, which safetensors refuses.
+            converted = source.adapter.to_hf({name: value.to("cpu", dtype)})
+            tensors |= {hf_name: each.clone() for hf_name, each in converted.items()}
+    return tensors
 
 
 def write_hf(
