@@ -32,6 +32,7 @@ from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
@@ -363,9 +364,11 @@ class Trainer:
         """Whether this is an `every`-th step or the last one."""
         return self.step % every == 0 or self.step == self.config.training.steps
 
-    def _sampling(self, n: int, temperature: float) -> SamplingParams:
+    def _sampling(self, n: int, temperature: float, routes: RouteShape | None = None) -> SamplingParams:
         rollout, stop = self.config.rollout, (*self.end_token_ids, *self.config.rollout.stop_token_ids)
-        return SamplingParams(n, temperature, rollout.max_answer_tokens, stop, self.seed, stop=tuple(rollout.stop))
+        return SamplingParams(
+            n, temperature, rollout.max_answer_tokens, stop, self.seed, stop=tuple(rollout.stop), routes=routes
+        )
 
     def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
         """For each row (old policy's, reference's) log-probabilities, which stay fixed during the step's updates.
@@ -381,7 +384,7 @@ class Trainer:
         def fixed(row: Microbatch) -> FixedLogprobs:
             self.offload.poll()
             old = self.model(row, temperature)[0] if needs_old else None
-            return old, reference(row, temperature)[0] if grpo.kl_coef > 0 else None
+            return old, reference(row.without_routes(), temperature)[0] if grpo.kl_coef > 0 else None
 
         with self.ledger.stage("logprobs"), torch.no_grad():
             with self.offload.logprobs():
@@ -421,7 +424,7 @@ class Trainer:
     def _read_inputs(self) -> None:
         config = self.config
         assets = config.model.hf_assets_path
-        self.source = resolve_and_check(config.model, config.training.seq_len, config.lora)
+        self.source = resolve_and_check(config.model, config.training.seq_len, config.lora, config.grpo.routing_replay)
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
@@ -514,7 +517,13 @@ class Trainer:
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         ahead = config.async_grpo
         recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
-        needs = longest_tokens(config), self.end_token_ids[0], recomputes, self.source.identity
+        needs = (
+            longest_tokens(config),
+            self.end_token_ids[0],
+            recomputes,
+            self.source.identity,
+            bool(self.source.routes),
+        )
 
         def make(url: str) -> Server:
             timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
@@ -544,7 +553,7 @@ class Trainer:
             self.rollouts = RolloutStream(
                 self.collector,
                 self.prompts,
-                self._sampling(config.grpo.group_size, rollout.temperature),
+                self._sampling(config.grpo.group_size, rollout.temperature, self.source.routes),
                 config.grpo,
                 config.async_grpo,
                 rollout,

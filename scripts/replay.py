@@ -83,7 +83,7 @@ class ReplayTrainer(grpo_train.Trainer):
         """None. The run ends with the record, on every rank at the same step, and its schedule stays as it is."""
         config = self.config
         if self.is_rank0:
-            self.replay.fit(config, self.source.model_args.vocab_size)
+            self.replay.fit(config, self.source.model_args.vocab_size, self.source.routes)
         config.lr_scheduler.total_steps = config.lr_scheduler.total_steps or config.training.steps
         last = self.broadcast.json(self.replay.last_step)
         config.training.steps = min(config.training.steps, last)

@@ -168,7 +168,7 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     """
     from torchtitan.grpo.model.source import resolve_model
 
-    source = resolve_model(config.model, config.training.seq_len, config.lora)
+    source = resolve_model(config.model, config.training.seq_len, config.lora, config.grpo.routing_replay)
     with torch.device("meta"):
         model = source.build()
     rank = _Rank(config, world_size, source, model, target or this_machine(), job)

@@ -9,6 +9,7 @@
     shards.py              names of sharded and wrapped parameters, and a rank's part of them
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
+    replay.py              routing replay: a mixture's routers use the sampler's experts
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens
     flash_attention.py     attention kernels;  logprobs.py: the loss layer without the full logits
     flops.py               FLOPs of training by the model's formula

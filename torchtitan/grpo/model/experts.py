@@ -19,13 +19,23 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from torchtitan.grpo.model.replay import replayed, same_experts
 from torchtitan.grpo.model.shards import local
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 
 
 class Router(TokenChoiceTopKRouter):
-    """Chooses experts by the softmax of a linear layer, in float32."""
+    """Chooses experts by the softmax of a linear layer, in float32.
+
+    Attributes:
+        routes: [T, top_k], the experts of the row that is computed, set by `replay.set_routes`. They stay set until the
+            next row, so that activation checkpointing computes the same again. None: the router chooses.
+        agrees: bool [T], whether it would have chosen the same.
+    """
+
+    routes: Tensor | None = None
+    agrees: Tensor | None = None
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [T, dim] -> weights of the chosen experts, float32 [T, top_k], and which they are, int64 [T, top_k]."""
@@ -37,8 +47,13 @@ class Router(TokenChoiceTopKRouter):
         return weights * self.route_scale, selected
 
     def select(self, scores: Tensor) -> Tensor:
-        """[T, experts] -> int64 [T, top_k], the experts of each token in any order."""
-        return scores.topk(self.top_k, dim=-1, sorted=False).indices
+        """[T, experts] -> int64 [T, top_k], the experts of each token in any order: `routes` where it names some."""
+        own = scores.topk(self.top_k, dim=-1, sorted=False).indices
+        if self.routes is None:
+            return own
+        selected = replayed(self.routes, own, self.num_experts)
+        self.agrees = same_experts(selected, own)
+        return selected
 
 
 class Experts(GroupedExperts):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.grpo.model.documents import Documents, shared_prefixes
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
+from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
 from torchtitan.grpo.policy.rows import Microbatch
 
@@ -123,20 +124,25 @@ def _packed_forward(
     if compile:  # and not for each number of documents either
         torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
-    tokens, positions, answer_positions = row.tokens, row.positions, row.answer_positions
+    tokens, positions, answer_positions, routes = row.tokens, row.positions, row.answer_positions, row.routes
     # Not on CUDA, where the host would wait for the tokens. Not under TP and compile, which need rows of fixed lengths.
     if tokens.device.type == "cpu" and tp_mesh is None and not compile:
-        shared = shared_prefixes(tokens, row.cu_seqlens, longest)
+        keys = tokens if routes is None else route_keys(tokens, routes)
+        shared = shared_prefixes(keys, row.cu_seqlens, longest)
         if shared is not None:
             documents, kept, index = shared
             tokens, positions, answer_positions = tokens[kept], positions[kept], index[answer_positions]
+            routes = None if routes is None else routes[kept]
     # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
     rope = model.rope_cache[positions]
     hidden = model.tok_embeddings(tokens.unsqueeze(0))
     if not rope.is_complex():  # cast once, or every block keeps a copy of its own for the backward
         rope = rope.to(hidden.dtype)
+    replays = set_routes(model, routes)
     for block in model.layers.values():
         hidden = block(hidden, rope, documents, None)
+    if replays:
+        row.agrees = agreement(model)[answer_positions]
     hidden = model.norm(hidden)
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()

@@ -19,10 +19,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import Family, ModelArgs, get_family
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder, read_json
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
+from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.shards import fill, whole
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 from torchtitan.grpo.model_identity import ModelIdentity, identity
@@ -40,6 +42,7 @@ class ModelSource:
         hf_config: Content of a `config.json` that describes the model to transformers and to servers.
         folder: `model.hf_assets_path`. A flavour with random weights needs none.
         lora: The adapters that are trained; None: all weights are.
+        routes: With routing replay: the shape of a sampler's routes.
     """
 
     name: str
@@ -49,6 +52,7 @@ class ModelSource:
     hf_config: dict[str, Any]
     folder: Path
     lora: Lora | None = None
+    routes: RouteShape | None = None
 
     @property
     def identity(self) -> ModelIdentity:
@@ -76,7 +80,7 @@ class ModelSource:
         return model
 
 
-def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSource:
+def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None, replays: bool = False) -> ModelSource:
     """Find the model that `[model]` names.
 
     Args:
@@ -84,10 +88,12 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
             `hf_assets_path`. Otherwise they are the preset `flavor` of the family `name`.
         seq_len: `[training] seq_len`, the longest document in tokens.
         lora_cfg: The `[lora]` section; None is as `enable = false`.
+        replays: `[grpo] routing_replay`.
 
     Raises:
         UserError: The folder, its config or the flavour is missing, broken or not supported. Or `seq_len` is over
-            the model's maximum, or flavour and folder differ, or the model lacks a layer that `[lora]` names.
+            the model's maximum, or flavour and folder differ, or the model lacks a layer that `[lora]` names, or experts
+            to replay.
     """
     folder = Path(model_cfg.hf_assets_path)
     if model_cfg.flavor == "":
@@ -107,12 +113,12 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
         with torch.device("meta"):
             one_block = family.model_cls(dataclasses.replace(args, n_layers=1)).layers["0"]
         lora = resolve_lora(lora_cfg, adapter, one_block)
-    return ModelSource(name, family, args, adapter, hf_config, folder, lora)
+    return ModelSource(name, family, args, adapter, hf_config, folder, lora, route_shape(args) if replays else None)
 
 
-def resolve_and_check(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSource:
+def resolve_and_check(model_cfg: Any, seq_len: int, lora_cfg: Any = None, replays: bool = False) -> ModelSource:
     """`resolve_model` for a run: with `[model] weights = "hf"`, check the weights before anything is started."""
-    source = resolve_model(model_cfg, seq_len, lora_cfg)
+    source = resolve_model(model_cfg, seq_len, lora_cfg, replays)
     if model_cfg.weights == "hf":
         check_hf_weights(source)
     return source

@@ -270,6 +270,8 @@ def row_loss(
         sums |= age_sums(*tokens, row.ages, max_age, clipped)
     if num_servers:
         sums |= server_sums(*tokens, row.ages, max_age, row.servers, num_servers)
+    if row.agrees is not None:
+        sums |= route_sums(row.agrees, row.weights)
     return loss, sums
 
 
@@ -345,6 +347,18 @@ def server_sums(
     sums = per_token.new_zeros(2, (num_servers + 1) * (max_age + 1)).index_add(1, of_token, per_token)
     tokens, mismatch = sums[:, max_age + 1 :]
     return {"server_tokens": tokens, "server_mismatch_abs_sum": mismatch}
+
+
+def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """How often the trainer's routers would have chosen the sampler's experts: sums over the tokens with a weight.
+
+    `route_agreement_sum` has each token's share of layers that agree, `route_tokens_alike` counts those with all.
+
+    Args:
+        agrees: bool [A, layers], from `Microbatch.agrees`.
+    """
+    agrees = agrees & (weights != 0)[:, None]
+    return {"route_agreement_sum": agrees.double().mean(1).sum(), "route_tokens_alike": agrees.all(1).sum().double()}
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:
