@@ -53,7 +53,7 @@ from torchtitan.grpo.policy import losses
 from torchtitan.grpo.policy.advantages import less_penalties, reward_advantages
 from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
-from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
+from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients, reduces_once
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import supervised_samples, supervised_steps
@@ -272,9 +272,7 @@ class Trainer:
                 sums = {name: sums.get(name, 0) + value for name, value in added.items()}
                 if self.sampler_check.is_due and any(batch.servers.values()):
                     self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
-                grad_norm = dist_utils.clip_grad_norm_(
-                    list(self.model.parameters()), self.config.training.max_norm, foreach=True
-                )
+                grad_norm = clip_gradients(self.model, self.config.training.max_norm)
                 self.weight_sync.order_writes_after()
                 if self.finite_steps.allow(grad_norm):
                     self.offload.step()
@@ -421,7 +419,7 @@ class Trainer:
     def _read_inputs(self) -> None:
         config = self.config
         assets = config.model.hf_assets_path
-        self.source = resolve_and_check(config.model, config.training.seq_len, config.lora)
+        self.source = resolve_and_check(config)
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.flash_attention import (
     KEPT_BY_SELECTIVE_CHECKPOINTING,
     Attention,
@@ -32,7 +31,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
-    """The run's mesh: data parallelism (sharded, replicated or both) and tensor parallelism.
+    """The run's mesh: data parallelism (sharded, replicated or both), tensor and expert parallelism.
 
     `[parallelism] data_parallel_replicate_degree` = 0 is one copy of the model here: `nodes` settles it before.
     """
@@ -43,7 +42,7 @@ def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
         cp=1,
         tp=parallelism.tensor_parallel_degree,
         pp=1,
-        ep=1,
+        ep=parallelism.expert_parallel_degree,
         etp=1,
         world_size=world_size,
     )
@@ -68,6 +67,9 @@ def build_model(
     tp_mesh = dims.get_optional_mesh("tp")
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
+    ep_mesh = dims.get_optional_mesh("ep")
+    if ep_mesh is not None:
+        source.family.apply_expert_parallel(model, ep_mesh)
     if lora:
         add_adapters(model, lora, held)
     compiled = config.compile.enable
@@ -132,18 +134,6 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
-    args, degree = source.model_args, tp_mesh.size()
-    widths = {
-        "attention heads": args.n_heads,
-        "key/value heads": args.n_kv_heads,
-        "feed-forward width": args.hidden_dim,
-    }
-    uneven = [f"{width} {name}" for name, width in widths.items() if width % degree]
-    if uneven:
-        raise UserError(
-            f"[parallelism] tensor_parallel_degree = {degree} does not divide this model's {' and '.join(uneven)}: "
-            "choose a degree that does"
-        )
     source.family.apply_tensor_parallel(model, tp_mesh)
     if source.tied:  # sharding replaced both parameters; FSDP2 must see one
         model.output.weight = model.tok_embeddings.weight
@@ -163,6 +153,9 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
     )
     reshard = config.parallelism.fsdp_reshard_after_forward != "never"
     for block in model.layers.values():
+        if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
+            experts_mesh = dims.get_mesh([*names[:-1], "efsdp"])
+            fully_shard(block.moe.experts, mesh=experts_mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root's forward computes log-probabilities from the output weight, which must stay for the backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -107,7 +107,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def apply_compile(model: nn.Module, config: Compile) -> None:
-    """Each block as one graph. With expert parallelism the host reads numbers of rows: all but the experts' exchange."""
+    """Each block as one graph. With expert parallelism the host reads numbers of rows, so its experts are not part."""
     for name, block in model.layers.named_children():
         if block.moe.ep_mesh is None:
             model.layers.register_module(name, torch.compile(block, backend=config.backend, fullgraph=True))

@@ -61,6 +61,11 @@ class ModelSource:
         return self.model_args.enable_weight_tying
 
     @property
+    def has_experts(self) -> bool:
+        """It is a mixture of experts."""
+        return self.family.apply_expert_parallel is not None
+
+    @property
     def pad_token(self) -> int | None:
         """`pad_token_id` of config.json if the vocabulary has it. Negative ones count from the end, as in PyTorch."""
         token, size = self.hf_config.get("pad_token_id"), self.model_args.vocab_size
@@ -110,12 +115,43 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
     return ModelSource(name, family, args, adapter, hf_config, folder, lora)
 
 
-def resolve_and_check(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSource:
-    """`resolve_model` for a run: with `[model] weights = "hf"`, check the weights before anything is started."""
-    source = resolve_model(model_cfg, seq_len, lora_cfg)
-    if model_cfg.weights == "hf":
+def resolve_and_check(config: Any) -> ModelSource:
+    """`resolve_model` for a run, and what is checked before anything is started: parallelism, and the folder's weights
+    with `[model] weights = "hf"`."""
+    source = resolve_model(config.model, config.training.seq_len, config.lora)
+    check_degrees(source, config.parallelism)
+    if config.model.weights == "hf":
         check_hf_weights(source)
     return source
+
+
+def check_degrees(source: ModelSource, parallelism: Any) -> None:
+    """Check that the degrees of `[parallelism]` split this model.
+
+    Raises:
+        UserError: One does not divide what it splits, or there is nothing to split.
+    """
+    args, tensor, expert = source.model_args, parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    heads = {"attention heads": args.n_heads, "key/value heads": args.n_kv_heads}
+    if source.has_experts:
+        if tensor > 1:
+            raise UserError(
+                f"[parallelism] tensor_parallel_degree = {tensor}: a mixture of experts is not split that way here. "
+                "Set it to 1, and expert_parallel_degree if a rank cannot gather all experts of a layer"
+            )
+        widths = {"experts": (args.moe_args.num_experts, expert)}
+    else:
+        if expert > 1:
+            raise UserError(
+                f"[parallelism] expert_parallel_degree = {expert}: a {source.name} has no experts. Set it to 1"
+            )
+        widths = {name: (width, tensor) for name, width in (heads | {"feed-forward width": args.hidden_dim}).items()}
+    uneven = [f"{width} {name}" for name, (width, degree) in widths.items() if width % degree]
+    if uneven:
+        key = f"expert_parallel_degree = {expert}" if source.has_experts else f"tensor_parallel_degree = {tensor}"
+        raise UserError(
+            f"[parallelism] {key} does not divide this model's {' and '.join(uneven)}: choose a degree that does"
+        )
 
 
 def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:
