@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -28,6 +28,9 @@ from torchtitan.grpo.model.lora import add_adapters, init_adapters
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
+
+
+_PROFILER_OPERATIONS = ("_record_function_enter_new", "_record_function_exit")
 
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
@@ -98,6 +101,10 @@ def build_model(
 
 def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfig) -> None:
     checkpoint = config.activation_checkpoint
+    if config.parallelism.expert_parallel_degree > 1:
+        # FSDP2 gathers the experts inside of a block, in other places of forward and recomputation.
+        packets = (getattr(torch.ops.profiler, name) for name in _PROFILER_OPERATIONS)
+        SAC_IGNORED_OPS.update(getattr(packet, name) for packet in packets for name in packet.overloads())
     kept = source.family.kept_operations | {KEPT_BY_SELECTIVE_CHECKPOINTING}
     if (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "matmul"):
         apply_ac(
@@ -109,7 +116,9 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
         )
         return
 
-    # torchtitan's list of operations, without its rule that recomputes every second matrix multiplication.
+    # torchtitan's list of operations, without its rule that recomputes every second matrix multiplication, and experts.
+    kept |= {torch.ops.aten._grouped_mm.default}
+
     def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -114,6 +114,8 @@ def apply_compile(model: nn.Module, config: Compile) -> None:
             continue
         for part in ("attention", "attention_norm", "ffn_norm"):
             setattr(block, part, torch.compile(getattr(block, part), backend=config.backend, fullgraph=True))
+        experts = block.moe.experts  # how many rows they get changes with each step
+        experts.gated = torch.compile(experts.gated, backend=config.backend, fullgraph=True, dynamic=True)
 
 
 FAMILY = Family(
