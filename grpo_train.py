@@ -32,7 +32,6 @@ from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
-from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
@@ -54,7 +53,7 @@ from torchtitan.grpo.policy import losses
 from torchtitan.grpo.policy.advantages import less_penalties, reward_advantages
 from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
-from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
+from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients, reduces_once
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import supervised_samples, supervised_steps
@@ -273,9 +272,7 @@ class Trainer:
                 sums = {name: sums.get(name, 0) + value for name, value in added.items()}
                 if self.sampler_check.is_due and any(batch.servers.values()):
                     self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
-                grad_norm = dist_utils.clip_grad_norm_(
-                    list(self.model.parameters()), self.config.training.max_norm, foreach=True
-                )
+                grad_norm = clip_gradients(self.model, self.config.training.max_norm)
                 self.weight_sync.order_writes_after()
                 if self.finite_steps.allow(grad_norm):
                     self.offload.step()
@@ -364,11 +361,10 @@ class Trainer:
         """Whether this is an `every`-th step or the last one."""
         return self.step % every == 0 or self.step == self.config.training.steps
 
-    def _sampling(self, n: int, temperature: float, routes: RouteShape | None = None) -> SamplingParams:
-        rollout, stop = self.config.rollout, (*self.end_token_ids, *self.config.rollout.stop_token_ids)
-        return SamplingParams(
-            n, temperature, rollout.max_answer_tokens, stop, self.seed, stop=tuple(rollout.stop), routes=routes
-        )
+    def _sampling(self, n: int, temperature: float) -> SamplingParams:
+        rollout, ends = self.config.rollout, (*self.end_token_ids, *self.config.rollout.stop_token_ids)
+        texts, routes = tuple(rollout.stop), self.source.routes if temperature else None  # held-out answers need none
+        return SamplingParams(n, temperature, rollout.max_answer_tokens, ends, self.seed, stop=texts, routes=routes)
 
     def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
         """For each row (old policy's, reference's) log-probabilities, which stay fixed during the step's updates.
@@ -424,7 +420,7 @@ class Trainer:
     def _read_inputs(self) -> None:
         config = self.config
         assets = config.model.hf_assets_path
-        self.source = resolve_and_check(config.model, config.training.seq_len, config.lora, config.grpo.routing_replay)
+        self.source = resolve_and_check(config)
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
@@ -517,19 +513,13 @@ class Trainer:
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         ahead = config.async_grpo
         recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
-        needs = (
-            longest_tokens(config),
-            self.end_token_ids[0],
-            recomputes,
-            self.source.identity,
-            bool(self.source.routes),
-        )
+        needs = longest_tokens(config), self.end_token_ids[0], recomputes, self.source.identity
 
         def make(url: str) -> Server:
             timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
             vocab_size, lora = self.source.model_args.vocab_size, config.lora.enable
             server = make_server(rollout.engine, url, api_key, *timeouts, lambda: self.step, vocab_size, lora)
-            server.check = lambda: server.control.check(*needs)
+            server.check = lambda: server.control.check(*needs, routes=bool(self.source.routes))
             return server
 
         if self.is_rank0:
@@ -553,7 +543,7 @@ class Trainer:
             self.rollouts = RolloutStream(
                 self.collector,
                 self.prompts,
-                self._sampling(config.grpo.group_size, rollout.temperature, self.source.routes),
+                self._sampling(config.grpo.group_size, rollout.temperature),
                 config.grpo,
                 config.async_grpo,
                 rollout,

@@ -210,6 +210,13 @@ def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
             f"{processes}"
         )
         return
+    shards, expert = world_size // (replicate * tensor), parallel.expert_parallel_degree
+    if shards % expert:
+        yield (
+            f"[parallelism] expert_parallel_degree = {expert} does not divide the {shards} ranks that shard the model: "
+            f"{start}; change it or {processes}"
+        )
+        return
     ranks = data_ranks(config, world_size)
     samples = step_samples(config, job)
     if samples < ranks and job == "sft":

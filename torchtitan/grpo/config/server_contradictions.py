@@ -173,8 +173,8 @@ def check_routing_replay(config: JobConfig) -> Iterator[str]:
     recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
     if config.grpo.routing_replay and config.rollout.engine == "sglang" and recomputes:
         yield (
-            '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets the experts of earlier tokens '
-            "when it computes their keys and values again. Set [async_grpo] recompute_kv_cache_after_weight_updates = "
+            '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets a token\'s experts when it '
+            "computes its keys and values again. Set [async_grpo] recompute_kv_cache_after_weight_updates = "
             "false or in_flight_weight_updates = false"
         )
 

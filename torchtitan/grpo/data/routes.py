@@ -1,7 +1,7 @@
 """Which experts computed a token: the routing of a mixture of experts, for routing replay (R3, arXiv 2510.11370).
 
-Routes of a text are an array [positions, layers, top_k] of expert numbers. A server has computed every token of a prompt
-and an answer but the last, so there is one position less than tokens. These are the positions of a packed document.
+Routes are an array [positions, layers, top_k] of expert numbers. A server has computed every token of prompt and answer
+but the last, so there is one position less than tokens. These are the positions of a packed document.
 """
 
 import ast

@@ -77,8 +77,8 @@ class SglangControl(HttpControl):
             )
         if routes and not info.get("enable_return_routed_experts"):
             raise UserError(
-                f"{self.url}: does not tell which experts compute an answer, which [grpo] routing_replay needs: start it "
-                "with --enable-return-routed-experts"
+                f"{self.url}: does not tell which experts compute an answer, which [grpo] routing_replay needs: start "
+                "it with --enable-return-routed-experts"
             )
         self.world_size()
         if trained is not None:

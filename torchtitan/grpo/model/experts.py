@@ -61,6 +61,7 @@ class Experts(GroupedExperts):
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__(dim, hidden_dim, num_experts, use_grouped_mm=True)
+        self.gated = _gated
 
     def forward(self, x: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
         """Apply to each row its expert, times its weight.
@@ -73,8 +74,7 @@ class Experts(GroupedExperts):
         w1, w2, w3 = (local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
         gate, up = torch._grouped_mm(x, w1, offs=ends), torch._grouped_mm(x, w3, offs=ends)
         # The weight is applied here, where rows are narrow and autograd needs no copy of the result.
-        inner = F.silu(gate.float()) * up.float() * weights[:, None]
-        return torch._grouped_mm(inner.to(x.dtype), w2, offs=ends)
+        return torch._grouped_mm(self.gated(gate, up, weights), w2, offs=ends)
 
 
 class MoE(nn.Module):
@@ -142,6 +142,10 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in block.moe.experts.named_parameters():
             sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
             block.moe.experts.register_parameter(name, sharded)
+
+
+def _gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float() * weights[:, None]).to(gate.dtype)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""torchtitan's dense language models on packed rows: attention within each document, log-probabilities out.
+"""torchtitan's language models on packed rows: attention within each document, log-probabilities out.
 
 torchtitan 0.2.2 has no attention that trains on packed rows on a CPU. Its Qwen3 takes no positions under tensor
 parallelism, and its models return the full logits. `make_packed` changes these three things on a model of
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.grpo.model.documents import Documents, shared_prefixes
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
+from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
 from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
@@ -99,7 +100,7 @@ def attention_tokens(model: nn.Module) -> float:
     """
     args = model.model_args
     # Of all ranks' shards; a tied weight counts once.
-    flops = sum(p.numel() * (6 if p.requires_grad else 4) for p in model.parameters())
+    flops = sum(used(p, args) * (6 if p.requires_grad else 4) for p in model.parameters())
     if (looked_up := model.tok_embeddings.weight) is not model.output.weight:
         flops -= looked_up.numel() * (6 if looked_up.requires_grad else 4)
     return flops / (12 * args.n_layers * args.n_heads * args.head_dim)

@@ -13,12 +13,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.flash_attention import (
     KEPT_BY_SELECTIVE_CHECKPOINTING,
     Attention,
@@ -31,8 +30,11 @@ from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
 
 
+_PROFILER_OPERATIONS = ("_record_function_enter_new", "_record_function_exit")
+
+
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
-    """The run's mesh: data parallelism (sharded, replicated or both) and tensor parallelism.
+    """The run's mesh: data parallelism (sharded, replicated or both), tensor and expert parallelism.
 
     `[parallelism] data_parallel_replicate_degree` = 0 is one copy of the model here: `nodes` settles it before.
     """
@@ -43,7 +45,7 @@ def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
         cp=1,
         tp=parallelism.tensor_parallel_degree,
         pp=1,
-        ep=1,
+        ep=parallelism.expert_parallel_degree,
         etp=1,
         world_size=world_size,
     )
@@ -68,6 +70,9 @@ def build_model(
     tp_mesh = dims.get_optional_mesh("tp")
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
+    ep_mesh = dims.get_optional_mesh("ep")
+    if ep_mesh is not None:
+        source.family.apply_expert_parallel(model, ep_mesh)
     if lora:
         add_adapters(model, lora, held)
     compiled = config.compile.enable
@@ -96,6 +101,10 @@ def build_model(
 
 def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfig) -> None:
     checkpoint = config.activation_checkpoint
+    if config.parallelism.expert_parallel_degree > 1:
+        # FSDP2 gathers the experts inside of a block, in other places of forward and recomputation.
+        packets = (getattr(torch.ops.profiler, name) for name in _PROFILER_OPERATIONS)
+        SAC_IGNORED_OPS.update(getattr(packet, name) for packet in packets for name in packet.overloads())
     kept = source.family.kept_operations | {KEPT_BY_SELECTIVE_CHECKPOINTING}
     if (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "matmul"):
         apply_ac(
@@ -107,7 +116,9 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
         )
         return
 
-    # torchtitan's list of operations, without its rule that recomputes every second matrix multiplication.
+    # torchtitan's list of operations, without its rule that recomputes every second matrix multiplication, and experts.
+    kept |= {torch.ops.aten._grouped_mm.default}
+
     def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -132,18 +143,6 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
-    args, degree = source.model_args, tp_mesh.size()
-    widths = {
-        "attention heads": args.n_heads,
-        "key/value heads": args.n_kv_heads,
-        "feed-forward width": args.hidden_dim,
-    }
-    uneven = [f"{width} {name}" for name, width in widths.items() if width % degree]
-    if uneven:
-        raise UserError(
-            f"[parallelism] tensor_parallel_degree = {degree} does not divide this model's {' and '.join(uneven)}: "
-            "choose a degree that does"
-        )
     source.family.apply_tensor_parallel(model, tp_mesh)
     if source.tied:  # sharding replaced both parameters; FSDP2 must see one
         model.output.weight = model.tok_embeddings.weight
@@ -163,6 +162,9 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
     )
     reshard = config.parallelism.fsdp_reshard_after_forward != "never"
     for block in model.layers.values():
+        if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
+            experts_mesh = dims.get_mesh([*names[:-1], "efsdp"])
+            fully_shard(block.moe.experts, mesh=experts_mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root's forward computes log-probabilities from the output weight, which must stay for the backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

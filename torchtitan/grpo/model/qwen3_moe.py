@@ -107,7 +107,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def apply_compile(model: nn.Module, config: Compile) -> None:
-    """Each block as one graph. With expert parallelism the host reads numbers of rows: all but the experts' exchange."""
+    """Each block as one graph. With expert parallelism the host reads numbers of rows, so its experts are not part."""
     # A replaying router notes whether it agrees. Recomputation need not note it again.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for name, block in model.layers.named_children():
@@ -116,6 +116,8 @@ def apply_compile(model: nn.Module, config: Compile) -> None:
             continue
         for part in ("attention", "attention_norm", "ffn_norm"):
             setattr(block, part, torch.compile(getattr(block, part), backend=config.backend, fullgraph=True))
+        experts = block.moe.experts  # how many rows they get changes with each step
+        experts.gated = torch.compile(experts.gated, backend=config.backend, fullgraph=True, dynamic=True)
 
 
 FAMILY = Family(

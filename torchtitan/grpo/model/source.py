@@ -65,6 +65,11 @@ class ModelSource:
         return self.model_args.enable_weight_tying
 
     @property
+    def has_experts(self) -> bool:
+        """It is a mixture of experts."""
+        return self.family.apply_expert_parallel is not None
+
+    @property
     def pad_token(self) -> int | None:
         """`pad_token_id` of config.json if the vocabulary has it. Negative ones count from the end, as in PyTorch."""
         token, size = self.hf_config.get("pad_token_id"), self.model_args.vocab_size
@@ -80,7 +85,7 @@ class ModelSource:
         return model
 
 
-def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None, replays: bool = False) -> ModelSource:
+def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSource:
     """Find the model that `[model]` names.
 
     Args:
@@ -88,12 +93,10 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None, replays: b
             `hf_assets_path`. Otherwise they are the preset `flavor` of the family `name`.
         seq_len: `[training] seq_len`, the longest document in tokens.
         lora_cfg: The `[lora]` section; None is as `enable = false`.
-        replays: `[grpo] routing_replay`.
 
     Raises:
         UserError: The folder, its config or the flavour is missing, broken or not supported. Or `seq_len` is over
-            the model's maximum, or flavour and folder differ, or the model lacks a layer that `[lora]` names, or experts
-            to replay.
+            the model's maximum, or flavour and folder differ, or the model lacks a layer that `[lora]` names.
     """
     folder = Path(model_cfg.hf_assets_path)
     if model_cfg.flavor == "":
@@ -113,15 +116,48 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None, replays: b
         with torch.device("meta"):
             one_block = family.model_cls(dataclasses.replace(args, n_layers=1)).layers["0"]
         lora = resolve_lora(lora_cfg, adapter, one_block)
-    return ModelSource(name, family, args, adapter, hf_config, folder, lora, route_shape(args) if replays else None)
+    return ModelSource(name, family, args, adapter, hf_config, folder, lora)
 
 
-def resolve_and_check(model_cfg: Any, seq_len: int, lora_cfg: Any = None, replays: bool = False) -> ModelSource:
-    """`resolve_model` for a run: with `[model] weights = "hf"`, check the weights before anything is started."""
-    source = resolve_model(model_cfg, seq_len, lora_cfg, replays)
-    if model_cfg.weights == "hf":
+def resolve_and_check(config: Any) -> ModelSource:
+    """`resolve_model` for a run, and what is checked before anything is started: parallelism, and the folder's weights
+    with `[model] weights = "hf"`."""
+    source = resolve_model(config.model, config.training.seq_len, config.lora)
+    check_degrees(source, config.parallelism)
+    if config.grpo.routing_replay:
+        source = dataclasses.replace(source, routes=route_shape(source.model_args))
+    if config.model.weights == "hf":
         check_hf_weights(source)
     return source
+
+
+def check_degrees(source: ModelSource, parallelism: Any) -> None:
+    """Check that the degrees of `[parallelism]` split this model.
+
+    Raises:
+        UserError: One does not divide what it splits, or there is nothing to split.
+    """
+    args, tensor, expert = source.model_args, parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    heads = {"attention heads": args.n_heads, "key/value heads": args.n_kv_heads}
+    if source.has_experts:
+        if tensor > 1:
+            raise UserError(
+                f"[parallelism] tensor_parallel_degree = {tensor}: a mixture of experts is not split that way here. "
+                "Set it to 1, and expert_parallel_degree if a rank cannot gather all experts of a layer"
+            )
+        widths = {"experts": (args.moe_args.num_experts, expert)}
+    else:
+        if expert > 1:
+            raise UserError(
+                f"[parallelism] expert_parallel_degree = {expert}: a {source.name} has no experts. Set it to 1"
+            )
+        widths = {name: (width, tensor) for name, width in (heads | {"feed-forward width": args.hidden_dim}).items()}
+    uneven = [f"{width} {name}" for name, (width, degree) in widths.items() if width % degree]
+    if uneven:
+        key = f"expert_parallel_degree = {expert}" if source.has_experts else f"tensor_parallel_degree = {tensor}"
+        raise UserError(
+            f"[parallelism] {key} does not divide this model's {' and '.join(uneven)}: choose a degree that does"
+        )
 
 
 def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:

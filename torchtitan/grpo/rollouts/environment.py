@@ -224,6 +224,6 @@ def _check_routes(sample: Sample, shape: RouteShape, where: str) -> None:
     if sampled and (routes is None or len(routes) < needed or routes.shape[1:] != (shape.layers, shape.top_k)):
         found = "no routing" if routes is None else f"routing of shape {list(routes.shape)}"
         raise UserError(
-            f"{where}: a sample has {found}, and [grpo] routing_replay needs {needed} positions of {shape.layers} layers: "
-            "make samples with `Turns`, or pass on `Completion.routes`"
+            f"{where}: a sample has {found}, and [grpo] routing_replay needs {needed} positions of {shape.layers} "
+            "layers: make samples with `Turns`, or pass on `Completion.routes`"
         )
