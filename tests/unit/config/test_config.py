@@ -444,7 +444,7 @@ BAD_TOML = {
     # torchtitan's keys without effect
     "pipeline": ("[parallelism]\npipeline_parallel_degree = 2", "[parallelism] pipeline_parallel_degree = 2", "FSDP"),
     "context": ("[parallelism]\ncontext_parallel_degree = 2", "[parallelism] context_parallel_degree", "not supported"),
-    "expert": ("[parallelism]\nexpert_parallel_degree = 2", "[parallelism] expert_parallel_degree", "not supported"),
+    "expert": ("[parallelism]\nexpert_tensor_parallel_degree = 2", "expert_tensor_parallel_degree", "not supported"),
     "dataset": ("[training]\ndataset = 'c4'", "[training] dataset", "prompts come from [data]"),
     "batch": ("[training]\nlocal_batch_size = 2", "[training] local_batch_size", "tokens_per_microbatch"),
     "converters": ("[model]\nconverters = ['float8']", "[model] converters", "not supported"),

@@ -234,7 +234,7 @@ MODELS = {
     "another family": wrong(
         {}, "GemmaForCausalLM", "Qwen3ForCausalLM", spoil=edit(CONFIG, architectures=["GemmaForCausalLM"])
     ),
-    "experts": wrong({}, "mixture of experts", spoil=edit(CONFIG, architectures=["Qwen3MoeForCausalLM"])),
+    "experts": wrong({}, "mixture of experts", spoil=edit(CONFIG, architectures=["Qwen2MoeForCausalLM"])),
     "sliding window": wrong({}, "sliding_window", spoil=edit(CONFIG, use_sliding_window=True, sliding_window=64)),
     "longer than the model": wrong({"--training.seq_len": "1024"}, "[training] seq_len = 1024", "maximum of 512"),
     "no tokenizer.json": wrong({}, "has no tokenizer.json", spoil=unlink("model/tokenizer.json")),

@@ -147,10 +147,9 @@ def _experts(args: Any, itemsize: int, compiled: bool) -> BlockActivations:
     """Bytes of one token in the router and its experts, beside their input."""
     moe, width = args.moe_args, args.moe_inter_dim
     scores = 4 * moe.num_experts + (4 + 3 * 8 + 4) * moe.top_k  # float32; weights twice, int64 choices and two orders
-    # Of each expert: its input, w1, w3 and the gated product. An uncompiled block keeps its float32 factors too.
-    float32 = 1 if itemsize == 4 else 4
-    factors = 0 if compiled else (2 * 4 if itemsize == 4 else float32 * 4) * width
-    saved = moe.top_k * ((args.dim + 3 * width) * itemsize + factors) + scores
+    # Of each expert: its input, w1, w3 and the gated product. An uncompiled block keeps two more products in float32,
+    # and w1 and w3 as that, too.
+    saved = moe.top_k * ((args.dim + width) * itemsize + (2 * itemsize if compiled else 4 * 4) * width) + scores
     outputs = moe.top_k * (2 * width + (0 if compiled else args.dim)) + moe.num_experts
     gradients = moe.top_k * (2 * args.dim + width)  # of the inputs through w1 and w3, before they are added
     return BlockActivations(0, 0, outputs * itemsize, saved, gradients * itemsize)

@@ -139,10 +139,12 @@ def from_flavor(name: str, flavor: str) -> tuple[str, ModelArgs, dict[str, Any]]
         )
     flavors = get_family(name).flavors
     if flavor not in flavors:
-        owner = next((f', but of name = "{other}"' for other in FAMILIES if flavor in get_family(other).flavors), "")
+        for other in FAMILIES:
+            if flavor in get_family(other).flavors:
+                raise UserError(f'[model] flavor = "{flavor}" is a {other}, not a {name}: set [model] name = "{other}"')
         raise UserError(
-            f'[model] flavor = "{flavor}" is not a flavour of {name}{owner or did_you_mean(flavor, flavors)}; choose '
-            f"from {', '.join(flavors)}, or leave it empty: config.json in hf_assets_path then decides the shape"
+            f'[model] flavor = "{flavor}" is not a flavour of {name}{did_you_mean(flavor, flavors)}; choose from '
+            f"{', '.join(flavors)}, or leave it empty: config.json in hf_assets_path then decides the shape"
         )
     args = flavors[flavor]
     architecture, model_type = next(iter(FAMILIES[name].items()))

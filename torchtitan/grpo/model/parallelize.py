@@ -29,7 +29,6 @@ from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
 
-
 _PROFILER_OPERATIONS = ("_record_function_enter_new", "_record_function_exit")
 
 
