@@ -113,7 +113,7 @@ def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool
     """All weights of a model, in the model's order.
 
     The adapter is called with meta tensors to learn names and shapes: no weights move. A parameter that it drops (a
-    tied output layer) is not sent. One that it takes apart (stacked experts) is sent as the tensors that it makes of it.
+    tied output layer) is not sent. One that it takes apart (stacked experts) is sent in these parts.
 
     Args:
         model: Parallelised model, with its optimizer made.
