@@ -6,6 +6,7 @@ every matrix multiplication. The FSDP2 grouping is ours: torchtitan's `apply_fsd
 """
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def build_model(
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
     ep_mesh = dims.get_optional_mesh("ep")
-    if ep_mesh is not None:
+    if ep_mesh is not None and source.family.apply_expert_parallel is not None:
         source.family.apply_expert_parallel(model, ep_mesh)
     if lora:
         add_adapters(model, lora, held)
@@ -165,6 +166,11 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
             experts_mesh = dims.get_mesh([*names[:-1], "efsdp"])
             fully_shard(block.moe.experts, mesh=experts_mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if dims.ep_enabled:  # the host waits for numbers of rows in every block, so it cannot run ahead
+        blocks = list(model.layers.values())
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following, following.moe.experts])
+            following.set_modules_to_backward_prefetch([block, block.moe.experts])
     # The root's forward computes log-probabilities from the output weight, which must stay for the backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():

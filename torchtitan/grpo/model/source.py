@@ -137,7 +137,8 @@ def check_degrees(source: ModelSource, parallelism: Any) -> None:
     Raises:
         UserError: One does not divide what it splits, or there is nothing to split.
     """
-    args, tensor, expert = source.model_args, parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    args: Any = source.model_args
+    tensor, expert = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
     heads = {"attention heads": args.n_heads, "key/value heads": args.n_kv_heads}
     if source.has_experts:
         if tensor > 1:
