@@ -3,8 +3,10 @@
 import asyncio
 import copy
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.microbatches import microbatches
+from tests.helpers.ranks import Ranks
+from tests.helpers.trainer_runs import arguments, embedded_server, environment, steps, train
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.grpo.config.job_config import Rollout
@@ -35,7 +40,8 @@ from torchtitan.grpo.rollouts.environment import Turns
 from torchtitan.grpo.rollouts.record import RolloutRecord, read_step
 
 SHAPE = dict(
-    vocab_size=96,
+    vocab_size=json.loads((TINY_QWEN3 / "config.json").read_text())["vocab_size"],
+    eos_token_id=2,
     hidden_size=64,
     intermediate_size=96,
     moe_intermediate_size=64,
@@ -84,9 +90,16 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory) -> Iterator[Ends]:
-    folder, model = tmp_path_factory.mktemp("near_ties"), near_ties()
-    model.save_pretrained(folder)
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("near_ties") / "model"
+    shutil.copytree(TINY_QWEN3, folder)
+    near_ties().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ends(folder) -> Iterator[Ends]:
+    model = near_ties()
     server = ServerThread(0, model=copy.deepcopy(model).bfloat16())
     client = VllmClient(server.url, None, 60.0, lambda: 0)
     try:
@@ -125,11 +138,12 @@ def test_replay_makes_trainer_and_sampler_agree_where_routers_nearly_tie(ends):
     without, with_replay = mismatch(ends.trainer, row.without_routes()), mismatch(ends.trainer, row)
     assert with_replay < 0.05 < 0.5 < without
     # As the metrics count it: choices differ, though not everywhere.
-    assert row.agrees is not None and row.agrees.shape == (4 * 24, 3)
+    agrees = ends.trainer.agrees
+    assert agrees.shape == (4 * 24, 3)
     row.weights[24:] = 0
-    sums = {name: float(value) for name, value in route_sums(row.agrees, row.weights).items()}
+    sums = {name: float(value) for name, value in route_sums(agrees, row.weights).items()}
     assert 0 < sums["route_tokens_alike"] < sums["route_agreement_sum"] < 24
-    assert sums["route_agreement_sum"] == pytest.approx(float(row.agrees[:24].float().mean(1).sum()))
+    assert sums["route_agreement_sum"] == pytest.approx(float(agrees[:24].float().mean(1).sum()))
 
 
 def test_the_server_tells_what_transformers_routers_choose(ends):
@@ -149,14 +163,13 @@ def test_the_server_tells_what_transformers_routers_choose(ends):
     assert torch.equal(chosen.sort(-1).values, routes.sort(-1).values)
 
 
-def test_recomputation_uses_the_routes_and_the_router_learns(ends, tmp_path):
-    ends.transformers.save_pretrained(tmp_path)
+def test_recomputation_uses_the_routes_and_the_router_learns(ends, folder):
     row, gradients = row_of(ends.ask(PROMPT)), []
     for mode in ("none", "full"):
-        model = trainer_of(tmp_path, mode)
+        model = trainer_of(folder, mode)
         model(row, 1.0)[0].sum().backward()
         gradients.append({n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()})
-    assert row.agrees is not None and not row.agrees.all()
+    assert not model.agrees.all()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], atol=0, rtol=0, msg=name)
     assert gradients[0]["layers.0.moe.router.gate.weight"].abs().max() > 1e-3
@@ -184,7 +197,7 @@ def test_turns_join_the_routes_of_their_answers(ends):
         PROMPT, sample.token_ids, 1.0, 1.0, sample.logprobs, loss_mask=sample.loss_mask, routes=sample.routes
     )
     assert mismatch(ends.trainer, microbatches([packed], 256, 1)[0][0]) < 0.05
-    with pytest.raises(UserError, match="needs each turn to continue `Turns.token_ids`"):
+    with pytest.raises(UserError, match=r"needs each turn to continue `Turns\.token_ids`"):
         turns.sampled(ends.ask(PROMPT[:3], replace(PARAMS, n=1))[0])
 
 
@@ -253,3 +266,30 @@ def test_samples_keep_their_routes_in_checkpoints_and_records(tmp_path):
             assert ours.token_ids == theirs.token_ids
             assert np.array_equal(ours.routes, theirs.routes) if ours.routes is not None else theirs.routes is None
             assert ours.routes is None or ours.routes.dtype == theirs.routes.dtype
+
+
+def test_a_run_of_two_ranks_and_its_record_with_and_without_replay(folder, tmp_path):
+    """The same answers, trained on with the sampler's experts and with the trainer's own."""
+    flags = {
+        "--model.hf_assets_path": str(folder),
+        "--model.weights": "hf",
+        "--sft.steps": "0",
+        "--training.steps": "1",
+        "--validation.no-enable": None,
+        "--rollout.max_logprob_mismatch": "10",
+    }
+    recorded = {"--grpo.routing_replay": None, "--rollout.record_gib": "1", "--grpo.minibatches": "2"}
+    with embedded_server(folder, tmp_path / "server.log", "--dtype", "bfloat16") as url:
+        (line,) = train(tmp_path / "run", flags | recorded | {"--rollout.urls": url}, ranks=2)
+    again = {}
+    for name in ("routing_replay", "no-routing_replay"):
+        more = ["--out", str(tmp_path / name), "--grpo.minibatches", "2", f"--grpo.{name}"]
+        words = [str(tmp_path / "run"), *arguments(tmp_path / "run", flags), *more]
+        run = Ranks(1, ROOT / "scripts" / "replay.py", *words, log=tmp_path / f"{name}.log", environment=environment())
+        assert run.wait(120) == 0, run.log[-3000:]
+        (again[name],) = steps(tmp_path / name)
+    assert line["policy/mismatch_abs"] < 0.05 and 0 < line["policy/route_agreement_all_layers"] < 0.9
+    for key in ("policy/mismatch_abs", "policy/route_agreement", "policy/route_agreement_all_layers"):
+        assert again["routing_replay"][key] == pytest.approx(line[key], rel=1e-3), key
+    assert again["no-routing_replay"]["policy/mismatch_abs"] > 0.5
+    assert "policy/route_agreement" not in again["no-routing_replay"]

@@ -416,7 +416,7 @@ def test_routes_lie_at_the_positions_that_they_computed(dtype):
         assert_equal(row, PackedRow.from_tensors(*sent[0], sent[1]))
         assert torch.equal(row.to("cpu").routes, row.routes)
         ends = row.cu_seqlens.tolist()
-        for i, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        for i, (start, end) in enumerate(itertools.pairwise(ends)):
             number = int(row.sample_index[start])
             expected = None if number < 0 else samples[number].routes
             found = row.routes[start:end].numpy()

@@ -43,7 +43,7 @@ class VllmClient(HttpClient):
         """See `EngineClient.generate`. Cancelling the call closes the connection, and the server drops the request."""
         deadline = asyncio.get_running_loop().time() + self.request_timeout_s
         version = self._version()
-        body = {
+        body: dict[str, Any] = {
             "request_id": request_id,
             "token_ids": prompt_ids,
             "sampling_params": _sampling_params(params),

@@ -118,7 +118,9 @@ def _packed_forward(
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
 
-    With `predictions` also whether the target is a likeliest token, bool [answer tokens].
+    With `row.routes`, `model.agrees` is bool [answer tokens, layers] afterwards: whether a router would have chosen the
+    same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) With `predictions` also whether the
+    target is a likeliest token, bool [answer tokens].
     """
     # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
     longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
@@ -143,7 +145,7 @@ def _packed_forward(
     for block in model.layers.values():
         hidden = block(hidden, rope, documents, None)
     if replays:
-        row.agrees = agreement(model)[answer_positions]
+        model.agrees = agreement(model)[answer_positions]
     hidden = model.norm(hidden)
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.policy.losses import route_sums
 from torchtitan.grpo.policy.rows import Microbatch
 
 SMALL_MODEL = 1_000_000_000
@@ -55,6 +56,8 @@ def accumulate_gradients(
             model.set_requires_gradient_sync(last or not reduce_once)
             model.set_reshard_after_backward(last or not reduce_once)
         loss, row_sums = loss_of(index, row)
+        if row.routes is not None:
+            row_sums = row_sums | route_sums(model.agrees, row.weights)
         loss.backward()
         sums = {name: sums[name] + value if name in sums else value for name, value in row_sums.items()}
     return sums

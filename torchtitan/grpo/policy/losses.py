@@ -270,8 +270,6 @@ def row_loss(
         sums |= age_sums(*tokens, row.ages, max_age, clipped)
     if num_servers:
         sums |= server_sums(*tokens, row.ages, max_age, row.servers, num_servers)
-    if row.agrees is not None:
-        sums |= route_sums(row.agrees, row.weights)
     return loss, sums
 
 
@@ -355,7 +353,7 @@ def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:
     `route_agreement_sum` has each token's share of layers that agree, `route_tokens_alike` counts those with all.
 
     Args:
-        agrees: bool [A, layers], from `Microbatch.agrees`.
+        agrees: bool [A, layers], from `packed.make_packed`'s model.
     """
     agrees = agrees & (weights != 0)[:, None]
     return {"route_agreement_sum": agrees.double().mean(1).sum(), "route_tokens_alike": agrees.all(1).sum().double()}

@@ -168,8 +168,6 @@ class Microbatch:
         advantages, weights, sampler_logprobs: float32 [A].
         samples: int64 [n], which of the samples given to `pack` has sample id k.
         routes: See `PackedRow`.
-        agrees: bool [A, layers], filled in by a forward pass with `routes`: whether the router would have chosen the
-            same experts by itself, at the positions that predict a trained token.
     """
 
     tokens: Tensor
@@ -186,7 +184,6 @@ class Microbatch:
     sampler_logprobs: Tensor
     samples: Tensor
     routes: Tensor | None = None
-    agrees: Tensor | None = None
 
     def without_routes(self) -> "Microbatch":
         """The same row for a model that routes by itself, as the reference does."""
