@@ -138,6 +138,11 @@ BAD_TOML = {
     "NUL": ('[job]\ndump_folder = "~\\u0000"', "[job] dump_folder", "NUL"),
     "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
+    "experts that SGLang forgets": (
+        "[grpo]\nrouting_replay = true\n[async_grpo]\nenabled = true\n[rollout]\nengine = 'sglang'\nreplicas = 1",
+        '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets',
+        "recompute_kv_cache_after_weight_updates = false",
+    ),
     "half of SGLang's attention": (
         LORA + "target_modules = ['k_proj', 'q_proj', 'up_proj', 'gate_proj']\n[rollout]\nengine = 'sglang'",
         '[lora] target_modules has q_proj, k_proj, which [rollout] engine = "sglang" adapts with "v_proj" only: add it',

@@ -305,9 +305,9 @@ class Grpo:
     importance_max: Annotated[float, Range(above=0)] = 2.0
     """Upper bound of the importance weight. `truncate` clamps to it, `mask` drops what is above."""
     routing_replay: bool = False
-    """For mixtures of experts: train each token through the experts that the sampler chose for it (R3,
-    arXiv 2510.11370), not through those that the trainer's routers choose by themselves: docs/moe.md. The servers must
-    tell their choice."""
+    """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
+    2510.11370), not through those that the trainer's routers would choose: docs/routing_replay.md. Servers must tell
+    their choice."""
     entropy_coef: Annotated[float, Range(at_least=0)] = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss. 0 computes no entropy gradient."""
     overlong_filter: bool = False

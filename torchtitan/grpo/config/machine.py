@@ -26,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 _OTHER_FILES = 512
 """Files of the process besides its requests' connections: devices, libraries, other ranks, weight sync, rewards."""
 
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+
 
 def check_machine(
     config: JobConfig,
@@ -124,6 +126,13 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
         yield (
             '[lora] enable = true with [rollout] engine = "sglang" needs GPUs for the servers, and this machine has '
             'none: on a CPU, SGLang does not start with --enable-lora; use engine = "embedded" or "vllm"'
+        )
+    own = rollout.replicas and not gpus and not config.ray.enable
+    if config.grpo.routing_replay and rollout.engine in _TITLES and own:
+        yield (
+            f"[grpo] routing_replay = true with [rollout] engine = {show(rollout.engine)} needs GPUs for the servers, "
+            f"and this machine has none: on a CPU, {_TITLES[rollout.engine]} tells no experts. Use engine = "
+            '"embedded"'
         )
     if rollout.colocate and world_size > 1:
         yield (
