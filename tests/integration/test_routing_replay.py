@@ -279,6 +279,7 @@ def test_a_run_of_two_ranks_and_its_record_with_and_without_replay(folder, tmp_p
         "--rollout.max_logprob_mismatch": "10",
     }
     recorded = {"--grpo.routing_replay": None, "--rollout.record_gib": "1", "--grpo.minibatches": "2"}
+    recorded |= {"--parallelism.expert_parallel_degree": "2"}
     with embedded_server(folder, tmp_path / "server.log", "--dtype", "bfloat16") as url:
         (line,) = train(tmp_path / "run", flags | recorded | {"--rollout.urls": url}, ranks=2)
     again = {}
