@@ -196,8 +196,16 @@ def saved_by_autograd(function: Callable[[], Any], model: torch.nn.Module) -> in
     return size
 
 
-@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]], ids=",".join)
-@pytest.mark.parametrize(("model_name", "checkpointing"), [("qwen3-tiny", "none"), ("qwen2-tiny", "matmul")])
+@pytest.mark.parametrize(
+    ("model_name", "checkpointing", "targets"),
+    [
+        ("qwen3-tiny", "none", ["all-linear"]),
+        ("qwen3-tiny", "none", ["q_proj", "down_proj"]),
+        ("qwen2-tiny", "matmul", ["all-linear"]),
+        ("qwen2-tiny", "matmul", ["q_proj", "down_proj"]),
+        ("qwen3_moe-tiny", "none", ["all-linear"]),
+    ],
+)
 def test_activations_of_adapters(model_name, checkpointing, targets, folders, gpu_kernels, monkeypatch):
     config = read(folders[model_name], 1, 1024, 1, *CHECKPOINTING[checkpointing], monkeypatch=monkeypatch)
     config.lora.enable, config.lora.target_modules = True, targets

@@ -130,7 +130,7 @@ def block_activations(
     # At silu(w1) * w3. A compiled block computes both gradients in place.
     gradients = residual + (1 if compiled and mode == "none" else 2) * width
     if has_experts:
-        of_experts = _experts(args, itemsize, compiled)
+        of_experts = _experts(args, itemsize, compiled, frozen=lora is not None)
         saved += of_experts.saved
         matmuls += of_experts.matmuls / itemsize
         gradients += of_experts.gradients / itemsize
@@ -143,13 +143,14 @@ def block_activations(
     )
 
 
-def _experts(args: Any, itemsize: int, compiled: bool) -> BlockActivations:
+def _experts(args: Any, itemsize: int, compiled: bool, frozen: bool) -> BlockActivations:
     """Bytes of one token in the router and its experts, beside their input."""
     moe, width = args.moe_args, args.moe_inter_dim
     scores = 4 * moe.num_experts + (4 + 3 * 8 + 4) * moe.top_k  # float32; weights twice, int64 choices and two orders
-    # Of each expert: its input, w1, w3 and the gated product. An uncompiled block keeps two more products in float32,
-    # and w1 and w3 as that, too.
-    saved = moe.top_k * ((args.dim + width) * itemsize + (2 * itemsize if compiled else 4 * 4) * width) + scores
+    # Of each expert, for gradients of its weights: its input and the gated product. For those of its input: w1 and w3;
+    # an uncompiled block keeps both in float32, and two more products.
+    inputs = 0 if frozen else args.dim + width
+    saved = moe.top_k * (inputs * itemsize + (2 * itemsize if compiled else 4 * 4) * width) + scores
     outputs = moe.top_k * (2 * width + (0 if compiled else args.dim)) + moe.num_experts
     gradients = moe.top_k * (2 * args.dim + width)  # of the inputs through w1 and w3, before they are added
     return BlockActivations(0, 0, outputs * itemsize, saved, gradients * itemsize)

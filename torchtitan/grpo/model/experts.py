@@ -1,9 +1,9 @@
 """A mixture of experts: each token goes through the `top_k` feed-forward layers that its router chooses.
 
 The parts are torchtitan's, so parameters, names and state dicts are too. The computation is ours. torchtitan 0.2.2 pads
-each expert's tokens with a Triton kernel, computes in bfloat16 whatever the model does, and adds gradients at random
-places. Here tokens are sorted by expert, multiplied in one grouped matrix multiplication, and sorted back. Every
-step is a permutation or a sum over a token's own experts, so results repeat to the bit, on a CPU too.
+each expert's tokens with a Triton kernel, and computes in bfloat16 whatever the model does. Here tokens are sorted by
+expert, multiplied in one grouped matrix multiplication, and sorted back. Every step is a permutation or a sum over a
+token's own experts, backwards too. So results repeat to the bit, and a CPU computes them.
 
 Nothing balances the load of experts: no bias of the router is learned, and there is no auxiliary loss. Either would
 move the policy for reasons other than the reward.

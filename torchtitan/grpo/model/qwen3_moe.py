@@ -67,7 +67,7 @@ def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
     """torchtitan's arguments for the shape that `config` describes.
 
     Raises:
-        Unsupported: Some blocks are dense, or tokens choose more experts than there are.
+        Unsupported: Some blocks are dense, tokens choose more experts than there are, or widths are odd.
     """
     if config.mlp_only_layers:
         raise Unsupported("mlp_only_layers", config.mlp_only_layers, "every block must have experts")
@@ -76,6 +76,9 @@ def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
     if not 1 <= config.num_experts_per_tok <= config.num_experts:
         why = f"a token is computed by 1 or more of the {config.num_experts} experts"
         raise Unsupported("num_experts_per_tok", config.num_experts_per_tok, why)
+    for field in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, field) % 8:
+            raise Unsupported(field, getattr(config, field), "experts are computed 16 bytes at a time: a multiple of 8")
     experts = MoEArgs(
         num_experts=config.num_experts,
         num_shared_experts=0,
