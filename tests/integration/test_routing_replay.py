@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.helpers import ROOT, TINY_QWEN3
@@ -58,6 +59,15 @@ SHAPE = dict(
 ROUTES = RouteShape(3, 2, 8)
 PROMPT = list(range(5, 17))
 PARAMS = SamplingParams(4, 1.0, 24, seed=3, ignore_eos=True, routes=ROUTES)
+
+
+class Attention(nn.Module):
+    """Over the whole row. That on a CPU does not compile."""
+
+    def forward(self, q, k, v, documents, scale=None):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
 
 
 def near_ties() -> PreTrainedModel:
@@ -266,6 +276,27 @@ def test_samples_keep_their_routes_in_checkpoints_and_records(tmp_path):
             assert ours.token_ids == theirs.token_ids
             assert np.array_equal(ours.routes, theirs.routes) if ours.routes is not None else theirs.routes is None
             assert ours.routes is None or ours.routes.dtype == theirs.routes.dtype
+
+
+def test_compiled_and_checkpointed_blocks_replay_each_rows_routes(folder):
+    """They are compiled once, and note in the forward pass alone whether they agree. bfloat16, which experts need."""
+    draw, expected = np.random.default_rng(0), trainer_of(folder).bfloat16()
+    model, compiler = trainer_of(folder, "full").bfloat16(), CompileCounterWithBackend("aot_eager")
+    for block in [*model.layers.values(), *expected.layers.values()]:
+        block.attention.inner_attention = Attention()
+    torch._dynamo.reset()
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for name, block in list(model.layers.named_children()):
+        model.layers.register_module(name, torch.compile(block, backend=compiler, fullgraph=True))
+    for _ in range(3):
+        routes = np.stack([draw.permuted(np.arange(8))[:2] for _ in range(3 * 19)]).reshape(19, 3, 2).astype(np.uint8)
+        (row,) = microbatches([PackedSample(PROMPT, PROMPT[:8], 1.0, 1.0, [0.0] * 8, routes=routes)], 32, 1, 32)[0]
+        for each in (model, expected):
+            each(row, 1.0)[0].sum().backward()
+        assert torch.equal(model.agrees, expected.agrees)
+    assert compiler.frame_count == 1
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-2, rtol=1e-2)
 
 
 def test_a_run_of_two_ranks_and_its_record_with_and_without_replay(folder, tmp_path):
