@@ -100,11 +100,11 @@ class MoE(nn.Module):
         """[1, T, dim] -> [1, T, dim]."""
         tokens = x.flatten(0, 1)
         weights, selected, *_ = self.router(tokens)
-        experts, order = selected.flatten().sort(stable=True)
-        inverse = order.argsort()
+        experts, order = selected.flatten().int().sort(stable=True)  # a radix sort of half the passes
+        inverse = _inverse(order)
         rows = _Dispatch.apply(tokens, order, inverse)
         weights = _Permute.apply(weights.flatten(), order, inverse)
-        numbers = torch.arange(self.experts.num_experts, device=x.device)
+        numbers = torch.arange(self.experts.num_experts, dtype=torch.int32, device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         if self.ep_mesh is None:
             out = self.experts(rows, ends, weights)
@@ -125,7 +125,7 @@ class MoE(nn.Module):
         # They come by rank, then by expert.
         expert = torch.arange(received.numel(), device=rows.device) % (received.numel() // size)
         order = expert.repeat_interleave(received, output_size=len(rows)).argsort(stable=True)
-        inverse = order.argsort()
+        inverse = _inverse(order)
         own_ends = received.view(size, -1).sum(0).cumsum(0, dtype=torch.int32)
         out = self.experts(_Permute.apply(rows, order, inverse), own_ends, _Permute.apply(weights, order, inverse))
         return all_to_all_single_autograd(_Permute.apply(out, inverse, order), to_rank, from_rank, group)
@@ -142,6 +142,11 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in block.moe.experts.named_parameters():
             sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
             block.moe.experts.register_parameter(name, sharded)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def _gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
