@@ -37,7 +37,7 @@ from torchtitan.grpo.policy.losses import route_sums
 from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.rollouts.buffer import StalenessBuffer
-from torchtitan.grpo.rollouts.environment import Turns
+from torchtitan.grpo.rollouts.environment import Turns, checked
 from torchtitan.grpo.rollouts.record import RolloutRecord, read_step
 
 SHAPE = dict(
@@ -207,8 +207,12 @@ def test_turns_join_the_routes_of_their_answers(ends):
         PROMPT, sample.token_ids, 1.0, 1.0, sample.logprobs, loss_mask=sample.loss_mask, routes=sample.routes
     )
     assert mismatch(ends.trainer, microbatches([packed], 256, 1)[0][0]) < 0.05
+    for routes in (None, sample.routes[:-10], sample.routes[:, :2]):
+        with pytest.raises(UserError, match=r"'e': a sample has .*routing.* needs .* positions of 3 layers"):
+            checked([replace(sample, routes=routes)], "e", 99, routes=ROUTES)
     with pytest.raises(UserError, match=r"needs each turn to continue `Turns\.token_ids`"):
         turns.sampled(ends.ask(PROMPT[:3], replace(PARAMS, n=1))[0])
+    assert checked([sample], "e", 10, routes=ROUTES)[0].token_ids == sample.token_ids[:10], "cut as always"
 
 
 def test_an_answer_across_an_update_keeps_what_older_weights_chose(ends):
