@@ -97,13 +97,13 @@ def test_sharded_training_equals_one_process(folders, alone, model, tmp_path):
         torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, t=tp: f"tp={t}: {m}")
 
 
-def test_experts_on_two_ranks_equal_one_process(folders, alone, tmp_path):
-    """Sharded by FSDP2 alone, and each rank with half of the experts, with and without recomputing."""
+def test_experts_on_four_ranks_equal_one_process(folders, alone, tmp_path):
+    """Sharded by FSDP2 alone, two ranks with the same half of the experts, and each rank with a quarter of them."""
     way = {"row_tokens": 32}
-    ways = [way, way | {"ep": 2, "checkpointing": "full"}, way | {"ep": 2, "reduce_once": True}]
+    ways = [way, way | {"ep": 2, "checkpointing": "selective"}, way | {"ep": 4, "reduce_once": True}]
     alone = alone("qwen3_moe-untied")
     assert (alone[0] - alone[2]).abs().max() > 1e-3
-    for way, found in zip(ways, run(folders["qwen3_moe-untied"], 2, tmp_path / "2", *ways), strict=True):
+    for way, found in zip(ways, run(folders["qwen3_moe-untied"], 4, tmp_path / "4", *ways), strict=True):
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 

@@ -5,7 +5,9 @@ every matrix multiplication. The FSDP2 grouping is ours: torchtitan's `apply_fsd
 2.13, and it applies no mixed precision on one rank.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -29,8 +32,6 @@ from torchtitan.grpo.model.lora import add_adapters, init_adapters
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
-
-_PROFILER_OPERATIONS = ("_record_function_enter_new", "_record_function_exit")
 
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
@@ -101,10 +102,6 @@ def build_model(
 
 def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfig) -> None:
     checkpoint = config.activation_checkpoint
-    if config.parallelism.expert_parallel_degree > 1:
-        # FSDP2 gathers the experts inside of a block, in other places of forward and recomputation.
-        packets = (getattr(torch.ops.profiler, name) for name in _PROFILER_OPERATIONS)
-        SAC_IGNORED_OPS.update(getattr(packet, name) for packet in packets for name in packet.overloads())
     kept = source.family.kept_operations | {KEPT_BY_SELECTIVE_CHECKPOINTING}
     if (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "matmul"):
         apply_ac(
@@ -148,6 +145,25 @@ def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: Devic
         model.output.weight = model.tok_embeddings.weight
 
 
+def _hide_hooks(module: nn.Module) -> None:
+    """Keep what FSDP2's hooks do in a module from selective checkpointing around it, which remembers each operation.
+
+    They gather the weights inside of the checkpointed region: at other places when it is recomputed.
+    """
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
+
+
 def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
     """One group per block, and one for embedding, final norm and output: tied weights must be in one group."""
     names = ("dp_replicate", "fsdp") if dims.dp_replicate_enabled else ("fsdp",)
@@ -163,8 +179,10 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
     reshard = config.parallelism.fsdp_reshard_after_forward != "never"
     for block in model.layers.values():
         if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
-            experts_mesh = dims.get_mesh([*names[:-1], "efsdp"])
-            fully_shard(block.moe.experts, mesh=experts_mesh, mp_policy=policy, reshard_after_forward=reshard)
+            experts, experts_mesh = block.moe.experts, dims.get_mesh([*names[:-1], "efsdp"])
+            own = dataclasses.replace(policy, cast_forward_inputs=False)  # routing weights stay float32
+            fully_shard(experts, mesh=experts_mesh, mp_policy=own, reshard_after_forward=reshard)
+            _hide_hooks(experts)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if dims.ep_enabled:  # the host waits for numbers of rows in every block, so it cannot run ahead
         blocks = list(model.layers.values())
