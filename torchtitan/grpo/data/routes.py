@@ -72,7 +72,7 @@ class RouteShape:
                 f"{self.experts - 1}"
             )
         routes = routes.astype(self.dtype)
-        twice = np.zeros(positions, bool)
+        twice: np.ndarray = np.zeros(positions, bool)
         for i, j in itertools.combinations(range(self.top_k), 2):  # three times as fast as sorting
             twice |= (routes[..., i] == routes[..., j]).any(1)
         if twice.any():
