@@ -38,12 +38,14 @@ class Memory:
         trained: How many parameters are trained: all, or those of the adapters.
         moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
         checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
+        active: Parameters that a token goes through: of experts those that it chooses.
     """
 
     parameters: int
     trained: int
     moments: dict[str, Parts]
     checkpoint_copy: int = 0
+    active: int = 0
 
     def total(self, moment: str) -> int:
         return sum(self.moments[moment].values())
@@ -185,6 +187,7 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     Raises:
         UserError: The model folder cannot be read.
     """
+    from torchtitan.grpo.model.flops import used
     from torchtitan.grpo.model.replay import route_shape
     from torchtitan.grpo.model.source import check_degrees, resolve_model
 
@@ -204,7 +207,8 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     }
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
-    return Memory(rank.parameters, rank.trained or rank.parameters, moments, rank.checkpoint_copy())
+    active = sum(used(parameter, source.model_args) for parameter in model.parameters())
+    return Memory(rank.parameters, rank.trained or rank.parameters, moments, rank.checkpoint_copy(), active)
 
 
 class _Rank:
