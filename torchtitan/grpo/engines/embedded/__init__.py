@@ -9,6 +9,7 @@
     kv_cache.py        keys and values of the running rows
     sampling.py        noise per row and position, so that seeded answers repeat in any batch
     model.py           loads the model, and takes one version's tensors into it
+    sleep.py           gives its memory up while a trainer on the same device trains
     adapters.py        LoRA: adapters beside the model's layers, on the trainer's base only
 
 A request goes from server.py to worker.py and back. A version goes from server.py through the receiver to model.py.
