@@ -156,6 +156,7 @@ class Trainer:
         if self.step >= config.training.steps:
             logger.warning(f"Nothing is left to do: the run ended at step {self.step}. Raise [training] steps to go on")
         if self.step == 0:
+            self.own_servers.sleep()
             self.warm_start()
             if self.reference is not None:
                 self.reference.load_state_dict(self.model.state_dict())
@@ -202,6 +203,7 @@ class Trainer:
             return []
         with self.ledger.stage("rollout"):
             groups = self.rollouts.take(step - 1)
+            self.own_servers.sleep()
         self.ledger.add("reward", self.rollouts.take_scoring_seconds(), out_of="rollout")
         self.record.write(step, groups)
         return groups
@@ -291,6 +293,7 @@ class Trainer:
     def publish(self, wait: bool = False) -> None:
         """Publish this step's weights to the servers; with `[weight_sync] async_weight_update` in the background."""
         with self.ledger.stage("sync"):
+            self.own_servers.make_room(self.optimizers)
             self.weight_sync.publish(self.step, wait)
 
     def validate(self) -> dict[str, float]:

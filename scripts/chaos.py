@@ -13,11 +13,14 @@ did not hold. The faults are drawn from --seed. Needs the test packages: pip ins
 """
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+RANKS = ("rank 0", "rank 1")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,6 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
     resume.add_argument("--mode", choices=["sync", "async"], default="sync")
     resume.add_argument("--async-saves", action="store_true", help='[checkpoint] async_mode = "async"')
     resume.add_argument("--launcher", choices=["agent", "torchrun"], default="agent", help="where torchrun is hit")
+    resume.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where ranks train (default cpu)")
+    resume.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="vllm: with --mode async")
+    resume.add_argument("--gpu", default="", metavar="I", help="where vLLM serves (default: the CPU)")
+    names = [*RANKS, "torchrun", "server"]
+    resume.add_argument("--targets", nargs="+", choices=names, default=[], help="processes to hit (default: all)")
+    resume.add_argument("--signals", nargs="+", choices=["SIGKILL", "SIGTERM"], default=[], help="default: both")
+    resume.add_argument("--when", choices=["any", "save", "steps"], default="any", help="where faults fall")
+    resume.add_argument("--restarts", type=int, default=0, help="torchrun's --max-restarts: the run goes on by itself")
 
     fleet = parts.add_parser("fleet", parents=[common], help="break servers")
     fleet.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
@@ -68,8 +79,23 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
     if args.part == "resume":
         from chaos.resume import Campaign
 
-        async_mode = "async" if args.async_saves else "disabled"
-        return Campaign(folder, args.ranks, args.mode, args.points, args.seed, args.launcher, args.jobs, async_mode)
+        return Campaign(
+            folder,
+            args.ranks,
+            args.mode,
+            args.points,
+            args.seed,
+            args.launcher,
+            args.jobs,
+            async_mode="async" if args.async_saves else "disabled",
+            on_gpus=args.device == "cuda",
+            engine=args.engine,
+            gpu=args.gpu,
+            targets=tuple(args.targets or (["rank 0"] if args.restarts else [])),
+            signals=tuple(signal.Signals[name] for name in args.signals),
+            when=args.when,
+            restarts=args.restarts,
+        )
     if args.part == "fleet":
         from chaos.fleet import Fleet
 
@@ -97,6 +123,22 @@ def main() -> int:
     args = parser.parse_args()
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         parser.error(f"--keep {args.keep} is not empty: name a new folder")
+    if args.part == "resume":
+        if args.engine == "vllm" and args.mode == "sync":
+            parser.error("--engine vllm needs --mode async: its answers are not the same bits in every run")
+        if args.restarts and not set(args.targets) <= set(RANKS):
+            parser.error("--restarts: torchrun starts ranks again, so --targets may name ranks only")
+        if "rank 1" in args.targets and args.ranks < 2:
+            parser.error("--targets 'rank 1' needs --ranks 2")
+        if args.device == "cuda":
+            import torch
+
+            if torch.cuda.device_count() < args.ranks:
+                parser.error(f"--device cuda: {torch.cuda.device_count()} GPUs for {args.ranks} ranks")
+        elif args.gpu:
+            parser.error("--gpu is where vLLM serves a trainer with --device cuda")
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Both raise in the main thread, so that what runs is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done within --limit-s = {args.limit_s}"))

@@ -10,7 +10,8 @@
 #
 # More flags go to the trainer, for example --weight_sync.transport gloo for servers that NCCL does not reach.
 # STEPS (default 6; async 30), PROMPTS (64; 32), ANSWERS (8) and TOKENS (256; 16) set the size of a run. KEEP=folder
-# keeps logs and metrics. SERVER_URL names a running server of ENGINE for the folder MODEL; otherwise one is started.
+# keeps logs and metrics. SERVER_URL names a running server of ENGINE for the folder MODEL; otherwise one is started, with
+# SERVER_FLAGS (separated by commas; its share of the GPU's memory, 0.6).
 # Exit status 0 means that every check held.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -20,13 +21,13 @@ if [ $# -gt 0 ]; then shift; fi
 case $mode in
     server | fsdp) defaults=(6 64 8 256) ;;
     async) defaults=(30 32 8 16) ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
     *) echo "error: unknown mode $mode; server, fsdp or async" >&2; exit 2 ;;
 esac
 engine=${ENGINE:-vllm}
 case $engine in
-    vllm) server_flags=--gpu-memory-utilization,0.6 ;;
-    sglang) server_flags=--mem-fraction-static,0.6 ;;
+    vllm) server_flags=${SERVER_FLAGS:---gpu-memory-utilization,0.6} ;;
+    sglang) server_flags=${SERVER_FLAGS:---mem-fraction-static,0.6} ;;
     *) echo "error: ENGINE=$engine; vllm or sglang" >&2; exit 2 ;;
 esac
 cd "$(repo_root)"

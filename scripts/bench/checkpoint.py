@@ -34,7 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="of a Qwen3 (default 0.6b); tiny: for a CPU")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="checkpoints go to a new folder here")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: all")
-    parser.add_argument("--saves", type=positive, default=2, help="in each mode; the first allocates (default 2)")
+    parser.add_argument(
+        "--saves",
+        nargs="+",
+        type=positive,
+        default=[2],
+        help="in each mode, or a number for each; the first allocates (default 2)",
+    )
     parser.add_argument("--step-s", type=seconds, default=1.0, help="of one training step (default 1)")
     parser.add_argument("--no-export", action="store_true", help="without the Hugging Face folder")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -86,7 +92,9 @@ class Training:
         raise NotImplementedError
 
 
-def measure(args: argparse.Namespace, training: Training, async_mode: str, folder: Path) -> Iterator[dict[str, Any]]:
+def measure(
+    args: argparse.Namespace, training: Training, async_mode: str, saves: int, folder: Path
+) -> Iterator[dict[str, Any]]:
     """One row for each save. Each checkpoint is deleted before the next, so that one fits on the disk."""
     from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
     from torchtitan.grpo.config import job_config
@@ -104,7 +112,7 @@ def measure(args: argparse.Namespace, training: Training, async_mode: str, folde
         tokenizer=load_tokenizer(str(ROOT / "train_configs" / "tiny_qwen3")),
     )
     step_s = statistics.median(training.step() for _ in range(5))
-    for number in range(1, args.saves + 1):
+    for number in range(1, saves + 1):
         training.ranks.synchronize()
         started = time.perf_counter()
         checkpointer.save(number)
@@ -126,7 +134,7 @@ def measure(args: argparse.Namespace, training: Training, async_mode: str, folde
 def run(args: argparse.Namespace) -> int:
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torchtitan would take a GPU that it sees
-    from bench_common.output import Output
+    from bench_common.output import Output, cell
     from weight_sync_bench.trainer import Ranks
 
     with ExitStack() as resources:
@@ -137,8 +145,10 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=args.out)))
         training = Training(args, ranks)
         rows: list[dict[str, Any]] = []
-        for mode in args.modes:
-            rows += measure(args, training, mode, folder)
+        for mode, saves in zip(args.modes, args.saves * (len(args.modes) // len(args.saves)), strict=True):
+            for row in measure(args, training, mode, saves, folder):
+                rows.append(row)
+                out.say(", ".join(f"{name} {cell(value)}" for name, value in row.items()))
         blocking = [row["exposed_s"] for row in rows if row["async_mode"] == "disabled"]
         for row in rows:
             row["ratio"] = row["exposed_s"] / blocking[-1] if blocking else None
@@ -147,5 +157,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    arguments = build_parser().parse_args()
+    parser = build_parser()
+    arguments = parser.parse_args()
+    if len(arguments.saves) not in (1, len(arguments.modes)):
+        parser.error(f"--saves has {len(arguments.saves)} numbers for {len(arguments.modes)} modes")
     sys.exit(run_program(lambda: run(arguments), arguments.time_limit_s))

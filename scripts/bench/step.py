@@ -15,6 +15,13 @@ from bench_common.shapes import SHAPES
 CONTENDERS = ["torchtitan", "ours", "transformers", "trl", "logprobs", "offload"]
 
 
+def rank(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -34,7 +41,14 @@ def build_parser() -> argparse.ArgumentParser:
         "keeps the output of every matrix multiplication, and torchtitan's contender is then selective",
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the blocks (default: on CUDA)")
-    parser.add_argument("--lora", type=positive, default=0, metavar="RANK", help="ours trains adapters of this rank")
+    parser.add_argument(
+        "--lora",
+        nargs="+",
+        type=rank,
+        default=[0],
+        metavar="RANK",
+        help="ours trains adapters of these; 0: all weights",
+    )
     parser.add_argument("--gpus", type=positive, default=1, help="ranks (default 1)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: CUDA if there is")
     parser.add_argument("--steps", type=positive, default=8, help="measured steps (default 8)")
@@ -56,8 +70,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--documents {args.documents}: a document needs a prompt and an answer, so 2 or more")
     if args.tokens % args.documents:
         parser.error(f"--tokens {args.tokens} is not a multiple of --documents {args.documents}")
-    if args.lora and args.what != ["ours"]:
-        parser.error("--lora is for --what ours: the other contenders train all weights")
+    if any(args.lora) and "ours" not in args.what:
+        parser.error("--lora is for the contender ours: add it to --what")
     if args.profile and set(args.what) <= {"logprobs", "offload"}:
         parser.error("--profile is of training steps: add a contender that has them to --what")
     return args

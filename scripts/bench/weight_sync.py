@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     refit.add_argument("--servers", nargs="+", type=positive, help="time with this many (default: 1, and all)")
     refit.add_argument("--repeats", type=positive, default=5, help="default 5")
     refit.add_argument("--lora", type=positive, default=0, metavar="RANK", help="adapters of this rank, all layers")
+    refit.add_argument("--background", action="store_true", help="publish in the background, and time the pause too")
     refit.add_argument("--raw-gpu", type=device, metavar="I", help="GPU of the raw broadcasts' receiver, or cpu")
 
     vllm = commands.add_parser("vllm-nccl", parents=[common, shape])

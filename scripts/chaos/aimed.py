@@ -84,7 +84,8 @@ class Marksman:
         self._lock = threading.RLock()
         self._quiet = threading.local()
         aim = folder / "aim.json"
-        self._aim = Aim(**json.loads(aim.read_text())) if aim.exists() else None
+        fallen = (folder / "witness.json").exists()  # torchrun has started the ranks again
+        self._aim = Aim(**json.loads(aim.read_text())) if aim.exists() and not fallen else None
         if self._aim and self._aim.rank != rank:
             self._aim = None
         if self._aim and not self._aim.event:

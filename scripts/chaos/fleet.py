@@ -85,6 +85,7 @@ class Fleet:
 
     def rows(self) -> list[Row]:
         part = f"fleet, {self.servers} {self.engine}" + (" on a GPU" if self.gpu else "")
+        part += ", weights over NCCL" if self.transport == "nccl" else ""
         rows = []
         for kind in KINDS:
             own = [injection for injection in self.injections if injection.kind is kind]

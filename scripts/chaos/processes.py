@@ -64,6 +64,7 @@ class Trainer:
             "agent" does the same under torchrun's agent. "torchrun" is the real command, ten seconds slower.
         aim: The fault that hits it, if any.
         servers: Processes that the fault may hit besides, by name.
+        restarts: With "torchrun", its `--max-restarts`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Trainer:
         launcher: str = "ranks",
         aim: Aim | None = None,
         servers: dict[str, "Server"] | None = None,
+        restarts: int = 0,
     ) -> None:
         self.folder, self.scratch, self.aim = folder, scratch, aim
         self.mark = secrets.token_hex(8)
@@ -94,6 +96,7 @@ class Trainer:
         self._process: Ranks | subprocess.Popen
         if launcher == "torchrun":
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command += ["--max-restarts", str(restarts)]
             with self.log_path.open("wb") as log:
                 self._process = subprocess.Popen(
                     [*command, str(script), *words], cwd=ROOT, env=variables, stdout=log, stderr=log, process_group=0

@@ -5,6 +5,9 @@ metrics that do not measure time, the samples. Async runs depend on timing; ther
 is trained twice, none is lost, and no token is older than the bound.
 
 One chain is one run that is hit again and again, and resumed each time, until it has reached its last step.
+
+On GPUs a sync run may differ from the same run again, whatever hits it. Two runs without faults tell. If they differ,
+what does not depend on rounding must agree: checkpoints, steps, versions, prompts and the order of all of them.
 """
 
 import json
@@ -13,7 +16,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,11 @@ ASYNC: Flags = {
     "--weight_sync.async_weight_update": None,
     "--optimizer.lr": "1e-4",
 }
+ON_GPUS: Flags = {"--debug.deterministic": None, "--debug.deterministic_warn_only": None}
+SAVED = "rename checkpoint/step-N.tmp"
+"""The operation that completes a checkpoint."""
+IN_A_SAVE = " checkpoint/step-N.tmp"
+"""Part of an operation, as in a trace, that belongs to a save."""
 HITS_IN_A_CHAIN = 6
 BROKEN_MAX = 3
 """Chains that may break before the campaign gives up."""
@@ -98,15 +106,22 @@ class Point:
 
 @dataclass
 class Campaign:
-    """Chains of one kind of run, against one embedded server.
+    """Chains of one kind of run, against one server.
 
     Args:
         launcher: For faults of torchrun: "agent" or "torchrun".
         jobs: Processes that share the points. Each has a server and a whole run of its own.
         async_mode: `[checkpoint] async_mode`.
+        on_gpus: Ranks train on GPUs.
+        engine, gpu: The server, and where vLLM serves; "" for the CPU.
+        targets, signals: What faults are drawn from; empty: all.
+        when: "save": at a file operation of a save. "steps": some time after one, while the run trains. "any": also in
+            loads and at the start.
+        restarts: torchrun starts the ranks again by itself, at most so often.
 
     Attributes:
         wrong: What did not hold.
+        notes: What the runs without faults showed.
     """
 
     folder: Path
@@ -117,36 +132,53 @@ class Campaign:
     launcher: str = "agent"
     jobs: int = 1
     async_mode: str = "disabled"
+    on_gpus: bool = False
+    engine: str = "embedded"
+    gpu: str = ""
+    targets: tuple[str, ...] = ()
+    signals: tuple[signal.Signals, ...] = ()
+    when: str = "any"
+    restarts: int = 0
     hit: list[Point] = field(default_factory=list)
     missed: int = 0
     wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Operations in the trace of rank 0 of an uninterrupted run, and of loads: what faults are aimed at."""
     deck: list[str] = field(default_factory=list)
+    exact: bool = True
+    """Runs without faults agree to the last bit."""
 
     def run(self) -> list[Row]:
         """Hit as many points as asked, or until too many chains were broken."""
         shares = [len(range(job, self.points, self.jobs)) for job in range(self.jobs)]
-        for hit, missed, wrong in in_processes(self._run_share, list(enumerate(shares)), self.jobs):
+        for share in in_processes(self._run_share, list(enumerate(shares)), self.jobs):
+            hit, missed, wrong, notes, exact = share
             self.hit += hit
             self.missed += missed
             self.wrong += wrong
+            self.notes += notes
+            self.exact &= exact
         return self.rows()
 
-    def _run_share(self, job: int, points: int) -> tuple[list[Point], int, list[str]]:
-        """One process's part: (points that fell, faults that missed, what did not hold)."""
+    def _run_share(self, job: int, points: int) -> tuple[list[Point], int, list[str], list[str], bool]:
+        """One process's part: (points that fell, faults that missed, what did not hold, notes, `exact`)."""
         folder = self.folder / f"job-{job}"
         folder.mkdir()
-        kind = self.ranks, self.mode, points, self.seed + job, self.launcher
-        share = Campaign(folder, *kind, async_mode=self.async_mode)
+        share = replace(self, folder=folder, points=points, seed=self.seed + job, jobs=1)
+        share.hit, share.wrong, share.notes, share.counts, share.deck = [], [], [], Counter(), []
         share._hit_all()
-        return share.hit, share.missed, share.wrong
+        return share.hit, share.missed, share.wrong, share.notes, share.exact
 
     def _hit_all(self) -> None:
         self.random = random.Random(self.seed)
-        with Server("embedded", self.folder, "server") as self.server:
+        self.run_s = RUN_S * (2 if self.on_gpus else 1) * (1 + self.restarts)
+        with Server(self.engine, self.folder, "server", gpu=self.gpu) as self.server:
             self.server.wait_healthy()
             self.flags = FLAGS | (ASYNC if self.mode == "async" else {}) | {"--rollout.urls": self.server.url}
+            self.flags |= {"--rollout.engine": self.engine} | (ON_GPUS if self.on_gpus else {})
+            # Only a server on a GPU of its own is reached by NCCL.
+            self.flags["--weight_sync.transport"] = "nccl" if self.on_gpus and self.gpu else "gloo"
             self.flags["--checkpoint.async_mode"] = self.async_mode
             self.whole = self.folder / "whole"
             started = time.monotonic()
@@ -155,6 +187,8 @@ class Campaign:
             self._learn_events(self.folder / "scratch")
             if self.mode == "async":
                 self._check_ledger(self.whole)
+            elif self.on_gpus:
+                self._compare_whole_runs()
             number = 0
             while len(self.hit) < self.points and len(self.wrong) < BROKEN_MAX:
                 if self.missed > 2 * self.points + 5:
@@ -163,11 +197,15 @@ class Campaign:
                 self._chain(self.folder / f"chain-{number}")
 
     def rows(self) -> list[Row]:
-        saves = "" if self.async_mode == "disabled" else ", saves in the background"
-        part = f"resume, {self.mode}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{saves}"
+        part = f"resume, {self.mode}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        part += f" on GPU{'s' if self.ranks > 1 else ''}" if self.on_gpus else ""
+        part += "" if self.engine == "embedded" else f", {self.engine}"
+        part += "" if self.async_mode == "disabled" else ", saves in the background"
+        part += ", restarted by torchrun" if self.restarts else ""
         by_fault: dict[str, list[Point]] = {}
         for point in self.hit:
             name = f"{signal.Signals(point.aim.number).name} of {point.aim.target}"
+            name += " in a save" if self.when == "save" else ""
             by_fault.setdefault(name, []).append(point)
         return [
             row(
@@ -184,7 +222,8 @@ class Campaign:
 
     def details(self) -> list[str]:
         """Each fault, where it fell and what was found there."""
-        return [*map(Point.describe, self.hit), f"{self.missed} faults came after the end of their run: not counted"]
+        missed = f"{self.missed} faults came after the end of their run: not counted"
+        return [*map(Point.describe, self.hit), missed, *self.notes]
 
     # ------------------------------------------------------------------------------------------------- one chain
 
@@ -214,12 +253,15 @@ class Campaign:
     def _hit(self, run: Path, before: list[Point]) -> tuple[bool, Point | None]:
         """One start with an aimed fault: (whether the run reached its end, the point if the fault fell)."""
         aim = self._draw(run)
-        launcher = self.launcher if aim.target == "torchrun" else "ranks"
+        launcher = self.launcher if aim.target == "torchrun" else "torchrun" if self.restarts else "ranks"
         scratch = self.folder / "scratch"
         saved = self._saved(run)
-        with Trainer(run, self.flags, scratch, self.ranks, launcher, aim, {"server": self.server}) as trainer:
+        how = self.ranks, launcher, aim, {"server": self.server}, self.restarts
+        with Trainer(run, self.flags, scratch, *how) as trainer:
             self._time_first_step(trainer, saved, before)
-            status = trainer.wait(RUN_S)
+            if self.restarts:
+                return True, self._restarted(run, trainer)
+            status = trainer.wait(self.run_s)
             ended = time.time()
             witness = scratch / "witness.json"
             if not witness.exists():
@@ -243,13 +285,34 @@ class Campaign:
         point = Point(aim, seen, step, self._saved(run), ended - seen["time"])
         return status == 0, point
 
+    def _restarted(self, run: Path, trainer: Trainer) -> Point | None:
+        """The fault that fell on a run which torchrun starts again, once that has reached its end."""
+        witness = trainer.scratch / "witness.json"
+        seen: dict[str, Any] = {}
+
+        def hit_is_gone() -> bool:
+            seen.update(json.loads(witness.read_text()) if witness.exists() else {})
+            return bool(seen) and not Path(f"/proc/{seen['pid']}").exists()
+
+        point = None
+        if trainer.wait(self.run_s, hit_is_gone) is None:
+            step = max((line["step"] for line in metric_lines(run)), default=0)
+            point = Point(trainer.aim, seen, step, self._saved(run), time.time() - seen["time"])
+            gone = time.monotonic()
+            if trainer.wait(self.run_s, lambda: any(line["step"] > step for line in metric_lines(run))) is None:
+                point.back_s = time.monotonic() - gone
+        if trainer.wait(self.run_s) != 0:
+            raise Broken(f"torchrun did not bring the run to its end ({trainer.aim.describe()})\n{trainer.log[-6000:]}")
+        self._learn_events(trainer.scratch)
+        return point if point and point.step < STEPS else None  # rank 0 hears of another rank's signal after a second
+
     def _finish(self, run: Path, before: list[Point] | None = None) -> None:
         """Run to the end without a fault."""
         scratch = self.folder / "scratch"
         saved = self._saved(run)
         with Trainer(run, self.flags, scratch, self.ranks) as trainer:
             self._time_first_step(trainer, saved, before or [])
-            if trainer.wait(RUN_S) != 0:
+            if trainer.wait(self.run_s) != 0:
                 raise Broken(f"the run did not reach its end:\n{trainer.log[-6000:]}")
 
     def _time_first_step(self, trainer: Trainer, saved: int, before: list[Point]) -> None:
@@ -266,19 +329,25 @@ class Campaign:
                 return False
             return now != stamp and (max((line["step"] for line in metric_lines(trainer.folder)), default=0) > saved)
 
-        if trainer.wait(RUN_S, stepped) is None:
+        if trainer.wait(self.run_s, stepped) is None:
             before[-1].back_s = time.time() - trainer.started
 
     def _draw(self, run: Path) -> Aim:
         """A fault at random: half of them at a file operation, each kind in turn; the others at a moment."""
         draw = self.random
         targets = ["rank 0"] * 3 + ["torchrun"] * 2 + ["server"] + (["rank 1"] * 2 if self.ranks > 1 else [])
-        aim = Aim(draw.choice(targets), draw.choice([signal.SIGKILL, signal.SIGTERM]))
-        if draw.random() < 0.4:
+        targets = list(self.targets) or targets
+        aim = Aim(draw.choice(targets), draw.choice(self.signals or (signal.SIGKILL, signal.SIGTERM)))
+        if self.when == "steps":
+            saves_left = (STEPS - self._saved(run)) // INTERVAL
+            aim.event, aim.nth = SAVED, draw.randint(1, max(1, saves_left - 1))
+            aim.delay_s = draw.uniform(0.01, 0.2)
+            return aim
+        if self.when == "any" and draw.random() < 0.4:
             aim.delay_s = draw.uniform(0.2, 1.0) * self.length_s
             return aim
         if not self.deck:
-            self.deck = sorted(self.counts)
+            self.deck = sorted(event for event in self.counts if self._is_aimed_at(event))
             draw.shuffle(self.deck)
         aim.event = self.deck.pop()
         left = (STEPS - self._saved(run)) / STEPS
@@ -291,7 +360,11 @@ class Campaign:
         for event, count in Counter(trace).items():
             if event.split()[-1].startswith(WATCHED) and event not in self.counts:
                 self.counts[event] = count
-                self.deck.insert(self.random.randint(0, len(self.deck)), event)
+                if self._is_aimed_at(event):
+                    self.deck.insert(self.random.randint(0, len(self.deck)), event)
+
+    def _is_aimed_at(self, event: str) -> bool:
+        return self.when != "save" or IN_A_SAVE in event
 
     @staticmethod
     def _saved(run: Path) -> int:
@@ -301,6 +374,18 @@ class Campaign:
 
     # ---------------------------------------------------------------------------------------------- what must hold
 
+    def _compare_whole_runs(self) -> None:
+        """Whether a second run without faults has the bits of the first."""
+        again = self.folder / "again"
+        self._finish(again)
+        self._compare_prompts(again)
+        try:
+            self._compare(again, set())
+            self.notes.append("two runs without faults agreed to the last bit")
+        except Broken as different:
+            self.exact = False
+            self.notes.append(f"two runs without faults differed, so only counts are compared: {str(different)[:300]}")
+
     def _compare(self, run: Path, server_lost: set[int]) -> None:
         """
         Args:
@@ -308,6 +393,9 @@ class Campaign:
         """
         if self.mode == "async":
             self._check_ledger(run)
+            return
+        if not self.exact:
+            self._compare_prompts(run)
             return
         for step in range(INTERVAL, STEPS + 1, INTERVAL):
             path = Path("checkpoint") / f"step-{step}"
@@ -336,6 +424,23 @@ class Campaign:
             )
         if (run / "samples.jsonl").read_text() != (self.whole / "samples.jsonl").read_text():
             raise Broken("samples.jsonl differs from the uninterrupted run's")
+
+    def _compare_prompts(self, run: Path) -> None:
+        """All checkpoints are there, and each step has its version and the prompts of the uninterrupted run."""
+        missing = [
+            step
+            for step in range(INTERVAL, STEPS + 1, INTERVAL)
+            if not (run / "checkpoint" / f"step-{step}" / "complete.json").is_file()
+        ]
+        if missing:
+            raise Broken(f"the resumed run has no checkpoints {missing}")
+        facts = []
+        for folder in (self.whole, run):
+            steps = [(line["step"], line["sync/version"], line["train/skipped_steps"]) for line in metric_lines(folder)]
+            samples = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+            facts.append((steps, [(sample["step"], sample["prompt_index"]) for sample in samples]))
+        if facts[0] != facts[1]:
+            raise Broken(f"steps, versions and prompts differ from the uninterrupted run's: {facts[1]}, {facts[0]}")
 
     def _check_ledger(self, run: Path) -> None:
         """Every prompt that was taken was trained once, or still waits in the last checkpoint's buffer."""

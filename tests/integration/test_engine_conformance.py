@@ -427,12 +427,12 @@ def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(serv
     flags = {
         "--model.hf_assets_path": str(served.folders["A"]),
         "--data.arithmetic_max": "9",
-        "--sft.steps": "80",
+        "--sft.steps": "60",
         "--sft.batch_size": "32",
         "--grpo.prompts_per_step": "32",
         "--grpo.group_size": "8",
-        "--training.steps": "40",
-        "--lr_scheduler.total_steps": "44",
+        "--training.steps": "24",
+        "--lr_scheduler.total_steps": "40",
         "--optimizer.lr": "7e-4",
     }
     if served.engine == "sglang":  # it goes by the name of the weights: those of this process, which lives
@@ -441,17 +441,17 @@ def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(serv
         ).raise_for_status()
     lines = train(tmp_path, flags | {"--rollout.engine": served.engine, "--rollout.urls": served.url})
     assert all(line["policy/mismatch_abs"] <= EXACT for line in lines)
-    assert [line["sync/version"] for line in lines] == list(range(1, 41))
+    assert [line["sync/version"] for line in lines] == list(range(1, 25))
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.1
 
     if served.engine != "embedded":
-        flags |= {"--training.steps": "44", "--checkpoint.resume": None}
+        flags |= {"--training.steps": "27", "--checkpoint.resume": None}
         with embedded_server(served.folders["A"], tmp_path / "embedded.log") as url:
-            resumed = train(tmp_path, flags | {"--rollout.urls": url})[40:]
-        assert [line["step"] for line in resumed] == [41, 42, 43, 44]
+            resumed = train(tmp_path, flags | {"--rollout.urls": url})[24:]
+        assert [line["step"] for line in resumed] == [25, 26, 27]
         assert all(line["policy/mismatch_abs"] <= EXACT for line in resumed)
-        assert sum(line["reward/mean"] for line in resumed) / 4 > sum(rewards[:8]) / 8 + 0.1
+        assert sum(line["reward/mean"] for line in resumed) / 3 > sum(rewards[:8]) / 8 + 0.1
 
 
 def test_a_server_that_was_killed_is_started_again_and_catches_up(served: Served):

@@ -183,7 +183,11 @@ def test_a_flavours_config_takes_its_token_ids_from_the_tokenizer(folders, tmp_p
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)], ids=["fsdp2", "tp2", "fsdp2-tp2"])
 def test_sharded_load_and_export(folders, tmp_path, ranks, tp):
     out = tmp_path / "seen.json"
-    fitting = [str(folder) for name, folder in folders.items() if CASES[name][1].intermediate_size % tp == 0]
+    fitting = [
+        str(folder)
+        for name, folder in folders.items()
+        if tp == 1 or (CASES[name][1].intermediate_size % tp == 0 and "moe" not in name)
+    ]
     worker = ROOT / "tests" / "helpers" / "parity_worker.py"
     Ranks(ranks, worker, tp, out, *fitting, log=tmp_path / "log", cwd=tmp_path).check()
     seen = json.loads(out.read_text())

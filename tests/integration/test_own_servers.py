@@ -51,8 +51,11 @@ def test_servers_that_die_come_back_and_die_with_the_trainer(tmp_path):
 
 
 def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
-    """A whole run over transport "ipc". kill -9 of the server leaves it nothing, and it gets the newest weights."""
+    """A whole run over transport "ipc", whose server sleeps while the trainer trains: its weights are gone then.
+
+    kill -9 of the server leaves it nothing, and it gets the newest weights."""
     flags = {"--rollout.colocate": None, "--grpo.prompts_per_step": "16", "--checkpoint.no-enable": None}
+    flags |= {"--rollout.sleep_while_training": None}
     with endless(tmp_path / "run", flags) as run:
         (server,) = server_pids(run.folder)
         trainers_files = Path(f"/proc/{server}/maps").read_text().count("memfd:torchtitan-grpo")
@@ -64,7 +67,10 @@ def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
             return last["sync/servers_restarted"] == 1 and last["sync/servers_in_traffic"] == 1
 
         run.wait_for("it to be back", is_back, 60)
-        assert all(line["policy/mismatch_abs"] < 1e-4 for line in steps(run.folder))
+        lines = steps(run.folder)
+        assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
+        woken = [name for line in lines for name in line if name.endswith("/wake_s")]
+        assert len(woken) >= len(lines) - 1, "it slept in each step but the one that it died in"
         (server,) = server_pids(run.folder)
         assert Path(f"/proc/{server}/maps").read_text().count("memfd:torchtitan-grpo") == trainers_files
         run.process.kill()

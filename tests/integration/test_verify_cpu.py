@@ -32,7 +32,8 @@ def test_background_sync_holds_what_blocking_sync_holds_and_waits_less(tmp_path)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM-at-the-start", "SIGINT-later"])
 def test_a_script_that_is_stopped_stops_its_trainer(number, tmp_path):
-    command = ["bash", "scripts/verify_grpo_cpu.sh", "embedded"]
+    # What starts in the background ignores SIGINT, and hands that on.
+    command = ["env", "--default-signal=INT", "bash", "scripts/verify_grpo_cpu.sh", "embedded"]
     kept = tmp_path / "kept"
     variables = environment() | {"PYTHON": sys.executable, "STEPS": "100000", "KEEP": str(kept)}
     with subprocess.Popen(command, cwd=ROOT, env=variables, process_group=0) as script:

@@ -1,7 +1,8 @@
 """TRL's AsyncGRPOTrainer on the work of `rollouts.py modes --preset trl`, for comparison.
 
 Written for trl 1.16. Two parts of TRL are replaced. It would download FlashAttention 3, so it gets version 4. It asks
-the server for its dtype, to which vLLM 0.25.1 answers 500, so the answer is fixed.
+the server for its configuration, to which vLLM 0.25.1 answers 500, so the answer is fixed: the servers are started as
+scripts/bench/README.md says.
 """
 
 import argparse
@@ -53,6 +54,14 @@ def make_examples(tokenizer: Any, prompts: Path) -> list[dict[str, Any]]:
     contents = [question[: PROMPT_TOKENS - template_tokens] for question in questions]
     turns = [[{"role": "user", "content": content}] for content in contents]
     return [{"prompt": turns[i % len(turns)]} for i in range(EXAMPLES)]
+
+
+def mend_server_client() -> None:
+    """What GRPOTrainer's client asks of `trl vllm-serve`. TRL reads no more of it."""
+    from trl.generation.vllm_client import VLLMClient
+
+    info = {"weight_transfer_config": {"backend": "nccl"}, "model_config": {"logprobs_mode": "processed_logprobs"}}
+    VLLMClient.get_server_info = lambda self: info
 
 
 def mend_async_trainer() -> None:

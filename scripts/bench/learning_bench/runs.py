@@ -53,8 +53,8 @@ def job_flags(args: argparse.Namespace) -> Flags:
     for name in args.flags:
         if name.startswith(OWN_KEYS):
             raise UserError(f"--{name} is set by this benchmark: see --lrs, --seeds, --modes and --ages")
-    flags: Flags = {"job.config_file": args.config, **args.flags}
-    flags |= {"checkpoint.enable": False, "metrics.enable_tensorboard": False, "metrics.samples_per_step": 0}
+    flags: Flags = {"job.config_file": args.config, "checkpoint.enable": False}
+    flags |= {"metrics.enable_tensorboard": False, "metrics.samples_per_step": 0, **args.flags}
     config = load_config([*as_flags(flags), "--job.dump_folder", str(args.out / "run")])
     if not config.validation.enable:
         raise UserError(f"{args.config} has no [validation] enable: learning is measured by held-out rewards")

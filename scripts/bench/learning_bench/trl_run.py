@@ -17,7 +17,7 @@ from typing import Any
 
 import bench_common  # noqa: F401  puts the repository first on the path
 import torch
-from async_bench.trl import mend_async_trainer
+from async_bench.trl import mend_async_trainer, mend_server_client
 
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
@@ -120,6 +120,8 @@ def main(kind: str, url: str, words: list[str]) -> int:
     else:
         from trl import GRPOConfig as Config
         from trl import GRPOTrainer as Trainer
+
+        mend_server_client()
 
     class Metrics(TrainerCallback):
         """Writes a line at each of TRL's logs, which come once a step. Evaluations are outside the steps' time."""

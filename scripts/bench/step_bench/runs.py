@@ -16,11 +16,12 @@ POLL_S = 0.2
 LEAST_S = 20.0
 """A contender is not started with less time left."""
 
-STEPS = """shape contender lora gpus work ac compile tokens_per_s_gpu to_torchtitan mfu_percent forward_backward_ms
-    optimizer_ms peak_gib estimate_gib error"""
+STEPS = """shape contender lora gpus work ac compile tokens_per_s_gpu to_torchtitan to_full mfu_percent
+    forward_backward_ms optimizer_ms peak_gib estimate_gib error"""
 LOGPROBS = "shape way pass compile tokens vocabulary ms peak_gib error"
 OFFLOAD = "shape way step_ms exposed_ms state_gib freed_gib window_gib peak_gib error"
-SHORT = "way pass compile ms tokens_per_s_gpu to_torchtitan mfu_percent step_ms exposed_ms freed_gib peak_gib error"
+SHORT = """way pass compile ms lora tokens_per_s_gpu to_torchtitan to_full mfu_percent step_ms exposed_ms freed_gib
+    peak_gib error"""
 """What the line about a row says at once."""
 NAME_CHARS = 90
 
@@ -31,17 +32,17 @@ def steps(args: argparse.Namespace, out: Output) -> int:
     tables: dict[str, list[Row]] = {"steps": [], "logprobs": [], "offload": []}
     with tempfile.TemporaryDirectory(prefix="bench_step_") as scratch:
         for shape in args.shapes:
-            for name in args.what:
+            for name, rank in contenders(args):
                 limit_s = min(args.run_limit_s, deadline - time.monotonic())
                 if limit_s < LEAST_S:
                     out.say(f"{shape} {name}: left out, --time-limit-s {args.time_limit_s:g} is over")
                     continue
                 table = name if name in tables else "steps"
-                for row in run_child(args, shape, name, limit_s, Path(scratch) / f"{shape}_{name}"):
+                for row in run_child(args, shape, name, rank, limit_s, Path(scratch) / f"{shape}_{name}_{rank}"):
                     if "kernels" in row:
                         show_profile(shape, name, args.flags, row, out)
                         continue
-                    row = {"shape": shape, "contender": name} | row
+                    row = {"shape": shape, "contender": name, "lora": rank} | row
                     tables[table].append(row)
                     set_ratio(tables["steps"])
                     out.record({"table": table} | row)
@@ -52,12 +53,17 @@ def steps(args: argparse.Namespace, out: Output) -> int:
     return 0 if any("error" not in row for rows in tables.values() for row in rows) else 1
 
 
-def run_child(args: argparse.Namespace, shape: str, name: str, limit_s: float, folder: Path) -> list[Row]:
+def contenders(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Each contender with a rank of adapters, 0 for none. Only `ours` has adapters."""
+    return [(name, rank) for name in args.what for rank in (args.lora if name == "ours" else [0])]
+
+
+def run_child(args: argparse.Namespace, shape: str, name: str, rank: int, limit_s: float, folder: Path) -> list[Row]:
     """The rows of one contender, which runs in a process or torchrun ranks of its own. The last may be an error."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(shape, args.documents, args.layers)))
     job = {key: value for key, value in vars(args).items() if key not in ("json", "profile", "shapes", "what")}
-    job |= {"contender": name, "shape": shape, "ac": ac_of(args.ac, shape), "folder": str(folder)}
+    job |= {"contender": name, "lora": rank, "shape": shape, "ac": ac_of(args.ac, shape), "folder": str(folder)}
     job |= {"profile": str(args.profile.resolve()) if args.profile else "", "limit_s": limit_s + 60}
     (folder / "job.json").write_text(json.dumps(job))
     environment = import_environment() | (device_environment(["cpu"]) if args.device == "cpu" else nvls_environment())
@@ -91,12 +97,15 @@ def ac_of(ac: str, shape: str) -> str:
 
 
 def set_ratio(rows: list[Row]) -> None:
-    """Each row's tokens/s over torchtitan's of the same shape, where that was measured before."""
-    speeds = {row["shape"]: row.get("tokens_per_s_gpu") for row in rows if row["contender"] == "torchtitan"}
+    """Each row's tokens/s over torchtitan's of the same shape, and an adapter's over ours with all weights, where these
+    were measured before."""
+    speeds = {(row["shape"], row["contender"], row.get("lora", 0)): row.get("tokens_per_s_gpu") for row in rows}
     for row in rows:
-        speed = speeds.get(row["shape"])
-        if speed and "tokens_per_s_gpu" in row:
-            row["to_torchtitan"] = row["tokens_per_s_gpu"] / speed
+        others = {"to_torchtitan": ("torchtitan", 0)} | ({"to_full": ("ours", 0)} if row.get("lora") else {})
+        for ratio, other in others.items():
+            speed = speeds.get((row["shape"], *other))
+            if speed and "tokens_per_s_gpu" in row:
+                row[ratio] = row["tokens_per_s_gpu"] / speed
 
 
 def show_profile(shape: str, contender: str, flags: dict[str, str], found: Row, out: Output) -> None:

@@ -2,9 +2,11 @@
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import urllib3
@@ -19,8 +21,9 @@ from .raw import LOCALHOST, broadcast, receive
 from .receivers import Child
 from .trainer import Ranks, Servers, bounded, build, change, connected, shape_source
 
-COLUMNS = """servers num_buffers bucket_mib buckets total_ms answered_ms stopped_ms pause_ms snapshot_ms gather_ms
-    pack_ms wire_ms apply_ms acknowledge_ms gb_per_s wire_gb_per_s"""
+COLUMNS = """servers num_buffers bucket_mib buckets total_ms exposed_ms answered_ms stopped_ms pause_ms snapshot_ms
+    gather_ms pack_ms wire_ms apply_ms acknowledge_ms gb_per_s wire_gb_per_s
+    device_grown_mib host_grown_mib"""
 
 
 def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitStack) -> None:
@@ -32,6 +35,7 @@ def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitSt
     for count, bucket_mib, num_buffers in itertools.product(counts, args.bucket_mib, args.num_buffers):
         settings = job_config.WeightSync(
             transport=args.transport,
+            async_weight_update=args.background,
             num_buffers=num_buffers,
             bucket_mib_max=bucket_mib,
             timeout_seconds=args.timeout_s,
@@ -53,24 +57,30 @@ def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitSt
 
 
 def publishes(args: argparse.Namespace, ranks: Ranks, model, source, settings, urls: list[str]) -> Row:
-    """Medians of `--repeats` blocking publishes over a connection of their own; {} on ranks other than 0."""
+    """Medians of `--repeats` publishes over a connection of their own; {} on ranks other than 0. Each has arrived
+    before the next begins, with --background too."""
     sync, fleet = connected(model, source, settings, urls, ranks)
-    samples, totals = [], []
+    samples, totals, held = [], [], []
     try:
         for version in range(args.warmup + args.repeats):
             change(model)
             ranks.synchronize()
             started = time.perf_counter()
-            sync.publish(version, wait=True)
-            totals.append(time.perf_counter() - started)
+            sync.publish(version, wait=not args.background)
             sync.order_writes_after()
+            exposed = time.perf_counter() - started
+            if args.background:
+                sync.drain()
+            totals.append(time.perf_counter() - started)
             if ranks.rank == 0:
                 reports = {report.version: report for report in sync.finished()}
                 check_acknowledged(version, urls, reports, fleet)
-                samples.append({"total": totals[-1]} | phases(reports[version]))
+                samples.append({"total": totals[-1], "exposed": exposed} | phases(reports[version]))
                 if args.urls:
                     ask(args.urls, args.timeout_s)
                     samples[-1]["answered"] = time.perf_counter() - started
+            if version >= args.warmup - 1:
+                held.append(memory_in_use(ranks.device))
         sync.check()
     finally:
         sync.close()
@@ -79,9 +89,22 @@ def publishes(args: argparse.Namespace, ranks: Ranks, model, source, settings, u
     seconds, last = medians(samples[args.warmup :]), reports[version]
     row = {"bytes": last.bytes, "buckets": last.buckets, "total_s_each": totals[args.warmup :]}
     row |= {f"{phase}_ms": 1e3 * value for phase, value in seconds.items()}
+    row["device_grown_mib"], row["host_grown_mib"] = (
+        (end - start) / 2**20 for start, end in zip(held[0], held[-1], strict=True)
+    )
     row["gb_per_s"] = last.bytes / seconds["total"] / 1e9
     row["wire_gb_per_s"] = last.bytes / seconds["wire"] / 1e9
     return row
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes in use on the trainer's GPU, by all processes, so by a server there too; resident bytes of this process."""
+    used = 0
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        used = total - free
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return used, resident
 
 
 def phases(report) -> dict[str, float]:

@@ -209,6 +209,20 @@ CONFIGURATION = {
         {"--rollout.colocate": None, "--rollout.server_flags=--gpu-memory-utilization=0.5": None},
         "set [rollout] memory_share",
     ),
+    "a sleeper apart": flag("--rollout.sleep_while_training", None, "[rollout] colocate = true"),
+    "a sleeper that samples": wrong(
+        {"--rollout.colocate": None, "--rollout.sleep_while_training": None, "--async_grpo.enabled": None},
+        "[async_grpo] enabled = true samples while the trainer trains",
+    ),
+    "a sleeper without its base": wrong(
+        {
+            "--rollout.colocate": None,
+            "--rollout.sleep_while_training": None,
+            "--lora.enable": None,
+            "--optimizer.lr": "1e-4",
+        },
+        "[lora] enable = true sends adapters only",
+    ),
     "a share of nothing": flag("--rollout.memory_share", "0.5", "[rollout] colocate = true only"),
     "SGLang maps no memory": wrong(
         {"--rollout.engine": "sglang", "--rollout.urls": "http://a:1", "--weight_sync.transport": "ipc"},

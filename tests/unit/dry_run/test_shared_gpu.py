@@ -12,6 +12,8 @@ from torchtitan.grpo.errors import UserError
 
 H200 = GPUS["h200"]
 QWEN = ["--model.name", "qwen3", "--model.flavor", "8B", "--model.weights", "random"]
+QWEN_4B = ["--model.name", "qwen3", "--model.flavor", "4B", "--model.weights", "random"]
+SLEEPS = ["--rollout.sleep_while_training", "--rollout.memory_share"]
 COLOCATED = ["--model.hf_assets_path", str(TINY_QWEN3), "--rollout.engine", "vllm", "--rollout.colocate"]
 COLOCATED += ["--training.seq_len", "512", "--data.max_prompt_tokens", "128", "--rollout.max_answer_tokens", "128"]
 
@@ -27,9 +29,26 @@ def test_both_sides_and_what_neither_counts_make_the_whole():
     assert "the server is on the same device" in text and f"keys and values of {shared.tokens:,} tokens" in text
 
 
+def test_a_server_that_sleeps_leaves_the_trainer_its_peak():
+    """What is refused beside a server of half an H200 fits in turn with it."""
+    words = [*COLOCATED, *QWEN_4B, "--rollout.memory_share", "0.5"]
+
+    with pytest.raises(UserError, match="sleep_while_training = true"):
+        describe(load_config(words, "h200"), 1, "h200")
+    config = load_config([*words, "--rollout.sleep_while_training"], "h200")
+    memory = memory_bytes(config, 1, H200)
+    shared = shared_gpu(config, memory, H200)
+    assert shared.left < shared.trainer < shared.alone == H200.memory_bytes - BESIDE_BYTES
+    # Between two steps: float32 weights and AdamW state, and what is sent in bfloat16.
+    assert 12 * memory.parameters < shared.kept < shared.left
+    assert "left while it sleeps" in describe(config, 1, "h200")
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        ([*QWEN, *SLEEPS, "0.3"], ("while the server sleeps 137.3 GiB are left", "tokens_per_microbatch")),
+        ([*QWEN_4B, *SLEEPS, "0.7"], ("between two steps the trainer keeps", "Lower memory_share")),
         ([*QWEN, "--rollout.memory_share", "0.5"], ("the trainer needs", "Lower memory_share", "67.4 GiB are left")),
         ([*QWEN, "--rollout.memory_share", "0.1"], ("memory_share = 0.1 of H200", "is 14.0 GiB", "Raise memory_share")),
     ],

@@ -41,7 +41,8 @@ SMALL += ["--microbatches", "2", "--steps", "2", "--warmup", "1"]
         ("--steps 0", "0 is under 1"),
         ("--peak-tflops 0", "0 is not a positive number"),
         ("--what logprobs offload --profile x", "--profile is of training steps"),
-        ("--what ours trl --lora 4", "--lora is for --what ours"),
+        ("--what torchtitan trl --lora 4", "--lora is for the contender ours"),
+        ("--lora -1", "-1 is negative"),
         ("--micro 2", "unrecognized arguments: --micro 2"),
         ("-- training.steps 3", "'training.steps' is not --section.key"),
     ],
@@ -105,16 +106,19 @@ def test_the_estimate_leaves_weight_sync_out_before_it_takes_the_peak():
     assert peak_parts(moments) == {"weights": 5, "activations": 3}
 
 
-def test_ratios_are_to_torchtitan_on_the_same_shape():
+def test_ratios_are_to_contenders_on_the_same_shape():
     rows = [
         {"shape": "4b", "contender": "torchtitan", "tokens_per_s_gpu": 10.0},
         {"shape": "4b", "contender": "ours", "tokens_per_s_gpu": 12.0},
         {"shape": "4b", "contender": "transformers", "error": "out of memory"},
         {"shape": "8b", "contender": "torchtitan", "error": "out of memory"},
         {"shape": "8b", "contender": "ours", "tokens_per_s_gpu": 12.0},
+        {"shape": "4b", "contender": "ours", "lora": 8, "tokens_per_s_gpu": 18.0},
+        {"shape": "4b", "contender": "ours", "lora": 16, "error": "out of memory"},
     ]
     runs.set_ratio(rows)
-    assert [row.get("to_torchtitan") for row in rows] == [1.0, 1.2, None, None, None]
+    assert [row.get("to_torchtitan") for row in rows] == [1.0, 1.2, None, None, None, 1.8, None]
+    assert [row.get("to_full") for row in rows] == [None, None, None, None, None, 1.5, None]
 
 
 @pytest.mark.parametrize(

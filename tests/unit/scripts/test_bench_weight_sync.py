@@ -145,7 +145,7 @@ def test_fake_servers_answer_and_take_faults():
 
 
 COMMANDS = [
-    "refit --shape tiny --receivers cpu cpu --raw-gpu 0 --num-buffers 2 --repeats 2 --warmup 1",
+    "refit --shape tiny --receivers cpu cpu --raw-gpu 0 --num-buffers 2 --repeats 2 --warmup 1 --background",
     "exposed --shape tiny --tokens 64 --document-tokens 32 --receivers cpu cpu --sleep-s 0 --kill --steps 3 --warmup 1",
     "scale --counts 1 2 --repeats 2 --warmup 1",
 ]
@@ -171,6 +171,8 @@ def test_every_command_end_to_end_on_a_cpu(tmp_path):
     assert [one["servers"], two["servers"]] == [1, 2]
     for row in (one, two):
         assert row["bytes"] == 3_413_504  # 0.85 million float32 parameters
+        assert 0 < row["exposed_ms"] < row["total_ms"]  # --background
+        assert (row["device_grown_mib"], abs(row["host_grown_mib"]) < 500) == (0.0, True)
         assert all(row[f"{phase}_ms"] > 0 for phase in ("total", "pause", "snapshot", "pack", "wire", "apply"))
         assert row["total_ms"] > row["pause_ms"] + row["acknowledge_ms"]
     (raw,) = [row for row in lines if row["table"].startswith("Raw")]

@@ -105,6 +105,13 @@ def test_a_colocated_server_has_the_trainers_gpu_and_its_share():
         assert server.gpus == () and flag not in server.argv(1)
 
 
+def test_only_vllm_on_a_gpu_is_told_at_its_start_that_it_will_sleep():
+    for engine, cuda, told in (("vllm", True, True), ("vllm", False, False), ("embedded", True, False)):
+        config = configured("--rollout.engine", engine, "--rollout.colocate", "--rollout.sleep_while_training")
+        (server,) = planned_servers(config, cuda=cuda, trainers_here=1)
+        assert ("--enable-sleep-mode" in server.argv(1)) == told
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_key_of_the_run_is_the_servers_and_in_no_command_line(engine, monkeypatch):
     monkeypatch.setenv("MY_KEY", "hush")

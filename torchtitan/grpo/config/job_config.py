@@ -356,6 +356,10 @@ class Rollout:
     memory_share: Annotated[float, Range(above=0, below=1)] = 0.3
     """With `colocate` on a GPU: the server's share of its memory (vLLM's `--gpu-memory-utilization`). The trainer is
     held to the rest. `--dry_run` adds both up."""
+    sleep_while_training: bool = False
+    """With `colocate`: the server gives up the memory of its weights, keys and values while the trainer trains, and
+    takes it again for the next update. So each side may have almost the whole GPU in turn. For sync runs of all
+    weights: docs/colocate.md."""
     gpus_per_server: Annotated[int, Range(at_least=1, at_most=64)] = 1
     """With `replicas`: GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
     server_python: str = ""

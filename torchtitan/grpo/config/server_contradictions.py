@@ -121,7 +121,11 @@ def _check_colocated(config: JobConfig) -> Iterator[str]:
     if not rollout.colocate:
         if rollout.memory_share != keys()["rollout.memory_share"].default:
             yield f"[rollout] memory_share = {rollout.memory_share:g} is read with [rollout] colocate = true only"
+        if rollout.sleep_while_training:
+            yield "[rollout] sleep_while_training = true is for the server of [rollout] colocate = true: set both"
         return
+    if rollout.sleep_while_training:
+        yield from _check_sleep(config)
     one = "[rollout] colocate = true is one server on the trainer's GPU"
     if rollout.engine == "sglang":
         yield f'{one}, and [rollout] engine = "sglang" is not there for it: set engine = "vllm"'
@@ -135,6 +139,17 @@ def _check_colocated(config: JobConfig) -> Iterator[str]:
     for flag in rollout.server_flags:
         if flag.partition("=")[0] in ("--gpu-memory-utilization", "--memory-share"):
             yield f"[rollout] server_flags has {show(flag)}: with colocate set [rollout] memory_share"
+
+
+def _check_sleep(config: JobConfig) -> Iterator[str]:
+    """A server that sleeps answers nobody, and needs all of its weights when it wakes up."""
+    sleeps = "[rollout] sleep_while_training = true"
+    if config.async_grpo.enabled:
+        yield f"{sleeps}, and [async_grpo] enabled = true samples while the trainer trains: leave one of them out"
+    if config.lora.enable:
+        yield f"{sleeps} sends all weights again, and [lora] enable = true sends adapters only: leave one of them out"
+    if config.rollout.serve_port:
+        yield f"{sleeps}, and [rollout] serve_port is open to requests at any time: leave one of them out"
 
 
 def _check_replicas(config: JobConfig) -> Iterator[str]:

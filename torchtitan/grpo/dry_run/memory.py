@@ -37,6 +37,7 @@ class Memory:
         parameters: Parameter count of the whole model, without adapters.
         trained: How many parameters are trained: all, or those of the adapters.
         moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
+        kept: Bytes that stay between two steps.
         checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
         active: Parameters that a token goes through: of experts those that it chooses.
     """
@@ -44,6 +45,7 @@ class Memory:
     parameters: int
     trained: int
     moments: dict[str, Parts]
+    kept: int = 0
     checkpoint_copy: int = 0
     active: int = 0
 
@@ -207,8 +209,9 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     }
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
+    kept = sum(rank.always().values())
     active = sum(used(parameter, source.model_args) for parameter in model.parameters())
-    return Memory(rank.parameters, rank.trained or rank.parameters, moments, rank.checkpoint_copy(), active)
+    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, rank.checkpoint_copy(), active)
 
 
 class _Rank:

@@ -1,7 +1,9 @@
 """A GPU that the trainer shares with its server (`[rollout] colocate`): what each takes, and whether both fit.
 
 The server takes its share at once and keeps it. The trainer is held to the rest, less what neither side counts. So two
-things can be too small: the rest for the trainer's peak, and the share for the served model.
+things can be too small: the rest for the trainer's peak, and the share for the served model. A server that sleeps while
+the trainer trains (`[rollout] sleep_while_training`) leaves the peak all but the part that neither side counts. The
+rest must then hold what the trainer keeps between two steps.
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ class SharedGpu:
         server: The server's share.
         weights, token: Of which the served weights take so many, and keys and values so many for each token.
         trainer: The trainer's peak.
-        left: What the trainer may take.
+        kept: What the trainer has while the server samples: its peak too, if that does not sleep.
+        left: What the trainer may take beside the server.
+        alone: What the trainer may take while it trains.
     """
 
     total: int
@@ -37,7 +41,9 @@ class SharedGpu:
     weights: int
     token: int
     trainer: int
+    kept: int
     left: int
+    alone: int
 
     @property
     def tokens(self) -> int:
@@ -58,13 +64,16 @@ def shared_gpu(config: JobConfig, memory: Memory, target: Target) -> SharedGpu:
 
     args = resolve_model(config.model, config.training.seq_len, config.lora).model_args
     share, total, needs = config.rollout.memory_share, target.memory_bytes, memory.total(memory.peak)
+    sleeps, left = config.rollout.sleep_while_training, trainer_bytes(share, total)
     shared = SharedGpu(
         total,
         int(total * share),
         memory.parameters * _SERVED_ITEMSIZE,
         2 * args.n_layers * args.n_kv_heads * args.head_dim * _SERVED_ITEMSIZE,
         needs,
-        trainer_bytes(share, total),
+        memory.kept if sleeps else needs,
+        left,
+        trainer_bytes(0.0, total) if sleeps else left,
     )
     longest = longest_tokens(config)
     if shared.tokens < longest:
@@ -74,12 +83,27 @@ def shared_gpu(config: JobConfig, memory: Memory, target: Target) -> SharedGpu:
             f"needs {_gib(least)}: weights {_gib(shared.weights)}, one answer of {longest} tokens "
             f"{_gib(longest * shared.token)}, workspace {_gib(_WORKSPACE_BYTES)}. Raise memory_share"
         )
-    if shared.trainer > shared.left:
+    if sleeps and shared.trainer > shared.alone:
+        raise UserError(
+            f"[rollout] sleep_while_training = true: the trainer needs {_gib(needs)} of {target.name}, and while the "
+            f"server sleeps {_gib(shared.alone)} are left: {_gib(total)}, less {_gib(BESIDE_BYTES)} of CUDA. "
+            'Lower [training] tokens_per_microbatch, or set [activation_checkpoint] mode = "full" or [offload] '
+            'optimizer_states = "host"'
+        )
+    if sleeps and shared.kept > shared.left:
+        raise UserError(
+            f"[rollout] sleep_while_training = true: between two steps the trainer keeps {_gib(shared.kept)} of "
+            f"{target.name}, and {_gib(shared.left)} are left: {_gib(total)}, less {_gib(shared.server)} of the server "
+            f"([rollout] memory_share = {share:g}) and {_gib(BESIDE_BYTES)} of CUDA. Lower memory_share, or set "
+            '[offload] optimizer_states = "host"'
+        )
+    if not sleeps and shared.trainer > shared.left:
         raise UserError(
             f"[rollout] colocate = true: the trainer needs {_gib(needs)} of {target.name}, and {_gib(shared.left)} are "
             f"left: {_gib(total)}, less {_gib(shared.server)} of the server ([rollout] memory_share = {share:g}) and "
             f"{_gib(BESIDE_BYTES)} of CUDA. Lower memory_share or [training] tokens_per_microbatch, or set "
-            '[activation_checkpoint] mode = "full" or [offload] optimizer_states = "host"'
+            '[activation_checkpoint] mode = "full", [offload] optimizer_states = "host", or for a sync run of all '
+            "weights [rollout] sleep_while_training = true"
         )
     return shared
 
@@ -103,6 +127,9 @@ def shared_gpu_lines(config: JobConfig, memory: Memory, target: Target) -> list[
         "CUDA, of both processes": BESIDE_BYTES,
         "left for the trainer": shared.left,
     }
+    if config.rollout.sleep_while_training:
+        rows["kept by the trainer"] = shared.kept
+        rows["left while it sleeps"] = shared.alone
     lines = ["  the server is on the same device ([rollout] colocate)"]
     lines += [f"    {name:<26}{size / 2**20:>14,.1f} MiB" for name, size in rows.items()]
     lines.append(f"    the share holds the weights and keys and values of {shared.tokens:,} tokens")

@@ -53,6 +53,8 @@ class HttpControl:
     health_path = "/health"
     sampling_hint = ""
     """What to change if log-probabilities are not those of the sampled distribution."""
+    asleep = False
+    """The server has no weights, keys and values now, since it was told to sleep."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
         self.url = url.rstrip("/")
@@ -110,6 +112,11 @@ class HttpControl:
     def software_version(self) -> str:
         """The version of the engine's software, "" if it does not say."""
         return ""
+
+    def sleep(self) -> None:
+        """Have the server finish what runs, stop, and give up the memory of weights, keys and values. The next update
+        wakes it up. For engines that share the trainer's GPU."""
+        raise NotImplementedError
 
     def world_size(self) -> int:
         """Number of worker processes that take part in a weight update."""

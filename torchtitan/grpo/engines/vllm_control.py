@@ -5,7 +5,7 @@ The routes are vLLM's development routes (0.25.1 and 0.32.0); the embedded serve
 
 import json
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
@@ -90,6 +90,15 @@ class VllmControl(HttpControl):
 
     def resume(self) -> None:
         self._call("POST", "/resume", "resume")
+
+    def sleep(self) -> None:
+        self._call("POST", "/sleep", "sleep", params={"level": "2", "mode": "wait"})
+        self.asleep = True
+
+    def wake_up(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Have it take the memory again, which then holds anything. It is awake when it has both."""
+        self._call("POST", "/wake_up", "wake up", params={"tags": what})
+        self.asleep = what == "weights"
 
     def is_paused(self) -> bool:
         return self._json("GET", "/is_paused", "pause state", lambda said: bool(said["is_paused"]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.target import trainer_bytes
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
@@ -34,6 +35,8 @@ class OwnServers:
         own = OwnServers(config, device, trainers_here)      # every rank
         own.start(write_model)                               # rank 0; servers load while the trainer loads
         fleet = own.fleet(make)                              # rank 0, once all are healthy
+        own.sleep()                                          # before each step of training
+        own.make_room(optimizers)                            # after it
         own.close()
 
     Attributes:
@@ -45,6 +48,7 @@ class OwnServers:
         self._config, self._device, self._trainers_here = config, device, trainers_here
         self._resources = ExitStack()
         self._kept: Supervisor | LaunchedServers | None = None
+        self._fleet: Fleet | None = None
         self._urls, self.weight_sync = rollout.urls, config.weight_sync
         self._starts_one = rollout.engine == "embedded" and not (rollout.replicas or rollout.urls or rollout.urls_file)
         reached_by_nccl = not rollout.replicas or on_cuda(config, device.type == "cuda")
@@ -88,9 +92,7 @@ class OwnServers:
             # vLLM measures what it needs by what is free before and after, so the trainer must not load meanwhile. If
             # the server dies and returns, it must find its share free.
             kept.wait_healthy()
-            total = torch.cuda.get_device_properties(self._device).total_memory
-            own = trainer_bytes(rollout.memory_share, total)
-            torch.cuda.set_per_process_memory_fraction(max(0.0, own / total), self._device)
+            self._hold_trainer(rollout.memory_share)
 
     def fleet(self, make: Callable[[str], Server]) -> Fleet:
         """The servers of the run. Waits until those that are kept alive serve. Of these the fleet hears each end at
@@ -115,7 +117,39 @@ class OwnServers:
                     fleet.suspect(server, EngineError(why), "it has ended")
 
         fleet.keeper, kept.on_end = kept, ended
+        self._fleet = fleet
         return fleet
+
+    def sleep(self) -> None:
+        """With `[rollout] sleep_while_training`: the trainer needs the server's memory. For rank 0.
+
+        A server that does not sleep is suspected. The update that follows wakes it up (`link.ServerLink`).
+        """
+        if self._fleet is None or not self._config.rollout.sleep_while_training:
+            return
+        for server in self._fleet.servers:
+            if not server.lost:
+                try:
+                    server.control.sleep()
+                except EngineError as error:
+                    self._fleet.suspect(server, error, "it does not sleep")
+        self._hold_trainer(0.0)
+
+    def make_room(self, optimizers: OptimizersContainer) -> None:
+        """With `[rollout] sleep_while_training`: free what only the update needed. The server wakes up next."""
+        if not self._config.rollout.sleep_while_training:
+            return
+        optimizers.zero_grad()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._hold_trainer(self._config.rollout.memory_share)
+
+    def _hold_trainer(self, server_share: float) -> None:
+        """Hold torch's allocator to what the server's share of the GPU leaves."""
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            own = trainer_bytes(server_share, total)
+            torch.cuda.set_per_process_memory_fraction(max(0.0, own / total), self._device)
 
     def close(self) -> None:
         self._resources.close()

@@ -156,6 +156,8 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
     if rollout.colocate and each:
         name = "--memory-share" if rollout.engine == "embedded" else "--gpu-memory-utilization"
         share = (name, f"{rollout.memory_share:g}")
+        if rollout.sleep_while_training and rollout.engine == "vllm":
+            share = (*share, "--enable-sleep-mode")
     loads = () if model or rollout.engine == "embedded" else ("--load-format", "dummy")
     return [
         PlannedServer(

@@ -160,6 +160,10 @@ class ServerLink:
                 self._drain()
             self.seconds["drain"] = time.perf_counter() - self._started
         self._stopped = time.perf_counter()
+        if self.control.asleep:
+            with self._phase("wake up"):
+                self.control.wake_up("weights")
+            self.seconds["wake"] = time.perf_counter() - self._stopped
 
     def _drain(self) -> None:
         """Have the server finish its running answers."""
@@ -184,8 +188,8 @@ class ServerLink:
             Seconds by phase. `pause`: from `stop` until the server listened. `wire`: from the first bucket until the
             server had received the last. `apply`: until it had loaded the last. `acknowledge`: finish, version check
             and resume. `total`: all of these. `stopped`: from the end of `stop` until the server was resumed, the time
-            in which it generated nothing. `drain`, without `Pause.in_flight`: the part of `pause` in which it finished
-            its running answers.
+            in which it generated nothing. `wake`, of a server that slept: until it had its memory again. `drain`,
+            without `Pause.in_flight`: the part of `pause` in which it finished its running answers.
         """
         with self._on_stream():
             self._begin({"version": feed.version, "run": own_run()})
@@ -264,6 +268,11 @@ class ServerLink:
                 raise RuntimeError(
                     f"the server reports weights {reported!r} after version {version}: {origin(reported)}"
                 )
+        if self.control.asleep:  # nothing samples before the version is whole
+            waking = time.perf_counter()
+            with self._phase("wake up"):
+                self.control.wake_up("kv_cache")
+            self.seconds["wake"] += time.perf_counter() - waking
         with self._phase("resume"):
             self.control.resume()
         self._given = True

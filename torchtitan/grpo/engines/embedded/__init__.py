@@ -10,6 +10,7 @@
     routing.py         which experts a mixture of experts has chosen, for routing replay
     sampling.py        noise per row and position, so that seeded answers repeat in any batch
     model.py           loads the model, and takes one version's tensors into it
+    sleep.py           gives its memory up while a trainer on the same device trains
     adapters.py        LoRA: adapters beside the model's layers, on the trainer's base only
 
 A request goes from server.py to worker.py and back. A version goes from server.py through the receiver to model.py.

@@ -155,6 +155,10 @@ class Generator:
         self._waiting.extendleft(reversed(self._running))
         self._running = []
 
+    def drop_cache(self) -> None:
+        """Free the memory of keys and values. No row may be running."""
+        self._cache.drop()
+
     def drop(self, finish_reason: FinishReason = "abort", error: str | None = None) -> list[Request]:
         """End every request now, with the tokens that it has, and return them."""
         rows = [*self._running, *self._waiting]

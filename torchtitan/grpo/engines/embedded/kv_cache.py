@@ -68,7 +68,7 @@ class RowCache(Cache):
         """Make room for `rows` rows of `tokens` tokens. Stored values stay if `keep`."""
         tokens = -(-tokens // 32) * 32
         if not keep and (self.row_capacity > 4 * rows or self.token_capacity > 4 * tokens):
-            self._drop()  # much larger than needed now: free the memory
+            self.drop()  # much larger than needed now: free the memory
         if rows <= self.row_capacity and tokens <= self.token_capacity:
             return
         # Grow to at least twice the old size, so that copying costs a constant per token.
@@ -78,7 +78,7 @@ class RowCache(Cache):
             tokens = max(tokens, 2 * self.token_capacity)
         rows, tokens = max(rows, self.row_capacity), max(tokens, self.token_capacity)
         if not keep:
-            self._drop()
+            self.drop()
         self.row_capacity, self.token_capacity = rows, tokens
         for layer in self.layers:
             if layer.keys is not None:
@@ -105,7 +105,8 @@ class RowCache(Cache):
         for layer in self.layers:
             layer.move(source_rows, target_rows, tokens)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Free all memory. Stored values are lost."""
         self.row_capacity = self.token_capacity = 0
         for layer in self.layers:
             layer.keys = layer.values = None

@@ -21,6 +21,7 @@ from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Req
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.embedded.scoring import completions, token_logprobs
+from torchtitan.grpo.engines.embedded.sleep import sleep_routes
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
 from torchtitan.grpo.model_identity import KEY, identity
@@ -79,7 +80,7 @@ class EmbeddedApp:
         self._receiver: Any = None
         self._joining: Future | None = None
         self._update: ModelUpdate | None = None
-        self._torn = False
+        self.torn = False
         self._tokenizer: Any = None
 
     def application(self) -> web.Application:
@@ -100,6 +101,7 @@ class EmbeddedApp:
                 web.post("/update_weights", self.update_weights),
                 web.post("/finish_weight_update", self.finish_weight_update),
                 web.get("/weight_info", self.weight_info),
+                *sleep_routes(self),
             ]
         )
         app.on_startup.append(self._start)
@@ -214,7 +216,7 @@ class EmbeddedApp:
         temperature = _temperature({"temperature": body.get("prompt_logprobs_temperature", 1.0)})
         if not temperature:
             raise BadRequest("prompt_logprobs_temperature must be over 0")
-        if self._torn:
+        if self.torn:
             return _error(503, "a weight update failed or is not finished: the weights are a mix of two versions")
         model = self.generator.model
         logprobs = await self._call(lambda: token_logprobs(model, sequences, temperature))
@@ -293,7 +295,7 @@ class EmbeddedApp:
         return web.json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
-        if self._torn:
+        if self.torn:
             raise BadRequest("a weight update failed or is not finished: the weights are a mix of two versions")
         await asyncio.wrap_future(self.worker.resume())
         return web.json_response({"status": "resumed"})
@@ -348,7 +350,7 @@ class EmbeddedApp:
         if not isinstance(update_info, dict):
             raise BadRequest("update_info must be an object")
         # After a failed update, a new one must start from the beginning. Until one succeeds, the weights are torn.
-        self._torn, self._update = True, None
+        self.torn, self._update = True, None
         await self._call(update.begin)
         await self._call(lambda: receiver.receive(update_info, update.load, update.check_complete, copies=True))
         if receiver is not self._receiver:
@@ -364,7 +366,7 @@ class EmbeddedApp:
         update.check_complete()
         version = str(body.get("weight_version") or self.generator.version)
         await self._call(lambda: setattr(self.generator, "version", version))
-        self._torn = False
+        self.torn = False
         return web.json_response({"message": "Weight update finished"})
 
     async def _call(self, function: Callable[[], Any]) -> Any:
