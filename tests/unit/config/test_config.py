@@ -672,6 +672,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
         (["--weight_sync.transport", "gloo"], 1, 2, ()),
         ([], 2, 2, ()),
         (["--parallelism.tensor_parallel_degree", "2"], 3, 0, ("tensor_parallel_degree = 2", "3 processes")),
+        (["--parallelism.expert_parallel_degree", "2"], 3, 0, ("expert_parallel_degree = 2", "3 processes")),
         (["--parallelism.data_parallel_shard_degree", "4"], 2, 0, ("data_parallel_shard_degree = 4", "2 processes")),
         (["--grpo.prompts_per_step", "1", "--grpo.group_size", "2"], 4, 0, ("prompts_per_step", "2 answers for 4")),
         (["--comm.init_timeout_seconds", "300"], 2, 0, ("[comm] init_timeout_seconds", "must be over [rollout]")),

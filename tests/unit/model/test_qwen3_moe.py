@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from tests.helpers.tiny_models import as_in_files
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.experts import MoE
+from torchtitan.grpo.model.experts import Experts, MoE
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.source import ModelSource, check_degrees, load_hf_weights, resolve_model
@@ -126,6 +126,15 @@ def test_experts_without_tokens_get_zero_gradients():
     torch.testing.assert_close(out, expected)
     used = [bool(gradient.any()) for gradient in moe.experts.w1.grad]
     assert used == [False, False, True, False]
+
+
+def test_experts_of_a_rank_that_no_token_chose_get_zero_gradients():
+    experts = Experts(8, 16, 4)
+    with torch.no_grad():
+        experts.init_weights(0.5)
+    rows = torch.zeros(0, 8, requires_grad=True)
+    experts(rows, torch.zeros(4, dtype=torch.int32), torch.zeros(0)).sum().backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in experts.parameters())
 
 
 def test_transformers_reads_the_flavour_that_it_describes():
