@@ -53,7 +53,7 @@ from torchtitan.grpo.policy import losses
 from torchtitan.grpo.policy.advantages import less_penalties, reward_advantages
 from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.finite import FiniteSteps, check_finite
-from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
+from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients, reduces_once
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import supervised_samples, supervised_steps
@@ -274,9 +274,7 @@ class Trainer:
                 sums = {name: sums.get(name, 0) + value for name, value in added.items()}
                 if self.sampler_check.is_due and any(batch.servers.values()):
                     self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
-                grad_norm = dist_utils.clip_grad_norm_(
-                    list(self.model.parameters()), self.config.training.max_norm, foreach=True
-                )
+                grad_norm = clip_gradients(self.model, self.config.training.max_norm)
                 self.weight_sync.order_writes_after()
                 if self.finite_steps.allow(grad_norm):
                     self.offload.step()
@@ -367,8 +365,9 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.training.steps
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
-        rollout, stop = self.config.rollout, (*self.end_token_ids, *self.config.rollout.stop_token_ids)
-        return SamplingParams(n, temperature, rollout.max_answer_tokens, stop, self.seed, stop=tuple(rollout.stop))
+        rollout, ends = self.config.rollout, (*self.end_token_ids, *self.config.rollout.stop_token_ids)
+        texts, routes = tuple(rollout.stop), self.source.routes if temperature else None  # held-out answers need none
+        return SamplingParams(n, temperature, rollout.max_answer_tokens, ends, self.seed, stop=texts, routes=routes)
 
     def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
         """For each row (old policy's, reference's) log-probabilities, which stay fixed during the step's updates.
@@ -384,7 +383,7 @@ class Trainer:
         def fixed(row: Microbatch) -> FixedLogprobs:
             self.offload.poll()
             old = self.model(row, temperature)[0] if needs_old else None
-            return old, reference(row, temperature)[0] if grpo.kl_coef > 0 else None
+            return old, reference(row.without_routes(), temperature)[0] if grpo.kl_coef > 0 else None
 
         with self.ledger.stage("logprobs"), torch.no_grad():
             with self.offload.logprobs():
@@ -424,7 +423,7 @@ class Trainer:
     def _read_inputs(self) -> None:
         config = self.config
         assets = config.model.hf_assets_path
-        self.source = resolve_and_check(config.model, config.training.seq_len, config.lora)
+        self.source = resolve_and_check(config)
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
@@ -523,7 +522,7 @@ class Trainer:
             timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
             vocab_size, lora = self.source.model_args.vocab_size, config.lora.enable
             server = make_server(rollout.engine, url, api_key, *timeouts, lambda: self.step, vocab_size, lora)
-            server.check = lambda: server.control.check(*needs)
+            server.check = lambda: server.control.check(*needs, routes=bool(self.source.routes))
             return server
 
         if self.is_rank0:

@@ -192,7 +192,7 @@ class SftTrainer(grpo_train.Trainer):
     def _read_inputs(self) -> None:
         self.nodes.job = "sft"
         config, assets = self.config, self.config.model.hf_assets_path
-        self.source = resolve_and_check(config.model, config.training.seq_len, config.lora)
+        self.source = resolve_and_check(config)
         self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, processors
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 PAD, BOS, EOS, UNK = range(len(SPECIAL_TOKENS))
@@ -56,8 +63,13 @@ def write_tokenizer(folder: Path, max_tokens: int) -> int:
 def model_config(args: argparse.Namespace, vocab_size: int) -> PretrainedConfig:
     config_class, architecture = {
         "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+        "qwen3_moe": (Qwen3MoeConfig, "Qwen3MoeForCausalLM"),
         "llama3": (LlamaConfig, "LlamaForCausalLM"),
     }[args.family]
+    experts = {}
+    if args.family == "qwen3_moe":
+        experts = {"num_experts": args.experts, "num_experts_per_tok": args.experts_per_token}
+        experts |= {"moe_intermediate_size": args.expert_width or args.dim, "norm_topk_prob": True}
     return config_class(
         architectures=[architecture],
         vocab_size=vocab_size,
@@ -73,16 +85,22 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> PretrainedConfig:
         bos_token_id=BOS,
         eos_token_id=EOS,
         dtype="float32",
+        **experts,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--family", choices=["qwen3", "llama3"], default="qwen3")
+    parser.add_argument(
+        "--family", choices=["qwen3", "qwen3_moe", "llama3"], help="default: qwen3; with --experts qwen3_moe"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=128, help="hidden size")
     parser.add_argument("--ffn-dim", type=int, help="MLP width (default: 3 x dim)")
+    parser.add_argument("--experts", type=int, help="of each layer of a mixture of experts (default: 8)")
+    parser.add_argument("--experts-per-token", type=int, default=2)
+    parser.add_argument("--expert-width", type=int, help="width of an expert (default: dim)")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, help="width of a head (default: dim / heads)")
@@ -93,6 +111,8 @@ def main() -> None:
     parser.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="share embedding and head")
     parser.add_argument("--weights", action="store_true", help="also write random weights as safetensors")
     args = parser.parse_args()
+    args.family = args.family or ("qwen3_moe" if args.experts else "qwen3")
+    args.experts = args.experts or 8
     args.ffn_dim = args.ffn_dim or 3 * args.dim
     args.head_dim = args.head_dim or args.dim // args.heads
 

@@ -39,6 +39,10 @@ class NoServers:
 
     def drain(self) -> None: ...
 
+    def sleep(self) -> None: ...
+
+    def make_room(self, optimizers: Any) -> None: ...
+
     def finished(self) -> list[Any]:
         return []
 
@@ -81,9 +85,9 @@ class ReplayTrainer(grpo_train.Trainer):
 
     def _start_servers(self) -> None:
         """None. The run ends with the record, on every rank at the same step, and its schedule stays as it is."""
-        config = self.config
+        config, self.own_servers = self.config, NoServers()
         if self.is_rank0:
-            self.replay.fit(config, self.source.model_args.vocab_size)
+            self.replay.fit(config, self.source.model_args.vocab_size, self.source.routes)
         config.lr_scheduler.total_steps = config.lr_scheduler.total_steps or config.training.steps
         last = self.broadcast.json(self.replay.last_step)
         config.training.steps = min(config.training.steps, last)

@@ -31,11 +31,19 @@ class ServerThread:
         port: 0 takes a free one; that of a server that was killed is where it comes back.
         takes_weights: It gets a model of its own.
         folder: Which it says that its model is from.
+        model: What it serves; None: `tiny_model`.
     """
 
-    def __init__(self, version: int, port: int = 0, takes_weights: bool = False, folder: str = "tiny") -> None:
+    def __init__(
+        self,
+        version: int,
+        port: int = 0,
+        takes_weights: bool = False,
+        folder: str = "tiny",
+        model: PreTrainedModel | None = None,
+    ) -> None:
         self.folder = folder
-        model = copy.deepcopy(tiny_model()) if takes_weights else tiny_model()
+        model = model or (copy.deepcopy(tiny_model()) if takes_weights else tiny_model())
         self.generator = Generator(model, max_sequences=64, max_model_len=128)
         self.generator.version = version_name(version)
         self.loop = asyncio.new_event_loop()

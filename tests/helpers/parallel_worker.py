@@ -17,7 +17,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
-from torchtitan.grpo.policy.gradients import accumulate_gradients
+from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
@@ -33,7 +33,7 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
 
 
 def train(
-    folder: str, tp: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool, computed: str
+    folder: str, tp: int, ep: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool, computed: str
 ) -> list[list[float]]:
     """[[loss, gradient norm]] of each step."""
     config = JobConfig()
@@ -49,7 +49,7 @@ def train(
     config.activation_checkpoint.mode = checkpointing
     config.activation_checkpoint.selective_ac_option = "matmul"
     world = dist.get_world_size()
-    dims = ParallelDims(replicas, world // tp // replicas, 1, tp, 1, 1, 1, world)
+    dims = ParallelDims(replicas, world // tp // replicas, 1, tp, 1, ep, 1, world)
     data_rank = dims.get_mesh("batch").get_local_rank() if world // tp > 1 else 0
     source = resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="hf"), 64)
     model = build_model(source, config, dims, torch.device("cpu"))
@@ -70,7 +70,7 @@ def train(
         loss = accumulate_gradients(model, rows, loss_of, reduce_once)["loss"]
         if world > tp:
             dist.all_reduce(loss, group=dims.get_mesh("batch").get_group())
-        norm = dist_utils.clip_grad_norm_(list(model.parameters()), 0.5, foreach=True)
+        norm = clip_gradients(model, 0.5)
         optimizer.step()
         seen.append([float(loss), float(norm)])
     return seen

@@ -1,6 +1,6 @@
 """LoRA factors and experts, published without a model; run under torchrun by test_published, it packs shards of them.
 
-    torchrun ... published_worker.py '{"folder": ..., "shards": "experts" or "rows"}'
+    torchrun ... published_worker.py '{"folder": ..., "shards": "experts", "rows" or "both"}'
 
 Rank 0 writes the buckets of version 1 as files, and what a receiver needs to read them as info.json.
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights, whole
@@ -69,10 +70,19 @@ def published(parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> Publis
 def main(job: dict) -> None:
     dist.init_process_group("gloo")
     module = nn.Module()
+    mesh = None
+    if job["shards"] == "both":  # experts over one half of the ranks, and each half's over its ranks
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("efsdp", "ep"))
     for name, value in parameters(1).items():
+        if mesh is not None and value.dim() == 3:
+            value = distribute_tensor(value, mesh["ep"], [Shard(0)])
         module.register_parameter(name, nn.Parameter(value))
     by_rows = job["shards"] == "rows"
-    fully_shard(module, shard_placement_fn=lambda parameter: Shard(int(by_rows and parameter.dim() == 3)))
+    fully_shard(
+        module,
+        mesh=mesh and mesh["efsdp"],
+        shard_placement_fn=lambda parameter: Shard(int(by_rows and parameter.dim() == 3)),
+    )
     sharded = published(dict(module.named_parameters()), torch.bfloat16)
     packer = Packer(sharded, Ranks(torch.device("cpu"), 20, 20), 200, num_buffers=2, verify=True)
     packer.snapshots.take(1)

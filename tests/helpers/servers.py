@@ -62,6 +62,19 @@ def save_tiny_qwen3(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied:
     return folder
 
 
+def save_tiny_qwen3_moe(folder: Path, *, hidden_size: int = 64, seed: int = 0, tied: bool = False) -> Path:
+    """Write a random 2-layer Qwen3 mixture of experts (float32), of which vLLM's CPU kernels want even sizes."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    config = Qwen3MoeConfig(
+        **TINY, **experts, hidden_size=hidden_size, head_dim=32, vocab_size=512, tie_word_embeddings=tied
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def save_tiny_qwen2(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied: bool = False) -> Path:
     """Write a random 2-layer Qwen2.5 (float32, with biases) as a Hugging Face folder without tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -21,3 +21,18 @@ def with_biases(model: PreTrainedModel) -> PreTrainedModel:
         if name.endswith(".bias"):
             parameter.normal_(std=0.3)
     return model
+
+
+def as_in_files(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names of safetensors files, which hold single experts. In memory transformers stacks them."""
+    found = {}
+    for name, value in tensors.items():
+        layer, _, stack = name.rpartition(".experts.")
+        if not layer:
+            found[name] = value
+            continue
+        for expert, weight in enumerate(value):
+            parts = weight.chunk(2) if stack == "gate_up_proj" else [weight]
+            for kind, part in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
+                found[f"{layer}.experts.{expert}.{kind}_proj.weight"] = part
+    return found

@@ -148,6 +148,9 @@ def test_the_server_is_as_the_trainer_needs_it(served: Served):
     control = served.server().control
     trained = trainer_of(served.folders["A"])[0].identity
     control.check(1024, 5, trained=trained)
+    if served.engine != "embedded":  # it needs no flag
+        with pytest.raises(UserError, match=f"{served.url}: does not tell which experts .*--enable-return-routed-exp"):
+            control.check(1024, 5, trained=trained, routes=True)
     other = dataclasses.replace(trained, name="mine", config=trained.config | {"num_hidden_layers": 3})
     with pytest.raises(
         UserError, match=r"another model: .*A \(num_hidden_layers 2\), and the trainer has mine \(num_h"

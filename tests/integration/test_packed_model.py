@@ -15,10 +15,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.helpers.microbatches import microbatches
-from tests.helpers.tiny_models import with_biases
+from tests.helpers.tiny_models import as_in_files, with_biases
 from torchtitan.grpo.model.documents import Documents, shared_prefixes
 from torchtitan.grpo.model.packed import _by_length_class, attention_tokens, make_packed
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
@@ -36,13 +38,16 @@ SHAPE = dict(
     max_position_embeddings=128,
 )
 TEMPERATURE = 0.7
-FAMILIES = ["qwen3", "llama", "qwen2", "mistral"]
+FAMILIES = ["qwen3", "qwen3_moe", "llama", "qwen2", "mistral"]
+EXPERTS = dict(head_dim=32, moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
 
 
 def reference_model(family: str, tied: bool):
     torch.manual_seed(1)
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=tied))
+    if family == "qwen3_moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, initializer_range=0.1, tie_word_embeddings=tied))
     if family == "qwen2":
         return with_biases(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied)))
     if family == "mistral":
@@ -105,7 +110,7 @@ def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, 
     torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, torch.cat([h for _, h in expected]), atol=1e-5, rtol=0)
     expected_logprobs.sum().backward()
-    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    theirs = as_in_files({name: parameter.grad for name, parameter in reference.named_parameters()})
     ours = source_of(tmp_path).adapter.to_hf({name: parameter.grad for name, parameter in model.named_parameters()})
     assert bool(theirs["model.embed_tokens.weight"][PAD].any()) == tied
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
@@ -27,12 +36,17 @@ SHAPE = dict(
 )
 
 
+EXPERTS = dict(head_dim=32, moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, initializer_range=0.1)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     made = {}
-    for name, tied in (("qwen3", True), ("llama", True), ("qwen2", False)):
+    for name, tied in (("qwen3", True), ("llama", True), ("qwen2", False), ("qwen3_moe", False)):
         torch.manual_seed(0)
-        if name == "qwen3":
+        if name == "qwen3_moe":
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=tied))
+        elif name == "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=tied))
         elif name == "qwen2":
             model = with_biases(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied)))
@@ -45,7 +59,15 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return made
 
 
-WAY = {"tp": 1, "replicas": 1, "checkpointing": "none", "row_tokens": 64, "reduce_once": False, "computed": "float32"}
+WAY = {
+    "tp": 1,
+    "ep": 1,
+    "replicas": 1,
+    "checkpointing": "none",
+    "row_tokens": 64,
+    "reduce_once": False,
+    "computed": "float32",
+}
 
 
 def run(folder: str, ranks: int, out: Path, *ways: dict[str, Any]) -> torch.Tensor:
@@ -73,6 +95,16 @@ def test_sharded_training_equals_one_process(folders, alone, model, tmp_path):
     assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move
     for tp, sharded in zip((1, 2), run(folders[model], 2, tmp_path / "2", {"tp": 1}, {"tp": 2}), strict=True):
         torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, t=tp: f"tp={t}: {m}")
+
+
+def test_experts_on_four_ranks_equal_one_process(folders, alone, tmp_path):
+    """Sharded by FSDP2 alone, two ranks with the same half of the experts, and each rank with a quarter of them."""
+    way = {"row_tokens": 32}
+    ways = [way, way | {"ep": 2, "checkpointing": "selective"}, way | {"ep": 4, "reduce_once": True}]
+    alone = alone("qwen3_moe-untied")
+    assert (alone[0] - alone[2]).abs().max() > 1e-3
+    for way, found in zip(ways, run(folders["qwen3_moe-untied"], 4, tmp_path / "4", *ways), strict=True):
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
 def test_four_ranks_equal_one_process(folders, alone, tmp_path):

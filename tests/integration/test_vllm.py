@@ -2,13 +2,13 @@
 
 Most of it is what happens to answers under way when weights change: which weights sampled each token, and with which
 keys and values. What the server says is held against transformers, which computes the log-probabilities of an answer's
-tokens from the whole sequence under each version's weights.
+tokens from the whole sequence under each version's weights. The model is a mixture of experts.
 
 To run that part against a server that already runs, an older vLLM on a GPU or the embedded one, set SERVER_URL and
-SERVER_MODEL (the folder that it serves, made by `save_tiny_qwen3`); its weights then travel through files, and
+SERVER_MODEL (the folder that it serves, made by `save_tiny_qwen3_moe`); its weights then travel through files, and
 SERVER_TOLERANCE is the largest difference in nat that its arithmetic explains (default 1e-4):
 
-    python -c "from pathlib import Path; from tests.helpers.servers import *; save_tiny_qwen3(Path('/tmp/A'))"
+    python -c "from pathlib import Path; from tests.helpers.servers import *; save_tiny_qwen3_moe(Path('/tmp/A'))"
     bash scripts/serve_vllm.sh /tmp/A --gpu 0 --dtype float32 --skip-tokenizer-init --max-model-len 1024
     SERVER_URL=http://127.0.0.1:8000 SERVER_MODEL=/tmp/A SERVER_TOLERANCE=0.03 \
         python -m pytest -s tests/integration/test_vllm.py
@@ -28,12 +28,12 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import counted_versions
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
-from tests.helpers.servers import TINY, RunningServer, declare_plugin, save_tiny_qwen3, serve_vllm
+from tests.helpers.servers import RunningServer, declare_plugin, save_tiny_qwen3_moe, serve_vllm
 from tests.helpers.weight_senders import CPU, SYNC, AdapterTrainer, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -137,7 +137,8 @@ class Served:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("weights")
-    first = Path(os.environ["SERVER_MODEL"]) if "SERVER_URL" in os.environ else save_tiny_qwen3(folder / "A", tied=True)
+    given = os.environ.get("SERVER_MODEL") if "SERVER_URL" in os.environ else None
+    first = Path(given) if given else save_tiny_qwen3_moe(folder / "A", tied=True)
     return {"A": first, "B": changed(first, 7, folder / "B"), "C": changed(first, 8, folder / "C")}
 
 
@@ -156,7 +157,7 @@ def vllm_server(folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 @pytest.fixture(scope="module")
 def served(folders, request: pytest.FixtureRequest) -> Iterator[Served]:
     """After the tests that send weights by themselves: this trainer stays connected."""
-    models = {name: Qwen3ForCausalLM.from_pretrained(path).eval() for name, path in folders.items()}
+    models = {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in folders.items()}
     if "SERVER_URL" in os.environ:
         served = Served(Control(os.environ["SERVER_URL"], None, 60.0), folders, models, "disk")
     else:
@@ -185,7 +186,7 @@ def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: Runni
     sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), CPU)
     sync.connect()
     sync.publish(6)
-    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    reference = AutoModelForCausalLM.from_pretrained(vllm_server.model_dir).eval()
     assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()
 
@@ -211,7 +212,7 @@ def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vl
     sync.publish(8)
     assert not control.is_paused()
     assert control.weight_version() == version_name(8)
-    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    reference = AutoModelForCausalLM.from_pretrained(vllm_server.model_dir).eval()
     assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()
 
@@ -228,9 +229,7 @@ def test_adapters_need_a_server_that_has_a_place_for_them(vllm_server: RunningSe
 def test_weights_of_another_shape_leave_nothing_behind(vllm_server: RunningServer, tmp_path: Path):
     """The check of models refuses them before. Without it, the next trainer's first update must work."""
     control = VllmControl(vllm_server.url, None, 60.0)
-    shape = TINY | {"hidden_size": 96, "head_dim": 32, "vocab_size": 512, "tie_word_embeddings": True}
-    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(tmp_path)
-    source, model = trainer_of(tmp_path)
+    source, model = trainer_of(save_tiny_qwen3_moe(tmp_path, hidden_size=96, tied=True))
     with pytest.raises(UserError, match=rf"hidden_size 64.*, and the trainer has {tmp_path} \(hidden_size 96"):
         control.check(1024, 5, trained=source.identity)
     sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), CPU)
@@ -244,7 +243,7 @@ def test_weights_of_another_shape_leave_nothing_behind(vllm_server: RunningServe
     sync = WeightSync(weights_of(source, model), SYNC, fleet_of(control), CPU)
     sync.connect()
     sync.publish(10)
-    reference = Qwen3ForCausalLM.from_pretrained(vllm_server.model_dir).eval()
+    reference = AutoModelForCausalLM.from_pretrained(vllm_server.model_dir).eval()
     assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()
 

@@ -8,10 +8,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.servers import PLUGIN_MODULE, plugin_path, save_tiny_qwen3
+from torchtitan.grpo.data.routes import RouteShape
 
 pytestmark = pytest.mark.vllm
 
@@ -59,7 +61,32 @@ try:
 except SystemExit:
     ran = True
 
+def reply():
+    '''As the server makes it of what the engine gives: a prompt of 2 tokens, an answer of 3.'''
+    import asyncio
+    import numpy as np
+    from vllm.logprobs import FlatLogprobs, Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    params = SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    request = SimpleNamespace(
+        sampling_params=params, output_mode="tokens", return_token_ids=False, _response_mm_placeholders=None
+    )
+    flat = FlatLogprobs()
+    for token in (5, 6, 7):
+        flat.append({token: Logprob(-0.5, 1, None)})
+    routes = (np.arange(4 * 3 * 2) * 11).astype(np.uint16).reshape(4, 3, 2)
+    answer = CompletionOutput(0, "", [5, 6, 7], None, flat, routed_experts=routes, finish_reason="stop")
+    async def results():
+        yield RequestOutput("r", None, [1, 2], None, [answer], True)
+    server = ServingTokens.__new__(ServingTokens)
+    server.enable_log_outputs = server.enable_prompt_tokens_details = False
+    server._logprobs_tokenizer = lambda text_mode: None
+    made = server.serve_tokens_full_generator(request, results(), "r", "m", SimpleNamespace())
+    return asyncio.run(made).model_dump()["choices"]
+
 print(json.dumps({
+    "reply": reply() if backend else None,
     "loaded_early": loaded_early,
     "loaded": sorted(name for name in sys.modules if name.startswith(OURS)),
     "replaced": sorted(name for name, value in parts().items() if before.get(name) is not value),
@@ -98,3 +125,8 @@ def test_with_our_backend_a_server_is_set_up_when_it_starts(tmp_path: Path) -> N
     assert found["loaded_early"] == ENTRY
     assert set(found["replaced"]) >= REPLACED and found["bundled"]
     assert log.count("vLLM 0.99.0 is outside the range") == 1
+    # Routed experts are beside the plug-in's own field. vLLM's CPU backend captures none, so they are made up here.
+    (choice,) = found["reply"]
+    assert choice["token_logprobs"] == [-0.5] * 3
+    routes = RouteShape(3, 2, 300).from_npy(choice["routed_experts"], 4)
+    assert routes.dtype == np.int16 and routes.ravel().tolist() == [11 * i for i in range(24)]

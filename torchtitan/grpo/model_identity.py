@@ -15,10 +15,14 @@ FIELDS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
     "vocab_size",
     "tie_word_embeddings",
 )
-"""The entries of config.json that decide the names and shapes of the weights."""
+"""The entries of config.json that decide the names, shapes and use of the weights."""
 KEY = "hf_config"
 """Where a server's entry in `/v1/models` has them: the embedded server's, and vLLM's with our plug-in."""
 

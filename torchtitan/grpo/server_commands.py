@@ -88,6 +88,7 @@ class ServerCommand:
         lora_rank: Of the adapters that it will get; 0 for none.
         lora_layers: The layers of a block that they adapt. SGLang makes place for these alone.
         lora_versions: How many versions of them answers may name at once. vLLM has one at a time.
+        routes: Answers say which experts computed them.
     """
 
     engine: str
@@ -103,6 +104,7 @@ class ServerCommand:
     lora_rank: int = 0
     lora_layers: tuple[str, ...] = ALL_LINEAR
     lora_versions: int = 1
+    routes: bool = False
 
     def argv(self, folder: str, environ: Mapping[str, str]) -> list[str]:
         """The command line. It never holds an API key.
@@ -154,6 +156,8 @@ class ServerCommand:
         if self.lora_rank:
             slot = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
             flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(slot)]
+        if self.routes:  # other kernels of vLLM 0.25 choose experts without telling
+            flags += ["--enable-return-routed-experts", "--moe-backend", "triton"]
         max_model_len = self.max_model_len
         if self.device == "cpu":
             flags += ["--dtype", "float32", "--enforce-eager"]
@@ -184,6 +188,8 @@ class ServerCommand:
             flags += ["--lora-target-modules", *self.lora_layers]
             flags += ["--max-loras-per-batch", str(self.lora_versions + 1)]  # the base counts as one
             flags += ["--lora-backend", "torch_native"] if self.device == "cpu" else []
+        if self.routes:
+            flags.append("--enable-return-routed-experts")
         if self.gpus:
             flags += ["--tp-size", str(len(self.gpus))]
         if self.max_model_len:

@@ -1,22 +1,26 @@
-"""Models by name: Qwen3's dense sizes with its vocabulary, and a small one for a CPU."""
+"""Models by name: Qwen3's sizes with its vocabulary, and small ones for a CPU."""
 
 from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
+    "tiny-moe": {"layers": 2, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
     "0.6b": {"layers": 28, "dim": 1024, "ffn-dim": 3072, "heads": 16, "kv-heads": 8},
     "1.7b": {"layers": 28, "dim": 2048, "ffn-dim": 6144, "heads": 16, "kv-heads": 8},
     "4b": {"layers": 36, "dim": 2560, "ffn-dim": 9728, "heads": 32, "kv-heads": 8},
     "8b": {"layers": 36, "dim": 4096, "ffn-dim": 12288, "heads": 32, "kv-heads": 8},
+    "30b-a3b": {"layers": 48, "dim": 2048, "ffn-dim": 6144, "heads": 32, "kv-heads": 4},
 }
 """Flags of make_tiny_model.py."""
-for _name in ("0.6b", "1.7b", "4b", "8b"):
+SHAPES["tiny-moe"] |= {"experts": 8, "experts-per-token": 2, "expert-width": 64}
+SHAPES["30b-a3b"] |= {"experts": 128, "experts-per-token": 8, "expert-width": 768}
+for _name in ("0.6b", "1.7b", "4b", "8b", "30b-a3b"):
     SHAPES[_name] |= {"head-dim": 128, "vocab-size": 151936}
 
 
 def tied(shape: str) -> bool:
     """Whether embedding and output layer are one parameter."""
-    return shape != "8b"
+    return shape not in ("8b", "30b-a3b")
 
 
 def model_flags(shape: str, max_tokens: int) -> list[str]:
@@ -26,12 +30,17 @@ def model_flags(shape: str, max_tokens: int) -> list[str]:
     return words if tied(shape) else [*words, "--no-tie"]
 
 
-def hf_config(shape: str, max_tokens: int) -> dict[str, Any]:
-    """The content of `config.json` of such a model."""
-    flags = SHAPES[shape]
+def hf_config(shape: str, max_tokens: int, layers: int = 0) -> dict[str, Any]:
+    """The content of `config.json` of such a model, or of one with so many `layers`."""
+    flags = SHAPES[shape] | ({"layers": layers} if layers else {})
+    experts: dict[str, Any] = {}
+    if "experts" in flags:
+        experts = {"num_experts": flags["experts"], "num_experts_per_tok": flags["experts-per-token"]}
+        experts |= {"moe_intermediate_size": flags["expert-width"], "norm_topk_prob": True}
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if experts else "qwen3",
+        **experts,
         "vocab_size": flags["vocab-size"],
         "hidden_size": flags["dim"],
         "intermediate_size": flags["ffn-dim"],

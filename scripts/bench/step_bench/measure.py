@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.policy.gradients import clip_gradients
 
 from .contenders import Contender
 from .setup import Setup
@@ -46,7 +46,7 @@ def update(setup: Setup, contender: Contender, watch: Stopwatch | None = None) -
     contender.optimizers.zero_grad()
     negative_logprobs = contender.gradients()
     mark()
-    dist_utils.clip_grad_norm_(list(contender.model.parameters()), setup.config.training.max_norm, foreach=True)
+    clip_gradients(contender.model, setup.config.training.max_norm)
     contender.optimizers.step()
     mark()
     return negative_logprobs

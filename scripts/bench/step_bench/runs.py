@@ -61,7 +61,7 @@ def contenders(args: argparse.Namespace) -> list[tuple[str, int]]:
 def run_child(args: argparse.Namespace, shape: str, name: str, rank: int, limit_s: float, folder: Path) -> list[Row]:
     """The rows of one contender, which runs in a process or torchrun ranks of its own. The last may be an error."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(shape, args.documents)))
+    (folder / "config.json").write_text(json.dumps(hf_config(shape, args.documents, args.layers)))
     job = {key: value for key, value in vars(args).items() if key not in ("json", "profile", "shapes", "what")}
     job |= {"contender": name, "lora": rank, "shape": shape, "ac": ac_of(args.ac, shape), "folder": str(folder)}
     job |= {"profile": str(args.profile.resolve()) if args.profile else "", "limit_s": limit_s + 60}
@@ -93,7 +93,7 @@ def run_child(args: argparse.Namespace, shape: str, name: str, rank: int, limit_
 
 def ac_of(ac: str, shape: str) -> str:
     """`auto` is what torchtitan's own numbers were measured with: none for small models."""
-    return ac if ac != "auto" else "none" if shape in ("tiny", "0.6b") else "selective"
+    return ac if ac != "auto" else "none" if shape in ("tiny", "tiny-moe", "0.6b") else "selective"
 
 
 def set_ratio(rows: list[Row]) -> None:

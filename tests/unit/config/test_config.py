@@ -138,6 +138,11 @@ BAD_TOML = {
     "NUL": ('[job]\ndump_folder = "~\\u0000"', "[job] dump_folder", "NUL"),
     "load step": ("[checkpoint]\nload_step = -2", "[checkpoint] load_step = -2", "at least -1 (-1 is the newest)"),
     # contradictions
+    "experts that SGLang forgets": (
+        "[grpo]\nrouting_replay = true\n[async_grpo]\nenabled = true\n[rollout]\nengine = 'sglang'\nreplicas = 1",
+        '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets',
+        "recompute_kv_cache_after_weight_updates = false",
+    ),
     "half of SGLang's attention": (
         LORA + "target_modules = ['k_proj', 'q_proj', 'up_proj', 'gate_proj']\n[rollout]\nengine = 'sglang'",
         '[lora] target_modules has q_proj, k_proj, which [rollout] engine = "sglang" adapts with "v_proj" only: add it',
@@ -444,7 +449,7 @@ BAD_TOML = {
     # torchtitan's keys without effect
     "pipeline": ("[parallelism]\npipeline_parallel_degree = 2", "[parallelism] pipeline_parallel_degree = 2", "FSDP"),
     "context": ("[parallelism]\ncontext_parallel_degree = 2", "[parallelism] context_parallel_degree", "not supported"),
-    "expert": ("[parallelism]\nexpert_parallel_degree = 2", "[parallelism] expert_parallel_degree", "not supported"),
+    "expert": ("[parallelism]\nexpert_tensor_parallel_degree = 2", "expert_tensor_parallel_degree", "not supported"),
     "dataset": ("[training]\ndataset = 'c4'", "[training] dataset", "prompts come from [data]"),
     "batch": ("[training]\nlocal_batch_size = 2", "[training] local_batch_size", "tokens_per_microbatch"),
     "converters": ("[model]\nconverters = ['float8']", "[model] converters", "not supported"),
@@ -667,6 +672,7 @@ VLLM = ["--rollout.engine", "vllm", "--rollout.urls", "http://a:1"]
         (["--weight_sync.transport", "gloo"], 1, 2, ()),
         ([], 2, 2, ()),
         (["--parallelism.tensor_parallel_degree", "2"], 3, 0, ("tensor_parallel_degree = 2", "3 processes")),
+        (["--parallelism.expert_parallel_degree", "2"], 3, 0, ("expert_parallel_degree = 2", "3 processes")),
         (["--parallelism.data_parallel_shard_degree", "4"], 2, 0, ("data_parallel_shard_degree = 4", "2 processes")),
         (["--grpo.prompts_per_step", "1", "--grpo.group_size", "2"], 4, 0, ("prompts_per_step", "2 answers for 4")),
         (["--comm.init_timeout_seconds", "300"], 2, 0, ("[comm] init_timeout_seconds", "must be over [rollout]")),

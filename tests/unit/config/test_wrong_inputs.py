@@ -242,13 +242,14 @@ MODELS = {
     "a hub's name": flag("--model.hf_assets_path", "Qwen/Qwen3-0.6B", "no such folder", "hf download"),
     "a file": wrong({"--model.hf_assets_path": CONFIG}, "is a file: give the folder"),
     "an empty folder": wrong({"--model.hf_assets_path": "e"}, "has no config.json", spoil=lambda f: (f / "e").mkdir()),
+    "no experts": flag("--grpo.routing_replay", None, "[grpo] routing_replay = true is for mixtures of experts"),
     "no config.json": wrong({}, "has no config.json: download", spoil=unlink(CONFIG)),
     "torn config.json": wrong({}, "config.json is not valid JSON", spoil=write(CONFIG, '{"model_type": ')),
     "config.json is a list": wrong({}, "must hold a JSON object, not a list", spoil=write(CONFIG, "[]")),
     "another family": wrong(
         {}, "GemmaForCausalLM", "Qwen3ForCausalLM", spoil=edit(CONFIG, architectures=["GemmaForCausalLM"])
     ),
-    "experts": wrong({}, "mixture of experts", spoil=edit(CONFIG, architectures=["Qwen3MoeForCausalLM"])),
+    "experts": wrong({}, "mixture of experts", spoil=edit(CONFIG, architectures=["Qwen2MoeForCausalLM"])),
     "sliding window": wrong({}, "sliding_window", spoil=edit(CONFIG, use_sliding_window=True, sliding_window=64)),
     "longer than the model": wrong({"--training.seq_len": "1024"}, "[training] seq_len = 1024", "maximum of 512"),
     "no tokenizer.json": wrong({}, "has no tokenizer.json", spoil=unlink("model/tokenizer.json")),

@@ -63,6 +63,7 @@ def test_all_ranks_of_a_node_share_a_cpus_memory(monkeypatch):
         (["--parallelism.data_parallel_shard_degree", "16"], 16, 2, True, 1, "data_parallel_shard_degree is set"),
         (["--parallelism.tensor_parallel_degree", "2"], 16, 2, True, 2, "a copy for each node takes"),
         (["--parallelism.tensor_parallel_degree", "2"], 6, 2, True, 1, "tensor_parallel_degree = 2 does not divide"),
+        (["--parallelism.expert_parallel_degree", "4"], 12, 2, True, 1, "expert_parallel_degree = 4 does not divide"),
         ([], 16, 2, False, 1, "different numbers of ranks"),
         ([], 16, 3, True, 1, "different numbers of ranks"),
     ],

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.microbatches import microbatches
@@ -39,6 +39,7 @@ SHAPES = {
     "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8),
 }
 COMMON = dict(vocab_size=1000, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
+EXPERTS = dict(head_dim=32, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96, norm_topk_prob=True)
 CHECKPOINTING = {
     "none": ["--activation_checkpoint.mode", "none"],
     "full": ["--activation_checkpoint.mode", "full"],
@@ -114,6 +115,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
         for name, config in {
             "qwen3": Qwen3Config(**COMMON, **shape, head_dim=head_dim, architectures=["Qwen3ForCausalLM"]),
             "llama": LlamaConfig(**COMMON, **shape, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]),
+            "qwen3_moe": Qwen3MoeConfig(**COMMON, **shape, **EXPERTS, architectures=["Qwen3MoeForCausalLM"]),
             "qwen2": Qwen2Config(**COMMON, **shape, architectures=["Qwen2ForCausalLM"]),
         }.items():
             made[f"{name}-{size}"] = str(tmp_path_factory.mktemp(f"{name}-{size}"))
@@ -194,8 +196,16 @@ def saved_by_autograd(function: Callable[[], Any], model: torch.nn.Module) -> in
     return size
 
 
-@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]], ids=",".join)
-@pytest.mark.parametrize(("model_name", "checkpointing"), [("qwen3-tiny", "none"), ("qwen2-tiny", "matmul")])
+@pytest.mark.parametrize(
+    ("model_name", "checkpointing", "targets"),
+    [
+        ("qwen3-tiny", "none", ["all-linear"]),
+        ("qwen3-tiny", "none", ["q_proj", "down_proj"]),
+        ("qwen2-tiny", "matmul", ["all-linear"]),
+        ("qwen2-tiny", "matmul", ["q_proj", "down_proj"]),
+        ("qwen3_moe-tiny", "none", ["all-linear"]),
+    ],
+)
 def test_activations_of_adapters(model_name, checkpointing, targets, folders, gpu_kernels, monkeypatch):
     config = read(folders[model_name], 1, 1024, 1, *CHECKPOINTING[checkpointing], monkeypatch=monkeypatch)
     config.lora.enable, config.lora.target_modules = True, targets
@@ -208,7 +218,9 @@ def test_activations_of_adapters(model_name, checkpointing, targets, folders, gp
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("model_name", ["qwen3-tiny", "qwen3-small", "llama-tiny", "llama-small", "qwen2-tiny"])
+@pytest.mark.parametrize(
+    "model_name", ["qwen3-tiny", "qwen3-small", "llama-tiny", "llama-small", "qwen2-tiny", "qwen3_moe-tiny"]
+)
 def test_activations_of_a_forward(model_name, checkpointing, dtype, folders, gpu_kernels, monkeypatch):
     precision = ["--training.dtype", dtype, "--training.mixed_precision_param", dtype]
     flags = [*CHECKPOINTING[checkpointing], *precision]
@@ -233,6 +245,8 @@ def test_activations_of_a_forward(model_name, checkpointing, dtype, folders, gpu
         ("qwen3-tiny", "matmul"),
         ("qwen2-tiny", "selective"),
         ("qwen3-tiny lora", "none"),
+        ("qwen3_moe-tiny", "none"),
+        ("qwen3_moe-tiny", "matmul"),
     ],
 )
 def test_activations_of_compiled_blocks(model_name, checkpointing, folders, gpu_kernels, monkeypatch):
@@ -326,6 +340,7 @@ STEPS = {
         ["--training.reduce_gradients", "step", *CHECKPOINTING["none"]],
         None,
     ),
+    "experts": ("qwen3_moe-small", 4, 512, 2, CHECKPOINTING["full"], None),
     "without FSDP": (
         "llama-small",
         1,

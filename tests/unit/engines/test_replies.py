@@ -1,14 +1,17 @@
 """What no server may answer, whatever its engine: the client refuses it, and names server and request."""
 
 import asyncio
+import base64
 import http.server
 import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
+from torchtitan.grpo.data.routes import RouteShape, to_npy
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.vllm import VllmClient
@@ -83,14 +86,14 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
-def ask(url: str, engine: str, said: bytes | list[Answer]) -> list[Completion]:
+def ask(url: str, engine: str, said: bytes | list[Answer], **params: object) -> list[Completion]:
     kind, form = (VllmClient, as_vllm) if engine == "vllm" else (SglangClient, as_sglang)
     Replies.said = said if isinstance(said, bytes) else json.dumps(form(said)).encode()
 
     async def generate() -> list[Completion]:
         client = kind(url, None, 10.0, lambda: HAD, lambda: NEWEST, VOCAB)
         try:
-            return await client.generate([1, 2], SamplingParams(2, 1.0, 3), "r7")
+            return await client.generate([1, 2], replace(SamplingParams(2, 1.0, 3), **params), "r7")
         finally:
             await client.close()
 
@@ -165,3 +168,23 @@ def test_two_answers_of_one_number(url):
     said["choices"][1]["index"] = 0
     with pytest.raises(EngineError, match="answers, 2 were asked"):
         ask(url, "vllm", json.dumps(said).encode())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_routes_come_in_the_form_of_each_engine(url, engine):
+    """vLLM sends .npy files, and SGLang int32 numbers. SGLang ignores stop tokens with `ignore_eos`: we cut there."""
+    shape = RouteShape(2, 2, 8)
+    routes = np.random.default_rng(0).random((2 + 3 - 1, 2, 8)).argsort(-1)[..., :2]
+    answers = [as_vllm, as_sglang][engine == "sglang"]([GOOD, GOOD])
+    for answer in answers["choices"] if engine == "vllm" else [each["meta_info"] for each in answers]:
+        as_int32 = base64.b64encode(routes.astype("<i4").tobytes()).decode()
+        answer["routed_experts"] = to_npy(routes.astype(np.uint8)) if engine == "vllm" else as_int32
+    said = json.dumps(answers).encode()
+    for completion in ask(url, engine, said, routes=shape):
+        assert completion.routes.dtype == np.uint8 and np.array_equal(completion.routes, routes)
+    assert all(completion.routes is None for completion in ask(url, engine, said)), "nobody asked for them"
+    with pytest.raises(EngineError, match=r"request r7: .*shape \[4, 2, 2\]|16 numbers"):
+        ask(url, engine, said, routes=replace(shape, layers=3))
+    if engine == "sglang":
+        (cut, _) = ask(url, engine, said, routes=shape, ignore_eos=True, stop_token_ids=(999,))
+        assert cut.token_ids == [5, 999] and np.array_equal(cut.routes, routes[:3])

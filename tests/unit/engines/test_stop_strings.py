@@ -1,5 +1,6 @@
 """Where an answer ends that has a stop string."""
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -13,7 +14,8 @@ decode = TOKENIZER.decode
 
 def completion_of(text: str, finish_reason="length") -> Completion:
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-    return Completion(ids, [-float(i) for i in range(len(ids))], finish_reason, list(range(len(ids))), "http://a")
+    numbers = [-float(i) for i in range(len(ids))], finish_reason, list(range(len(ids)))
+    return Completion(ids, *numbers, "http://a", routes=np.arange(3 + len(ids) - 1))
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,8 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(text, stop, 
     count = len(cut.token_ids)
     assert decode(cut.token_ids).startswith(kept) and not any(s in decode(cut.token_ids[:-1]) for s in stop)
     assert (cut.token_ids, cut.logprobs) == (whole.token_ids[:count], whole.logprobs[:count])
+    # The prompt has three tokens. Each position but the last has experts.
+    assert cut.routes is not None and cut.routes.tolist() == list(range(3 + count - 1))
     assert (cut.versions, cut.finish_reason, cut.server) == (list(range(count)), "stop", "http://a")
 
 

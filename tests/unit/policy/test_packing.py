@@ -370,7 +370,7 @@ def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
     """The copy to a device, here to this one: what is read back is what was laid, and one allocation holds it all."""
     for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
         microbatch = row.to("cpu")
-        names = [f.name for f in fields(Microbatch) if f.name != "max_seqlen"]
+        names = [f.name for f in fields(Microbatch) if isinstance(getattr(microbatch, f.name), torch.Tensor)]
         tensors = [getattr(microbatch, name) for name in names]
         moved = _move(tensors, torch.device("cpu"))
         assert len({tensor.untyped_storage().data_ptr() for tensor in moved}) == 1
@@ -380,11 +380,12 @@ def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
 
 
 def test_a_row_on_another_device_keeps_shapes_and_the_longest_document():
-    ((row,),) = pack([sample(3, 2), sample(5, 4)], 32, 1, 16)
+    routed = dataclasses.replace(sample(5, 4), routes=np.zeros((8, 3, 2), np.int16))
+    ((row,),) = pack([sample(3, 2), routed], 32, 1, 16)
     here, there = row.to("cpu"), row.to("meta")
     assert there.max_seqlen == here.max_seqlen == 8
     for f in fields(Microbatch):
-        if f.name != "max_seqlen":
+        if isinstance(getattr(here, f.name), torch.Tensor):
             value, expected = getattr(there, f.name), getattr(here, f.name)
             assert value.device.type == "meta" and (value.shape, value.dtype) == (expected.shape, expected.dtype), (
                 f.name
@@ -394,7 +395,39 @@ def test_a_row_on_another_device_keeps_shapes_and_the_longest_document():
 def assert_equal(a: PackedRow, b: PackedRow) -> None:
     for f in fields(PackedRow):
         x, y = getattr(a, f.name), getattr(b, f.name)
-        assert x.dtype == y.dtype and torch.equal(x, y), f.name
+        assert (x is y is None) or (x.dtype == y.dtype and torch.equal(x, y)), f.name
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_routes_lie_at_the_positions_that_they_computed(dtype):
+    """Those of tokens behind the last trained one are cut off. Padding is free, and so is a sample without routes."""
+    draw = np.random.default_rng(0)
+
+    def routed(prompt: int, answer: int, trained: int | None = None) -> PackedSample:
+        mask = None if trained is None else [True] * trained + [False] * (answer - trained)
+        routes = draw.integers(0, 9, (prompt + answer - 1, 3, 2)).astype(dtype)
+        return dataclasses.replace(sample(prompt, answer), loss_mask=mask, routes=routes)
+
+    samples = [routed(3, 4), routed(2, 6, trained=2), sample(4, 2), routed(1, 1)]
+    everything = []
+    for row in itertools.chain(*pack(samples, 16, 2, 8)):
+        assert row.routes is not None and row.routes.shape == (len(row.tokens), 3, 2)
+        sent = row.to_tensors(), row.routes
+        assert_equal(row, PackedRow.from_tensors(*sent[0], sent[1]))
+        assert torch.equal(row.to("cpu").routes, row.routes)
+        ends = row.cu_seqlens.tolist()
+        for i, (start, end) in enumerate(itertools.pairwise(ends)):
+            number = int(row.sample_index[start])
+            expected = None if number < 0 else samples[number].routes
+            found = row.routes[start:end].numpy()
+            everything.append(number)
+            if expected is None:
+                assert (found == np.iinfo(dtype).max).all(), i
+            else:
+                assert np.array_equal(found, expected[: end - start]), i
+    assert {0, 1, 2, 3, -1} <= set(everything)
+    with pytest.raises(ValueError, match="sample 0 has routes of 5 positions, not 6"):
+        pack([dataclasses.replace(samples[0], routes=samples[0].routes[:5])], 16, 1)
 
 
 def test_arrays_are_packed_as_lists_are():

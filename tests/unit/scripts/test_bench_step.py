@@ -1,5 +1,6 @@
 """scripts/bench/step.py: what it refuses, what it counts, a small run of the real thing."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -61,14 +62,16 @@ def test_torchtitan_comes_first_so_that_ratios_are_known_at_once():
     assert runs.ac_of("full", "0.6b") == "full"
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "tiny"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.startswith("tiny")])
 def test_shapes_are_qwen3_s(shape, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, 4096)))
     family, args, config = from_folder(tmp_path)
     flavor = qwen3_args[shape.upper()]
-    assert family == "qwen3"
+    assert family == ("qwen3_moe" if flavor.moe_enabled else "qwen3")
+    assert dataclasses.replace(flavor.moe_args, load_balance_coeff=None) == args.moe_args or not flavor.moe_enabled
     assert config["tie_word_embeddings"] == tied(shape) == flavor.enable_weight_tying
-    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"):
+    names = ["dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "moe_inter_dim"]
+    for name in names[: 8 if flavor.moe_enabled else 7]:
         assert getattr(args, name) == getattr(flavor, name), name
 
 

@@ -56,6 +56,20 @@ def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
         assert value(argv, "--model") == str(TINY_QWEN3) and "--load-format" not in argv
 
 
+def test_servers_tell_their_experts_for_routing_replay(monkeypatch):
+    monkeypatch.setenv("RANK", "1")  # rank 0 also looks for the engine
+    for engine, flags in (
+        ("vllm", "--enable-return-routed-experts --moe-backend triton"),
+        ("sglang", "--enable-return-routed-experts"),
+    ):
+        words = ["--rollout.engine", engine, "--rollout.replicas", "1"]
+        config = configured(*words, "--grpo.routing_replay")
+        (_, line) = plan_lines(config, True, 1)
+        assert flags in line
+        assert "--enable-return-routed-experts" not in plan_lines(configured(*words), True, 1)[1]
+        assert any("on a CPU" in message and "tells no experts" in message for message in check_machine(config, 1, 0))
+
+
 def test_sglang_has_place_for_the_adapted_layers_and_all_versions_under_way(monkeypatch):
     words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "sglang", "--rollout.replicas", "1"]
     (server,) = planned_servers(configured(*words, "--lora.rank", "24"), True, 1)

@@ -71,9 +71,12 @@ def test_adapters_and_experts_reach_a_receiver_byte_for_byte(dtype, limit_bytes)
         group.abort()
 
 
-@pytest.mark.parametrize(("ranks", "shards"), [(2, "experts"), (3, "rows")])
+@pytest.mark.parametrize(("ranks", "shards"), [(2, "experts"), (3, "rows"), (4, "both")])
 def test_shards_of_experts_become_whole_tensors(tmp_path, ranks, shards):
-    """FSDP2 splits five experts, or their rows, over ranks: unevenly. A receiver reads what rank 0 packed."""
+    """FSDP2 splits five experts, or their rows, over ranks: unevenly. So does expert parallelism before it.
+
+    A receiver reads what rank 0 packed.
+    """
     job = {"folder": str(tmp_path), "shards": shards}
     Processes(ranks, ROOT / "tests/helpers/published_worker.py", json.dumps(job), log=tmp_path / "log").check(60)
     info = json.loads((tmp_path / "info.json").read_text())

@@ -378,7 +378,7 @@ def test_llama_queries_and_keys_are_rearranged_and_tied_output_is_left_out():
     assert not any(tensor.rearrange for tensor in tensors)
 
 
-def test_one_parameter_to_many_tensors_is_refused():
+def test_one_parameter_to_tensors_that_are_not_its_rows_is_refused():
     adapter = SimpleNamespace(to_hf=lambda state: {f"{k}.{i}": v for k, v in state.items() for i in range(2)})
-    with pytest.raises(UserError, match="mixture-of-experts"):
+    with pytest.raises(ValueError, match="2 tensors that are not its rows"):
         model_weights(nn.Linear(2, 2), adapter, torch.float32, False)

@@ -20,7 +20,12 @@ from torchtitan.grpo.config.data_contradictions import (
 from torchtitan.grpo.config.distill_contradictions import check_distill
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import keys, show
-from torchtitan.grpo.config.server_contradictions import check_servers, check_sglang_adapters, check_weight_sync
+from torchtitan.grpo.config.server_contradictions import (
+    check_routing_replay,
+    check_servers,
+    check_sglang_adapters,
+    check_weight_sync,
+)
 
 
 def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
@@ -42,6 +47,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         check_servers,
         check_weight_sync,
         check_sglang_adapters,
+        check_routing_replay,
         _check_async,
         check_reward,
         check_distill,

@@ -92,6 +92,9 @@ class Parallelism:
     the estimate of `--dry_run`, else one over all ranks; on one node always one."""
     tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
     """Ranks that share each layer."""
+    expert_parallel_degree: Annotated[int, Range(at_least=1)] = 1
+    """Of a mixture of experts (docs/moe.md): ranks that share the experts of each layer. Tokens travel to their
+    experts, which are not gathered. The ranks are among those that shard the model. 1: each gathers all experts."""
 
 
 @dataclass
@@ -301,6 +304,10 @@ class Grpo:
     """Lower bound of the importance weight. `truncate` clamps to it, `mask` drops what is below."""
     importance_max: Annotated[float, Range(above=0)] = 2.0
     """Upper bound of the importance weight. `truncate` clamps to it, `mask` drops what is above."""
+    routing_replay: bool = False
+    """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
+    2510.11370), not through those that the trainer's routers would choose: docs/routing_replay.md. Servers must tell
+    their choice."""
     entropy_coef: Annotated[float, Range(at_least=0)] = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss. 0 computes no entropy gradient."""
     overlong_filter: bool = False

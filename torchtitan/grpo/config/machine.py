@@ -26,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 _OTHER_FILES = 512
 """Files of the process besides its requests' connections: devices, libraries, other ranks, weight sync, rewards."""
 
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+
 
 def check_machine(
     config: JobConfig,
@@ -125,6 +127,13 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
             '[lora] enable = true with [rollout] engine = "sglang" needs GPUs for the servers, and this machine has '
             'none: on a CPU, SGLang does not start with --enable-lora; use engine = "embedded" or "vllm"'
         )
+    own = rollout.replicas and not gpus and not config.ray.enable
+    if config.grpo.routing_replay and rollout.engine in _TITLES and own:
+        yield (
+            f"[grpo] routing_replay = true with [rollout] engine = {show(rollout.engine)} needs GPUs for the servers, "
+            f"and this machine has none: on a CPU, {_TITLES[rollout.engine]} tells no experts. Use engine = "
+            '"embedded"'
+        )
     if rollout.colocate and world_size > 1:
         yield (
             f"[rollout] colocate = true is for one trainer process, and this run has {world_size}: start one, or set "
@@ -208,6 +217,13 @@ def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
             f"[parallelism] data_parallel_replicate_degree = {replicate} x data_parallel_shard_degree = {shard} x "
             f"tensor_parallel_degree = {tensor} = {replicate * shard * tensor}, but {start}: change them or "
             f"{processes}"
+        )
+        return
+    shards, expert = world_size // (replicate * tensor), parallel.expert_parallel_degree
+    if shards % expert:
+        yield (
+            f"[parallelism] expert_parallel_degree = {expert} does not divide the {shards} ranks that shard the model: "
+            f"{start}; change it or {processes}"
         )
         return
     ranks = data_ranks(config, world_size)

@@ -183,6 +183,17 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
             yield f"[rollout] server_flags has {show(name)}: {instead}"
 
 
+def check_routing_replay(config: JobConfig) -> Iterator[str]:
+    ahead = config.async_grpo
+    recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
+    if config.grpo.routing_replay and config.rollout.engine == "sglang" and recomputes:
+        yield (
+            '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets a token\'s experts when it '
+            "computes its keys and values again. Set [async_grpo] recompute_kv_cache_after_weight_updates = "
+            "false or in_flight_weight_updates = false"
+        )
+
+
 def check_sglang_adapters(config: JobConfig) -> Iterator[str]:
     """SGLang reads adapters from files. It computes layers that it has fused only if these have certain parts."""
     lora, sync, engine = config.lora, config.weight_sync, '[rollout] engine = "sglang"'

@@ -27,7 +27,8 @@ UNSUPPORTED: dict[str, str] = {
     "parallelism.pipeline_parallel_": "only the last stage would have the logits; use FSDP and tensor parallelism",
     "parallelism.module_fqns_per_model_part": "pipeline parallelism is not supported",
     "parallelism.context_parallel_": "packed rows hold many short sequences and are not split",
-    "parallelism.expert_": "mixture-of-experts models are not supported",
+    "parallelism.expert_tensor_parallel_degree": "an expert is not split",
+    "parallelism.expert_parallel_comm_backend": "tokens travel to their experts by all-to-all",
     "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not supported",
     "checkpoint.initial_load_": "a run starts from model.hf_assets_path, or continues with checkpoint.resume",
     "checkpoint.last_save_": "every checkpoint is complete, and checkpoint.export_hf writes its Hugging Face folder",
@@ -48,7 +49,7 @@ UNSUPPORTED: dict[str, str] = {
     "validation.seq_len": "use rollout.max_answer_tokens",
     "validation.steps": "use validation.prompts",
     "validation.dataloader": "held-out prompts come from [data]",
-    "debug.moe_force_load_balance": "mixture-of-experts models are not supported",
+    "debug.moe_force_load_balance": "experts are those that the router chooses",
 }
 """torchtitan's keys without effect, and the reason. A section covers its keys; a final `_` covers a prefix."""
 

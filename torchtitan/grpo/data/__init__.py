@@ -10,6 +10,7 @@
       curricula.py ready-made hooks for `[data] curriculum`
     conversations.py ConversationSource: rows to learn from, for supervised fine-tuning
       chat.py      which tokens of a rendered conversation the assistant says
+    routes.py      RouteShape: which experts computed a token, checked, and as text
     samples.py     Prompt, Sample, Group and Conversation, which every other room uses
 
 A source of data is one function in sources.py that returns its rows.

@@ -81,6 +81,8 @@ class Sample:
         teacher_logprobs: With `[distill]`: the teacher's log-probability of each token, at the sampling temperature.
             None without a teacher, or if it failed. Outside `loss_mask` it is there and means nothing.
         servers: (first token, server) for each stretch of tokens that one server sampled. Filled in if left empty.
+        routes: With `[grpo] routing_replay`: the experts of prompt and answer, see `data/routes.py`, up to the token
+            before the last sampled one at least.
     """
 
     prompt: Prompt
@@ -95,6 +97,7 @@ class Sample:
     reward_failures: dict[str, str] = field(default_factory=dict)
     teacher_logprobs: list[float] | None = None
     servers: list[tuple[int, str]] = field(default_factory=list)
+    routes: np.ndarray | None = field(default=None, compare=False)  # arrays have no single truth
 
     @property
     def sampled_tokens(self) -> int:

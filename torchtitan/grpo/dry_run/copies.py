@@ -66,6 +66,8 @@ def choose_copies(
     ranks_here = world_size // nodes
     if ranks_here % parallel.tensor_parallel_degree:
         return Copies(1, f"tensor_parallel_degree = {parallel.tensor_parallel_degree} does not divide a node's ranks")
+    if ranks_here % parallel.expert_parallel_degree:  # without tensor parallelism, which does not go with it
+        return Copies(1, f"expert_parallel_degree = {parallel.expert_parallel_degree} does not divide a node's ranks")
     tried = copy.copy(config)
     tried.parallelism = dataclasses.replace(parallel, data_parallel_replicate_degree=nodes)
     memory = memory_bytes(tried, world_size, target, job)

@@ -153,7 +153,8 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
     memory = memory_bytes(config, world_size, target, job)
     peak, parameters = memory.peak, memory.parameters
     processes = f"{world_size} process{'es' * (world_size > 1)}"
-    lines = [f"memory of one rank on {target.name}, for {parameters:,} parameters on {processes}"]
+    active = f" ({memory.active:,} active)" if memory.active < parameters else ""
+    lines = [f"memory of one rank on {target.name}, for {parameters:,} parameters{active} on {processes}"]
     if config.lora.enable:
         lines.append(f"  adapters of {memory.trained:,} parameters are trained, {memory.trained / parameters:.2%}")
     if target.why:

@@ -9,7 +9,7 @@ CUDA context, NCCL's buffers and a server on the same device come on top.
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ class Memory:
         moments: Bytes at each candidate for the peak: moment -> holder -> bytes.
         kept: Bytes that stay between two steps.
         checkpoint_copy: Bytes of host memory that `[checkpoint] async_mode` takes.
+        active: Parameters that a token goes through: of experts those that it chooses.
     """
 
     parameters: int
@@ -46,6 +47,7 @@ class Memory:
     moments: dict[str, Parts]
     kept: int = 0
     checkpoint_copy: int = 0
+    active: int = 0
 
     def total(self, moment: str) -> int:
         return sum(self.moments[moment].values())
@@ -85,7 +87,7 @@ def block_activations(
     mode: str,
     lora: "Lora | None" = None,
 ) -> BlockActivations:
-    """Activations of one of torchtitan's dense blocks for a row of `tokens`.
+    """Activations of one of torchtitan's blocks for a row of `tokens`. Those of experts are `_experts`'.
 
     All widths are those of one tensor-parallel rank. Between blocks and in the norms the rank holds its part of the
     tokens. In attention and feed-forward it holds its part of the heads and of the width; their inputs are whole.
@@ -97,14 +99,15 @@ def block_activations(
         mode: `[activation_checkpoint] mode`.
         lora: The block's adapters. A frozen layer without one does not save its input.
     """
-    heads, kv_heads = args.n_heads, args.n_kv_heads
-    residual, width = args.dim / tensor_degree, args.hidden_dim / tensor_degree
+    heads, kv_heads, has_experts = args.n_heads, args.n_kv_heads, hasattr(block, "moe")
+    residual, width = args.dim / tensor_degree, 0 if has_experts else args.hidden_dim / tensor_degree
     query, key = heads * args.head_dim / tensor_degree, kv_heads * args.head_dim / tensor_degree
     log_sum_exp = 4 * heads / tensor_degree  # of flash attention, float32
 
     adapted = {path.partition(".")[2] for path in lora.layers.values()} if lora else {"wq", "w1", "w2"}
     # Inputs of the norms, and their outputs, which the projections save.
     norms = 2 * residual + args.dim * (bool(adapted & {"wq", "wk", "wv"}) + bool(adapted & {"w1", "w3"}))
+    norms += args.dim * (has_experts and bool(lora))  # the router and the experts pass gradients on
     attention = 2 * query + 2 * key  # queries and keys after RoPE, values, and attention's output
     statistics = 2 * 4 / tensor_degree + log_sum_exp  # of the norms, float32
     if getattr(block.attention, "q_norm", None) is not None:
@@ -117,7 +120,7 @@ def block_activations(
 
     # All matrix multiplications and attention; under tensor parallelism also the reduce-scattered sums.
     of_wo = 0 if compiled and tensor_degree > 1 else args.dim  # the reduce-scattered sum is kept in its place
-    of_w2 = 0 if compiled else args.dim  # no backward reads it, so a compiled block drops it
+    of_w2 = 0 if compiled or has_experts else args.dim  # no backward reads it, so a compiled block drops it
     reduced = 2 * residual if tensor_degree > 1 else 0
     matmuls = residual + 2 * query + 2 * key + 2 * width + of_wo + of_w2 + reduced + inner
     # torchtitan drops every second matrix multiplication without a bias: wk, wo and w3, or w1 and w2.
@@ -130,6 +133,11 @@ def block_activations(
 
     # At silu(w1) * w3. A compiled block computes both gradients in place.
     gradients = residual + (1 if compiled and mode == "none" else 2) * width
+    if has_experts:
+        of_experts = _experts(args, itemsize, compiled, frozen=lora is not None)
+        saved += of_experts.saved
+        matmuls += of_experts.matmuls / itemsize
+        gradients += of_experts.gradients / itemsize
     return BlockActivations(
         input=int(tokens * residual * itemsize),
         selected=int(tokens * (selected * itemsize + log_sum_exp)),
@@ -137,6 +145,19 @@ def block_activations(
         saved=int(tokens * saved),
         gradients=int(tokens * gradients * itemsize),
     )
+
+
+def _experts(args: Any, itemsize: int, compiled: bool, frozen: bool) -> BlockActivations:
+    """Bytes of one token in the router and its experts, beside their input."""
+    moe, width = args.moe_args, args.moe_inter_dim
+    scores = 4 * moe.num_experts + (4 + 3 * 8 + 4) * moe.top_k  # float32; weights twice, int64 choices and two orders
+    # Of each expert, for gradients of its weights: its input and the gated product. For those of its input: w1 and w3;
+    # an uncompiled block keeps both in float32, and two more products.
+    inputs = 0 if frozen else args.dim + width
+    saved = moe.top_k * (inputs * itemsize + (2 * itemsize if compiled else 4 * 4) * width) + scores
+    outputs = moe.top_k * (2 * width + (0 if compiled else args.dim)) + moe.num_experts
+    gradients = moe.top_k * (2 * args.dim + width)  # of the inputs through w1 and w3, before they are added
+    return BlockActivations(0, 0, outputs * itemsize, saved, gradients * itemsize)
 
 
 def kept_activations(config: JobConfig, block: BlockActivations, layers: int) -> tuple[int, int]:
@@ -168,9 +189,14 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     Raises:
         UserError: The model folder cannot be read.
     """
-    from torchtitan.grpo.model.source import resolve_model
+    from torchtitan.grpo.model.flops import used
+    from torchtitan.grpo.model.replay import route_shape
+    from torchtitan.grpo.model.source import check_degrees, resolve_model
 
     source = resolve_model(config.model, config.training.seq_len, config.lora)
+    check_degrees(source, config.parallelism)
+    if config.grpo.routing_replay:
+        route_shape(source.model_args)
     with torch.device("meta"):
         model = source.build()
     rank = _Rank(config, world_size, source, model, target or this_machine(), job)
@@ -184,7 +210,8 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
     kept = sum(rank.always().values())
-    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, rank.checkpoint_copy())
+    active = sum(used(parameter, source.model_args) for parameter in model.parameters())
+    return Memory(rank.parameters, rank.trained or rank.parameters, moments, kept, rank.checkpoint_copy(), active)
 
 
 class _Rank:
@@ -213,10 +240,13 @@ class _Rank:
 
         # Parameter counts. The first is the whole model's, the others are one tensor-parallel rank's.
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.whole = math.ceil(self.parameters / tensor)
-        self.local = math.ceil(self.whole / shards)
         block = next(iter(model.layers.values()))
         self.layers = len(model.layers)
+        self.local = math.ceil(self.parameters / tensor / shards)
+        # Experts of other ranks are never gathered here.
+        experts = sum(p.numel() for p in block.moe.experts.parameters()) if source.has_experts else 0
+        elsewhere = experts - experts // parallelism.expert_parallel_degree
+        self.whole = math.ceil(self.parameters / tensor) - elsewhere * self.layers
         # Adapters. Under tensor parallelism each rank has one of the two matrices whole; here it has both.
         self.adapter = (
             sum(lora.rank * sum(block.get_submodule(p).weight.shape) for p in lora.layers.values()) if lora else 0
@@ -224,7 +254,7 @@ class _Rank:
         self.trained = self.adapter * self.layers
         self.trained_here = math.ceil(self.trained / shards) if lora else self.local
         self.published = self.trained or self.parameters
-        self.block = math.ceil(sum(parameter.numel() for parameter in block.parameters()) / tensor)
+        self.block = math.ceil(sum(parameter.numel() for parameter in block.parameters()) / tensor) - elsewhere
         self.outside = self.whole - self.block * self.layers  # embedding, last norm, output
         self.vocabulary = math.ceil(args.vocab_size / tensor)
         # FSDP2 prefetches a block and frees a gathered buffer late. One rank gathers nothing.

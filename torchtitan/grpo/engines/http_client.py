@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import (
     Completion,
@@ -48,6 +50,7 @@ class HttpClient:
 
     route_hint = ""
     """What to change if the server does not have the route."""
+    routes_hint = "start the server with --enable-return-routed-experts"
 
     def __init__(
         self,
@@ -168,6 +171,26 @@ class HttpClient:
                 wrong = f"weights of version {versions[-1]} sampled it, and {self._newest()} is the newest sent"
             if wrong:
                 raise EngineError(f"{self.url}: request {request_id}: answer {i} is refused: {wrong}")
+
+    def _add_routes(
+        self, params: SamplingParams, prompt_ids: list[int], completions: list[Completion], sent: list[str | None]
+    ) -> None:
+        """Give each completion its routes, if they were asked for.
+
+        Raises:
+            ValueError: One has none, or what was sent cannot be its routes.
+        """
+        if params.routes is None:
+            return
+        for i, (completion, text) in enumerate(zip(completions, sent, strict=True)):
+            if not text:
+                raise ValueError(f"answer {i} says nothing of its experts; {self.routes_hint}")
+            positions = len(prompt_ids) + len(completion.token_ids) - 1
+            completion.routes = self._routes(params.routes, text, positions)
+
+    def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
+        """Routes as this engine sends them."""
+        return shape.from_npy(text, positions)
 
     def _check(self, request_id: str, version: int, spans: list[str], lengths: list[tuple[int, int]]) -> None:
         """Check which weights sampled an answer, and that each token has a log-probability.

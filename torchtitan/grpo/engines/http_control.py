@@ -123,7 +123,12 @@ class HttpControl:
         raise NotImplementedError
 
     def check(
-        self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False, trained: ModelIdentity | None = None
+        self,
+        longest_tokens: int,
+        prompt_id: int = 1,
+        recomputes: bool = False,
+        trained: ModelIdentity | None = None,
+        routes: bool = False,
     ) -> None:
         """Check, before the first rollout, that the server is set up as the trainer needs it.
 
@@ -135,10 +140,11 @@ class HttpControl:
             prompt_id: Any token of the model's vocabulary.
             recomputes: Updates arrive while answers run, and their keys and values must then be computed again.
             trained: The trainer's model. None: any will do.
+            routes: Answers must say which experts computed them.
 
         Raises:
-            UserError: Its routes, its model, its maximum length or its log-probabilities do not fit. The message says
-                what to change.
+            UserError: Its routes, its model, its maximum length, its log-probabilities or what it tells of experts do
+                not fit. The message says what to change.
         """
         raise NotImplementedError
 

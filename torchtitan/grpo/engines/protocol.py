@@ -4,9 +4,12 @@ import errno
 import json
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.errors import UserError
 
@@ -93,6 +96,7 @@ class SamplingParams:
         ignore_eos: Do not stop at the model's own end tokens; `stop_token_ids` and `stop` still stop.
         top_p: Keep the most likely tokens that have this probability together. 1 keeps all.
         min_p: Keep tokens at least this likely, as a share of the most likely one's probability. 0 keeps all.
+        routes: Have each answer say which experts computed it, as routes of this shape. None: it need not.
     """
 
     n: int
@@ -104,6 +108,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     top_p: float = 1.0
     min_p: float = 0.0
+    routes: RouteShape | None = None
 
 
 @dataclass
@@ -116,6 +121,7 @@ class Completion:
             by itself, as when it is stopped, is an EngineError.
         versions: The weight version that sampled each token.
         server: The address of the server, which the router fills in.
+        routes: If asked for: the experts of prompt and answer less its last token, [positions, layers, top_k].
     """
 
     token_ids: list[int]
@@ -123,6 +129,7 @@ class Completion:
     finish_reason: FinishReason
     versions: list[int]
     server: str = ""
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 class EngineClient(Protocol):

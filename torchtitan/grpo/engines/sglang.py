@@ -6,7 +6,9 @@ import uuid
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, fitting
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
@@ -56,6 +58,9 @@ class SglangClient(HttpClient):
         """See `EngineClient.generate`. Cancelling the call has the server drop the request. Cohorts are ignored."""
         return await self._generate(prompt_ids, params, request_id, self._version())
 
+    def _routes(self, shape: RouteShape, text: str, positions: int) -> np.ndarray:
+        return shape.from_int32(text, positions)
+
     def _weights(self, version: int) -> dict[str, Any]:
         """What a request says of the weights that it wants."""
         return {"extra_key": str(version)}
@@ -77,6 +82,8 @@ class SglangClient(HttpClient):
             "logprob_start_len": -1,  # of the answer alone
             "stream": False,
         } | self._weights(version)
+        if params.routes is not None:
+            body["return_routed_experts"] = True
         try:
             payload = await self._post(GENERATE_ROUTE, body, request_id, deadline)
         except (asyncio.CancelledError, EngineError):
@@ -89,6 +96,8 @@ class SglangClient(HttpClient):
                 raise ValueError(f"{len(answers)} answers, {params.n} were asked")
             spans = [self._spans(answer.meta_info) for answer in answers]
             completions = [_completion(answer, version, own) for answer, own in zip(answers, spans, strict=True)]
+            sent = [answer.meta_info.routed_experts for answer in answers]
+            self._add_routes(params, prompt_ids, completions, sent)
         self._check(
             request_id,
             version,
@@ -146,6 +155,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
     weight_versions: list[Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct, Generic[Id]):
@@ -180,4 +190,9 @@ def _cut(completion: Completion, stop_token_ids: tuple[int, ...]) -> Completion:
         return completion
     end = ends[0] + 1
     parts = completion.token_ids[:end], completion.logprobs[:end]
-    return Completion(*parts, finish_reason="stop", versions=completion.versions[:end])
+    routes = (
+        None
+        if completion.routes is None
+        else completion.routes[: len(completion.routes) + end - len(completion.token_ids)]
+    )
+    return Completion(*parts, finish_reason="stop", versions=completion.versions[:end], routes=routes)

@@ -77,10 +77,15 @@ class SglangAdapterControl(SglangControl):
     """As `SglangControl`, for servers of adapters."""
 
     def check(
-        self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False, trained: ModelIdentity | None = None
+        self,
+        longest_tokens: int,
+        prompt_id: int = 1,
+        recomputes: bool = False,
+        trained: ModelIdentity | None = None,
+        routes: bool = False,
     ) -> None:
         """See `HttpControl.check`. No keys and values are ever computed again."""
-        super().check(longest_tokens, prompt_id, False, trained)
+        super().check(longest_tokens, prompt_id, False, trained, routes)
 
     def check_place(self, rank: int, layers: Collection[str]) -> None:
         """Whether the server was started with a place for adapters.

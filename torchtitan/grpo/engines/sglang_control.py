@@ -55,7 +55,12 @@ class SglangControl(HttpControl):
         return self.workers
 
     def check(
-        self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False, trained: ModelIdentity | None = None
+        self,
+        longest_tokens: int,
+        prompt_id: int = 1,
+        recomputes: bool = False,
+        trained: ModelIdentity | None = None,
+        routes: bool = False,
     ) -> None:
         """See `HttpControl.check`."""
         info = self.info()
@@ -69,6 +74,11 @@ class SglangControl(HttpControl):
                 f"{self.url}: SGLang {version} cannot drop cached prefixes while answers wait for an update to end: "
                 f"start it with --disable-radix-cache, use {'.'.join(map(str, FORGETS_IN_FLIGHT))} or newer, or set "
                 "[async_grpo] recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
+            )
+        if routes and not info.get("enable_return_routed_experts"):
+            raise UserError(
+                f"{self.url}: does not tell which experts compute an answer, which [grpo] routing_replay needs: start "
+                "it with --enable-return-routed-experts"
             )
         self.world_size()
         if trained is not None:

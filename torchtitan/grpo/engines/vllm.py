@@ -30,6 +30,7 @@ class VllmClient(HttpClient):
         newest, vocab_size: See `HttpClient`.
     """
 
+    routes_hint = "start vLLM with --enable-return-routed-experts --moe-backend triton"
     route_hint = "start vLLM with --enable-scale-out (0.32 and newer)"
 
     def _reply_type(self, token_id: Any) -> Any:
@@ -42,12 +43,14 @@ class VllmClient(HttpClient):
         """See `EngineClient.generate`. Cancelling the call closes the connection, and the server drops the request."""
         deadline = asyncio.get_running_loop().time() + self.request_timeout_s
         version = self._version()
-        body = {
+        body: dict[str, Any] = {
             "request_id": request_id,
             "token_ids": prompt_ids,
             "sampling_params": _sampling_params(params),
             "cache_salt": str(version),
         }
+        if params.routes is not None:
+            body["return_routed_experts"] = True  # vLLM ignores it, and tells if it was started so
         headers = {COHORT_HEADER: f"{cohort[0]}/{cohort[1]}"} if cohort else {}
         payload = await self._post(GENERATE_ROUTE, body, request_id, deadline, headers)
         with self._reading(request_id):
@@ -55,6 +58,7 @@ class VllmClient(HttpClient):
             if [choice.index for choice in choices] != list(range(params.n)):
                 raise ValueError(f"{len(choices)} answers, {params.n} were asked, with numbers 0 to {params.n - 1}")
             completions = [_completion(choice, version) for choice in choices]
+            self._add_routes(params, prompt_ids, completions, [choice.routed_experts for choice in choices])
         self._check(
             request_id,
             version,
@@ -106,6 +110,7 @@ class _Choice(msgspec.Struct, Generic[Id]):
     token_logprobs: list[Logprob] | None = None
     finish_reason: FinishReason | None = None
     weight_versions: list[Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Reply(msgspec.Struct, Generic[Id]):

@@ -50,7 +50,12 @@ class VllmControl(HttpControl):
         return models[0]
 
     def check(
-        self, longest_tokens: int, prompt_id: int = 1, recomputes: bool = False, trained: ModelIdentity | None = None
+        self,
+        longest_tokens: int,
+        prompt_id: int = 1,
+        recomputes: bool = False,
+        trained: ModelIdentity | None = None,
+        routes: bool = False,
     ) -> None:
         self.world_size()
         model = self.model_info()
@@ -66,6 +71,18 @@ class VllmControl(HttpControl):
             logger.info("%s is paused, as an interrupted weight update leaves it", self.url)
             return
         self.check_sampling([prompt_id])
+        if routes:
+            self._check_routes(prompt_id)
+
+    def _check_routes(self, prompt_id: int) -> None:
+        phase, path = "check of routing", "/inference/v1/generate"
+        sampling = {"max_tokens": 1, "temperature": 1.0, "detokenize": False, "ignore_eos": True}
+        body = {"token_ids": [prompt_id], "return_routed_experts": True, "sampling_params": sampling}
+        if self._json("POST", path, phase, lambda said: said["choices"][0].get("routed_experts"), body=body) is None:
+            raise UserError(
+                f"{self.url}: does not tell which experts compute an answer, which [grpo] routing_replay needs: start "
+                "vLLM with --enable-return-routed-experts --moe-backend triton"
+            )
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
         params = {"mode": mode, "clear_cache": str(clear_cache).lower()}

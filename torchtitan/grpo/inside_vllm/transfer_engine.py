@@ -43,16 +43,27 @@ class UpdateInfo(receiver.UpdateInfo, WeightTransferUpdateInfo):
     pass
 
 
+_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""vLLM's stacks, and what a checkpoint has of each expert."""
+
+
 def expected_names(model: torch.nn.Module, tied: bool) -> set[str]:
     """Hugging Face names of the weights that the model is made of.
 
     vLLM fuses checkpoint tensors (q, k and v into one); `packed_modules_mapping` says which. Its reload only warns when
-    a layer received nothing, and is silent when a layer received a part. So the names are compared here.
+    a layer received nothing, and is silent when a layer received a part. So the names are compared here. Experts are
+    stacked, w1 and w3 in one; each worker counts all of them, wherever they are.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     names: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         if tied and name.startswith("lm_head."):
+            continue
+        if ".experts." in name:  # beside them it may be the router, which has a name of its own
+            layer, _, stack = name.partition(".experts.")
+            kinds = _EXPERTS.get(stack.rpartition(".")[2], ())
+            count = model.get_submodule(name.rpartition(".")[0]).global_num_experts if kinds else 0
+            names.update(f"{layer}.experts.{expert}.{kind}.weight" for expert in range(count) for kind in kinds)
             continue
         *path, module, kind = name.split(".")
         parts = fused.get(module, [module])
@@ -199,6 +210,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._repack_output()
+            self._repack_experts()
 
     def shutdown(self) -> None:
         if self._receiver is not None:
@@ -236,6 +248,19 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
         for module in self.model.modules():
             if type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)
+
+    def _repack_experts(self) -> None:
+        # On CPU the kernel of experts reads packed weights. vLLM packs them at the first load alone (0.32), and leaves
+        # what it reloads as it came: answers would be noise. They are packed in place, where compiled code finds them.
+        for module in self.model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is None:
+                continue
+            places = {name: getattr(module, name) for name in _EXPERTS}
+            kernel.fused_experts.process_weights_after_loading(module)
+            for name, place in places.items():
+                place.data.copy_(getattr(module, name).data)
+                setattr(module, name, place)
 
     def _vllm_config(self) -> AbstractContextManager:
         # Some quantisation methods read it. vLLM 0.32 sets it around these calls, 0.25 does not.

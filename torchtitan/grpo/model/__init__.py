@@ -1,7 +1,8 @@
 """The policy network: which one, its weights, its shards, and log-probabilities out of packed rows.
 
     families.py            the table of model families, and what each family's file says (`Family`)
-    qwen3, qwen2, llama3   one file per family: model class, arguments, adapter, tensor parallelism, flavours
+    qwen3, qwen3_moe, qwen2, llama3   one file per family: model class, arguments, adapter, parallelism, flavours
+    experts.py             a mixture of experts: router, experts, and experts on several ranks
     tied_embedding.py      the part of a state-dict adapter that all families share
     hf_config.py           config.json or a flavour -> family and arguments; refuses what would be computed wrongly
     source.py              `ModelSource`: family, arguments, names; loads and exports safetensors
@@ -9,6 +10,7 @@
     shards.py              names of sharded and wrapped parameters, and a rank's part of them
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
+    replay.py              routing replay: a mixture's routers use the sampler's experts
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens
     flash_attention.py     attention kernels;  logprobs.py: the loss layer without the full logits
     flops.py               FLOPs of training by the model's formula

@@ -18,11 +18,12 @@ if TYPE_CHECKING:  # these take seconds to import
     from transformers import PreTrainedConfig
 
     from torchtitan.config.job_config import Compile
-    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+    from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 
 FAMILIES: dict[str, dict[str, str]] = {
     # [model] name: {architecture in config.json: its model_type}. The first architecture is that of the flavours.
     "qwen3": {"Qwen3ForCausalLM": "qwen3"},
+    "qwen3_moe": {"Qwen3MoeForCausalLM": "qwen3_moe"},
     "qwen2": {"Qwen2ForCausalLM": "qwen2"},
     "llama3": {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"},
 }
@@ -67,8 +68,9 @@ class Family:
     Attributes:
         model_cls: Builds the model from its arguments. It has torchtitan's parts: `tok_embeddings`, `rope_cache`
             (a table with one row per position), `layers` of blocks that hold an `attention` and take
-            (hidden, rope, documents, None), `norm`, `output` and `init_weights`.
-        flavors: torchtitan's preset shapes by name, dense ones and mixtures of experts.
+            (hidden, rope, documents, None), `norm`, `output` and `init_weights`. In mixtures of experts each block has
+            a `moe` (see `experts.MoE`).
+        flavors: torchtitan's preset shapes by name.
         args_from_hf: The arguments that transformers' config describes; raises `Unsupported`.
         rope_to_hf: `rope_parameters` of the config.json that describes the arguments.
         rope_types: The `rope_type`s that `args_from_hf` reads.
@@ -77,6 +79,8 @@ class Family:
         apply_tensor_parallel: Shards the parameters of a model on a 1-D mesh, in place.
         apply_compile: Compiles each block by the `[compile]` section, in place.
         kept_operations: The operations whose results selective activation checkpointing may keep.
+        more_to_hf: What config.json has of these arguments beyond `ModelArgs`.
+        apply_expert_parallel: Shards the experts on a 1-D mesh, in place. None: a dense model.
     """
 
     model_cls: "Callable[[Any], nn.Module]"
@@ -84,10 +88,12 @@ class Family:
     args_from_hf: "Callable[[PreTrainedConfig], ModelArgs]"
     rope_to_hf: Callable[[Any], dict[str, Any]]
     rope_types: tuple[str, ...]
-    adapter_cls: "type[StateDictAdapter]"
+    adapter_cls: "type[TiedEmbedding]"
     apply_tensor_parallel: "Callable[[nn.Module, DeviceMesh], None]"
     apply_compile: "Callable[[nn.Module, Compile], None]"
     kept_operations: frozenset[Any]
+    more_to_hf: Callable[[Any], dict[str, Any]] = lambda args: {}
+    apply_expert_parallel: "Callable[[nn.Module, DeviceMesh], None] | None" = None
 
 
 def get_family(name: str) -> Family:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -12,7 +12,8 @@ class TrainingFlops:
     """FLOPs of the matrix multiplications in a forward and a backward pass. What is computed again counts once.
 
     Attributes:
-        per_token: 6 for each parameter of the layers' matrices. Frozen ones have no gradient: 4 for each of those.
+        per_token: 6 for each parameter of the layers' matrices. Frozen ones have no gradient: 4 for each of those. Of
+            experts those count that one token goes through.
         per_answer_token: The same for the output layer, which computes trained answer tokens only.
         per_square: Times L^2 it is the causal attention of a document of L tokens, all layers and heads.
     """
@@ -29,7 +30,7 @@ class TrainingFlops:
             model: A model of torchtitan's parts (see `families.Family.model_cls`); meta tensors will do.
         """
         args = model.model_args
-        matrices = sum(p.numel() * _per_parameter(p) for p in model.layers.parameters() if p.dim() == 2)
+        matrices = sum(used(p, args) * _per_parameter(p) for p in model.layers.parameters() if p.dim() >= 2)
         output = args.vocab_size * args.dim * _per_parameter(model.output.weight)
         # 12 for each position that a token attends to; under the causal mask that is half the document.
         attention = 6 * args.n_layers * args.n_heads * args.head_dim
@@ -45,6 +46,15 @@ class TrainingFlops:
         lengths = list(lengths)
         attention = self.per_square * sum(length**2 for length in lengths)
         return self.per_token * sum(lengths) + self.per_answer_token * answer_tokens + attention
+
+
+def used(parameter: nn.Parameter, args: Any) -> int:
+    """The elements that one token is multiplied by: of stacked experts those of `top_k`.
+
+    Args:
+        args: The model's arguments.
+    """
+    return parameter.numel() if parameter.dim() < 3 else parameter[0].numel() * args.moe_args.top_k
 
 
 def _per_parameter(weight: nn.Parameter) -> int:

@@ -79,8 +79,12 @@ def _architecture(raw: dict[str, Any], where: str) -> str:
     else:
         by_type = {model_type: architecture for architecture, model_type in MODEL_TYPES.items()}
         architecture = by_type.get(str(raw.get("model_type")), f"model_type {raw.get('model_type')!r}")
-    if "Moe" in architecture or "Mixtral" in architecture or raw.get("num_experts") or raw.get("num_local_experts"):
-        raise UserError(f"{where}: {architecture} is a mixture of experts: choose a dense model, one of {supported}")
+    has_experts = raw.get("num_experts") or raw.get("num_local_experts")
+    trains = architecture in MODEL_TYPES and "Moe" in architecture
+    if not trains and ("Moe" in architecture or "Mixtral" in architecture or has_experts):
+        raise UserError(
+            f"{where}: {architecture} is a mixture of experts that does not train here: choose one of {supported}"
+        )
     if architecture not in MODEL_TYPES:
         raise UserError(
             f'{where}: architecture "{architecture}" is not supported. [model] hf_assets_path must hold one of: '
@@ -127,20 +131,20 @@ def from_flavor(name: str, flavor: str) -> tuple[str, ModelArgs, dict[str, Any]]
     """Find a preset shape. Returns what `from_folder` does.
 
     Raises:
-        UserError: `name` is no family, or `flavor` no dense flavour of it.
+        UserError: `name` is no family, or `flavor` no flavour of it.
     """
     if name not in FAMILIES:
         raise UserError(
             f'[model] name = "{name}" is not known{did_you_mean(name, FAMILIES)}; choose from {", ".join(FAMILIES)}'
         )
     flavors = get_family(name).flavors
-    dense = [key for key, args in flavors.items() if not getattr(args, "moe_enabled", False)]
-    if flavor in flavors and flavor not in dense:
-        raise UserError(f'[model] flavor = "{flavor}" is a mixture of experts: choose a dense one: {", ".join(dense)}')
-    if flavor not in dense:
+    if flavor not in flavors:
+        for other in FAMILIES:
+            if flavor in get_family(other).flavors:
+                raise UserError(f'[model] flavor = "{flavor}" is a {other}, not a {name}: set [model] name = "{other}"')
         raise UserError(
-            f'[model] flavor = "{flavor}" is not a flavour of {name}{did_you_mean(flavor, dense)}; choose from '
-            f"{', '.join(dense)}, or leave it empty: config.json in hf_assets_path then decides the shape"
+            f'[model] flavor = "{flavor}" is not a flavour of {name}{did_you_mean(flavor, flavors)}; choose from '
+            f"{', '.join(flavors)}, or leave it empty: config.json in hf_assets_path then decides the shape"
         )
     args = flavors[flavor]
     architecture, model_type = next(iter(FAMILIES[name].items()))
@@ -160,6 +164,7 @@ def _to_hf(name: str, args: ModelArgs) -> dict[str, Any]:
         "max_position_embeddings": args.max_seq_len,
         "rms_norm_eps": args.norm_eps,
         "rope_parameters": get_family(name).rope_to_hf(args),
+        **get_family(name).more_to_hf(args),
         "tie_word_embeddings": args.enable_weight_tying,
         "hidden_act": "silu",
     }

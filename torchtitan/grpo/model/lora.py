@@ -64,7 +64,8 @@ def resolve_lora(lora_cfg: Any, adapter: "StateDictAdapter", block: nn.Module) -
     for theirs, ours in cast(Any, adapter).from_hf_map.items():
         match = _OF_A_BLOCK.fullmatch(theirs)
         path = (ours or "").removeprefix("layers.{}.").removesuffix(".weight")
-        if match and isinstance(modules.get(path), nn.Linear):
+        # A mixture of experts trains adapters of its attention. Router and experts stay as they are.
+        if match and isinstance(modules.get(path), nn.Linear) and not path.startswith("moe."):
             found[match[1]] = path
     wanted = list(found) if lora_cfg.target_modules == [ALL_LINEAR] else lora_cfg.target_modules
     for name in wanted:

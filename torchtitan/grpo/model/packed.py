@@ -1,4 +1,4 @@
-"""torchtitan's dense language models on packed rows: attention within each document, log-probabilities out.
+"""torchtitan's language models on packed rows: attention within each document, log-probabilities out.
 
 torchtitan 0.2.2 has no attention that trains on packed rows on a CPU. Its Qwen3 takes no positions under tensor
 parallelism, and its models return the full logits. `make_packed` changes these three things on a model of
@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.grpo.model.documents import Documents, shared_prefixes
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
+from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
+from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
 from torchtitan.grpo.policy.rows import Microbatch
 
@@ -98,7 +100,7 @@ def attention_tokens(model: nn.Module) -> float:
     """
     args = model.model_args
     # Of all ranks' shards; a tied weight counts once.
-    flops = sum(p.numel() * (6 if p.requires_grad else 4) for p in model.parameters())
+    flops = sum(used(p, args) * (6 if p.requires_grad else 4) for p in model.parameters())
     if (looked_up := model.tok_embeddings.weight) is not model.output.weight:
         flops -= looked_up.numel() * (6 if looked_up.requires_grad else 4)
     return flops / (12 * args.n_layers * args.n_heads * args.head_dim)
@@ -116,27 +118,34 @@ def _packed_forward(
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
 
-    With `predictions` also whether the target is a likeliest token, bool [answer tokens].
+    With `row.routes`, `model.agrees` is bool [answer tokens, layers] afterwards: whether a router would have chosen the
+    same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) With `predictions` also whether the
+    target is a likeliest token, bool [answer tokens].
     """
     # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
     longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
     if compile:  # and not for each number of documents either
         torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
-    tokens, positions, answer_positions = row.tokens, row.positions, row.answer_positions
+    tokens, positions, answer_positions, routes = row.tokens, row.positions, row.answer_positions, row.routes
     # Not on CUDA, where the host would wait for the tokens. Not under TP and compile, which need rows of fixed lengths.
     if tokens.device.type == "cpu" and tp_mesh is None and not compile:
-        shared = shared_prefixes(tokens, row.cu_seqlens, longest)
+        keys = tokens if routes is None else route_keys(tokens, routes)
+        shared = shared_prefixes(keys, row.cu_seqlens, longest)
         if shared is not None:
             documents, kept, index = shared
             tokens, positions, answer_positions = tokens[kept], positions[kept], index[answer_positions]
+            routes = None if routes is None else routes[kept]
     # RoPE rows are looked up here, not by the layers: torchtitan's Qwen3 cannot take positions under TP.
     rope = model.rope_cache[positions]
     hidden = model.tok_embeddings(tokens.unsqueeze(0))
     if not rope.is_complex():  # cast once, or every block keeps a copy of its own for the backward
         rope = rope.to(hidden.dtype)
+    replays = set_routes(model, routes)
     for block in model.layers.values():
         hidden = block(hidden, rope, documents, None)
+    if replays:
+        model.agrees = agreement(model)[answer_positions]
     hidden = model.norm(hidden)
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()

@@ -5,7 +5,10 @@ every matrix multiplication. The FSDP2 grouping is ours: torchtitan's `apply_fsd
 2.13, and it applies no mixed precision on one rank.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,12 +16,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.flash_attention import (
     KEPT_BY_SELECTIVE_CHECKPOINTING,
     Attention,
@@ -32,7 +35,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
-    """The run's mesh: data parallelism (sharded, replicated or both) and tensor parallelism.
+    """The run's mesh: data parallelism (sharded, replicated or both), tensor and expert parallelism.
 
     `[parallelism] data_parallel_replicate_degree` = 0 is one copy of the model here: `nodes` settles it before.
     """
@@ -43,7 +46,7 @@ def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
         cp=1,
         tp=parallelism.tensor_parallel_degree,
         pp=1,
-        ep=1,
+        ep=parallelism.expert_parallel_degree,
         etp=1,
         world_size=world_size,
     )
@@ -68,6 +71,9 @@ def build_model(
     tp_mesh = dims.get_optional_mesh("tp")
     if tp_mesh is not None:
         _apply_tensor_parallel(model, source, tp_mesh)
+    ep_mesh = dims.get_optional_mesh("ep")
+    if ep_mesh is not None and source.family.apply_expert_parallel is not None:
+        source.family.apply_expert_parallel(model, ep_mesh)
     if lora:
         add_adapters(model, lora, held)
     compiled = config.compile.enable
@@ -107,7 +113,9 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
         )
         return
 
-    # torchtitan's list of operations, without its rule that recomputes every second matrix multiplication.
+    # torchtitan's list of operations, without its rule that recomputes every second matrix multiplication, and experts.
+    kept |= {torch.ops.aten._grouped_mm.default}
+
     def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -132,21 +140,28 @@ def _attention(source: ModelSource, config: JobConfig, dims: ParallelDims, devic
 
 
 def _apply_tensor_parallel(model: nn.Module, source: ModelSource, tp_mesh: DeviceMesh) -> None:
-    args, degree = source.model_args, tp_mesh.size()
-    widths = {
-        "attention heads": args.n_heads,
-        "key/value heads": args.n_kv_heads,
-        "feed-forward width": args.hidden_dim,
-    }
-    uneven = [f"{width} {name}" for name, width in widths.items() if width % degree]
-    if uneven:
-        raise UserError(
-            f"[parallelism] tensor_parallel_degree = {degree} does not divide this model's {' and '.join(uneven)}: "
-            "choose a degree that does"
-        )
     source.family.apply_tensor_parallel(model, tp_mesh)
     if source.tied:  # sharding replaced both parameters; FSDP2 must see one
         model.output.weight = model.tok_embeddings.weight
+
+
+def _hide_hooks(module: nn.Module) -> None:
+    """Keep what FSDP2's hooks do in a module from selective checkpointing around it, which remembers each operation.
+
+    They gather the weights inside of the checkpointed region: at other places when it is recomputed.
+    """
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
 
 
 def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
@@ -163,7 +178,17 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
     )
     reshard = config.parallelism.fsdp_reshard_after_forward != "never"
     for block in model.layers.values():
+        if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
+            experts, experts_mesh = block.moe.experts, dims.get_mesh([*names[:-1], "efsdp"])
+            own = dataclasses.replace(policy, cast_forward_inputs=False)  # routing weights stay float32
+            fully_shard(experts, mesh=experts_mesh, mp_policy=own, reshard_after_forward=reshard)
+            _hide_hooks(experts)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if dims.ep_enabled:  # the host waits for numbers of rows in every block, so it cannot run ahead
+        blocks = list(model.layers.values())
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following, following.moe.experts])
+            following.set_modules_to_backward_prefetch([block, block.moe.experts])
     # The root's forward computes log-probabilities from the output weight, which must stay for the backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():

@@ -59,7 +59,7 @@ def apply_compile(model: nn.Module, config: Compile) -> None:
 
 FAMILY = Family(
     model_cls=Qwen3Model,
-    flavors=qwen3_args,
+    flavors={name: args for name, args in qwen3_args.items() if not args.moe_enabled},
     args_from_hf=args_from_hf,
     rope_to_hf=rope_to_hf,
     rope_types=("default",),

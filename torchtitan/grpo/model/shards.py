@@ -30,6 +30,23 @@ def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return full
 
 
+def fill(parameter: torch.Tensor, values: torch.Tensor, row: int | None = None) -> None:
+    """Copy this rank's shard out of the full values.
+
+    Args:
+        values: Of the parameter's shape. With `row` those of one row, [1, ...], and the others stay as they are.
+    """
+    if row is None:
+        local(parameter).copy_(shard_of(values, parameter))
+        return
+    numbers = torch.arange(parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)
+    own_rows = shard_of(numbers, parameter)
+    if own_rows.numel():
+        found = own_rows.flatten(1)[:, 0] == row
+        if found.any():
+            local(parameter)[int(found.nonzero())].copy_(shard_of(values.expand(parameter.shape), parameter)[0])
+
+
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """The full tensor, on every rank. Collective."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -19,13 +19,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import Family, ModelArgs, get_family
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder, read_json
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
-from torchtitan.grpo.model.shards import local, shard_of, whole
+from torchtitan.grpo.model.replay import route_shape
+from torchtitan.grpo.model.shards import fill, whole
+from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 from torchtitan.grpo.model_identity import ModelIdentity, identity
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +42,17 @@ class ModelSource:
         hf_config: Content of a `config.json` that describes the model to transformers and to servers.
         folder: `model.hf_assets_path`. A flavour with random weights needs none.
         lora: The adapters that are trained; None: all weights are.
+        routes: With routing replay: the shape of a sampler's routes.
     """
 
     name: str
     family: Family
     model_args: ModelArgs
-    adapter: StateDictAdapter
+    adapter: TiedEmbedding
     hf_config: dict[str, Any]
     folder: Path
     lora: Lora | None = None
+    routes: RouteShape | None = None
 
     @property
     def identity(self) -> ModelIdentity:
@@ -59,6 +63,11 @@ class ModelSource:
     def tied(self) -> bool:
         """Embedding and output are one parameter."""
         return self.model_args.enable_weight_tying
+
+    @property
+    def has_experts(self) -> bool:
+        """It is a mixture of experts."""
+        return self.family.apply_expert_parallel is not None
 
     @property
     def pad_token(self) -> int | None:
@@ -110,12 +119,51 @@ def resolve_model(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSo
     return ModelSource(name, family, args, adapter, hf_config, folder, lora)
 
 
-def resolve_and_check(model_cfg: Any, seq_len: int, lora_cfg: Any = None) -> ModelSource:
-    """`resolve_model` for a run: with `[model] weights = "hf"`, check the weights before anything is started."""
-    source = resolve_model(model_cfg, seq_len, lora_cfg)
-    if model_cfg.weights == "hf":
+def resolve_and_check(config: Any) -> ModelSource:
+    """`resolve_model` for a run, and what is checked before anything is started: parallelism, and the folder's weights
+    with `[model] weights = "hf"`."""
+    source = resolve_model(config.model, config.training.seq_len, config.lora)
+    check_degrees(source, config.parallelism)
+    if source.has_experts and config.compile.enable and config.training.mixed_precision_param == "float32":
+        raise UserError(
+            "[compile] enable = true: a mixture of experts compiles in bfloat16 only. Set [training] "
+            'mixed_precision_param = "bfloat16"'
+        )
+    if config.grpo.routing_replay:
+        source = dataclasses.replace(source, routes=route_shape(source.model_args))
+    if config.model.weights == "hf":
         check_hf_weights(source)
     return source
+
+
+def check_degrees(source: ModelSource, parallelism: Any) -> None:
+    """Check that the degrees of `[parallelism]` split this model.
+
+    Raises:
+        UserError: One does not divide what it splits, or there is nothing to split.
+    """
+    args: Any = source.model_args
+    tensor, expert = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    heads = {"attention heads": args.n_heads, "key/value heads": args.n_kv_heads}
+    if source.has_experts:
+        if tensor > 1:
+            raise UserError(
+                f"[parallelism] tensor_parallel_degree = {tensor}: a mixture of experts is not split that way here. "
+                "Set it to 1, and expert_parallel_degree if a rank cannot gather all experts of a layer"
+            )
+        widths = {"experts": (args.moe_args.num_experts, expert)}
+    else:
+        if expert > 1:
+            raise UserError(
+                f"[parallelism] expert_parallel_degree = {expert}: a {source.name} has no experts. Set it to 1"
+            )
+        widths = {name: (width, tensor) for name, width in (heads | {"feed-forward width": args.hidden_dim}).items()}
+    uneven = [f"{width} {name}" for name, (width, degree) in widths.items() if width % degree]
+    if uneven:
+        key = f"expert_parallel_degree = {expert}" if source.has_experts else f"tensor_parallel_degree = {tensor}"
+        raise UserError(
+            f"[parallelism] {key} does not divide this model's {' and '.join(uneven)}: choose a degree that does"
+        )
 
 
 def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -> None:
@@ -141,8 +189,9 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
                 for hf_name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                     if hf_name not in expected:
                         continue
+                    row = source.adapter.expert(hf_name)
                     for name, value in source.adapter.from_hf({hf_name: file.get_tensor(hf_name)}).items():
-                        local(parameters[name]).copy_(shard_of(value, parameters[name]))
+                        fill(parameters[name], value, row)
 
 
 def check_hf_weights(source: ModelSource) -> None:
@@ -246,9 +295,14 @@ def gather_hf(model: nn.Module, source: ModelSource, dtype: torch.dtype) -> dict
     Adapters are merged into its weights. Tensors are gathered one at a time.
     """
     # Every rank runs the generator, because gathering is collective; only rank 0 keeps the tensors.
-    # They are copied: a tensor gathered from uneven shards is a view of padded storage, which safetensors refuses.
-    full = {name: value.to("cpu", dtype, copy=True) for name, value in _gathered(model, source) if _is_writer()}
-    return source.adapter.to_hf(full) if _is_writer() else {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in _gathered(model, source):
+        if _is_writer():
+            # They are copied: what is gathered from uneven shards is a view of padded storage, and single experts are
+            # views of all, which safetensors refuses.
+            converted = source.adapter.to_hf({name: value.to("cpu", dtype)})
+            tensors |= {hf_name: each.clone() for hf_name, each in converted.items()}
+    return tensors
 
 
 def write_hf(

@@ -26,3 +26,7 @@ class TiedEmbedding(StateDictAdapter):
         if self.tied and "tok_embeddings.weight" in state_dict:
             state_dict["output.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
+
+    def expert(self, hf_name: str) -> int | None:
+        """Of a tensor that is stacked with others along a new first dimension: its place there. None for others."""
+        return None

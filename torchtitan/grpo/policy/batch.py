@@ -86,6 +86,7 @@ def training_samples(
             sample.loss_mask,
             servers_of(sample),
             teacher_advantages(sample, distill.coef) if distill else [],
+            sample.routes if grpo.routing_replay else None,
         )
         for (sample, advantage), weight in zip(answers, weights, strict=True)
         if weight or grpo.kl_placement == "reward"  # a sample without weight costs nothing, unless KL needs its place

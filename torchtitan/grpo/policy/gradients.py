@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.policy.losses import route_sums
 from torchtitan.grpo.policy.rows import Microbatch
 
 SMALL_MODEL = 1_000_000_000
@@ -17,6 +20,17 @@ def reduces_once(choice: str, model: nn.Module) -> bool:
     """Whether this model's gradients are reduced once a step, by `[training] reduce_gradients`."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return choice == "step" or (choice == "auto" and parameters <= SMALL_MODEL)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`. Collective.
+
+    Returns:
+        Their norm before, of the whole model on all ranks.
+    """
+    parameters = list(model.parameters())
+    by_expert = any(isinstance(p, DTensor) and "ep" in (p.device_mesh.mesh_dim_names or ()) for p in parameters)
+    return dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True, ep_enabled=by_expert)
 
 
 def accumulate_gradients(
@@ -42,6 +56,8 @@ def accumulate_gradients(
             model.set_requires_gradient_sync(last or not reduce_once)
             model.set_reshard_after_backward(last or not reduce_once)
         loss, row_sums = loss_of(index, row)
+        if row.routes is not None:
+            row_sums = row_sums | route_sums(model.agrees, row.weights)
         loss.backward()
         sums = {name: sums[name] + value if name in sums else value for name, value in row_sums.items()}
     return sums

@@ -347,6 +347,18 @@ def server_sums(
     return {"server_tokens": tokens, "server_mismatch_abs_sum": mismatch}
 
 
+def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """How often the trainer's routers would have chosen the sampler's experts: sums over the tokens with a weight.
+
+    `route_agreement_sum` has each token's share of layers that agree, `route_tokens_alike` counts those with all.
+
+    Args:
+        agrees: bool [A, layers], from `packed.make_packed`'s model.
+    """
+    agrees = agrees & (weights != 0)[:, None]
+    return {"route_agreement_sum": agrees.double().mean(1).sum(), "route_tokens_alike": agrees.all(1).sum().double()}
+
+
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:
     """-min(r A, clip(r) A); with `ratio_clip_c` (dual clip, arXiv 1912.09729) at most -c A where A < 0."""
     low, high = 1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from torchtitan.grpo.data.routes import free
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow, PackedSample
 
@@ -54,9 +56,9 @@ def pack(
         _check(i, sample, budget_tokens)
     lengths = {i: tokens for i, sample in enumerate(samples) if (tokens := sample.document_tokens)}
     rows = _assign(lengths, budget_tokens, num_ranks, pad_multiple, attention_tokens)
-    turns = len(rows) // num_ranks
+    turns, layout = len(rows) // num_ranks, _layout(samples)
     return [
-        [_build(samples, rows[turn * num_ranks + rank], pad_multiple) for turn in range(turns)]
+        [_build(samples, rows[turn * num_ranks + rank], pad_multiple, layout) for turn in range(turns)]
         for rank in range(num_ranks)
     ]
 
@@ -97,6 +99,8 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
     ):
         if len(values) != len(sample.answer_ids):
             raise ValueError(f"sample {index} has {len(values)} {name} for {len(sample.answer_ids)} answer tokens")
+    if sample.routes is not None and len(sample.routes) < sample.document_tokens:
+        raise ValueError(f"sample {index} has routes of {len(sample.routes)} positions, not {sample.document_tokens}")
     if sample.document_tokens > budget_tokens:
         raise UserError(
             f"sample {index} takes {sample.document_tokens} tokens (prompt {len(sample.prompt_ids)}, answer "
@@ -170,7 +174,7 @@ def _first_fit(order: list[int], lengths: dict[int, int], budget_tokens: int) ->
     return rows
 
 
-def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> PackedRow:
+def _build(samples: list[PackedSample], row: list[int], pad_multiple: int, layout: np.ndarray | None) -> PackedRow:
     """Lay the samples of one row end to end and pad; an empty row is `pad_multiple` tokens of padding."""
     laid = [samples[i] for i in row]
     ends = [s.trained_end for s in laid]
@@ -218,7 +222,26 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int) -> Pa
     else:
         floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
     floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
-    return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats))
+    tensors = torch.from_numpy(all_ints), torch.from_numpy(all_floats)
+    return PackedRow.from_tensors(*tensors, _routes(laid, documents, length + padding, layout))
+
+
+def _layout(samples: list[PackedSample]) -> np.ndarray | None:
+    """An empty array with the layers, top_k and dtype of the samples' routes; None if none has any."""
+    return next((s.routes[:0] for s in samples if s.routes is not None), None)
+
+
+def _routes(laid: list[PackedSample], documents: np.ndarray, total: int, layout: np.ndarray | None) -> Tensor | None:
+    """The row's routes; free where a sample has none, and on padding."""
+    if layout is None:
+        return None
+    routes = np.full((total, *layout.shape[1:]), free(layout.dtype), layout.dtype)
+    end = 0
+    for sample, length in zip(laid, documents.tolist(), strict=True):
+        start, end = end, end + length
+        if sample.routes is not None:
+            routes[start:end] = sample.routes[:length]
+    return torch.from_numpy(routes)
 
 
 def _flat(parts: Sequence[Any], dtype: np.dtype | type, length: int) -> np.ndarray:

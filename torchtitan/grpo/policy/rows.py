@@ -5,7 +5,7 @@ less that token, which predicts nothing that is trained.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -30,6 +30,8 @@ class PackedSample:
             trains all.
         servers: One per answer token, see `SamplerCheck.numbers`. Empty means zeros.
         token_advantages: One per answer token, added to `advantage`. Empty means zeros.
+        routes: The experts of each position of the document, and maybe more, see `data/routes.py`. None leaves the
+            choice to the routers.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -41,6 +43,7 @@ class PackedSample:
     loss_mask: list[bool] | np.ndarray | None = None
     servers: list[int] = field(default_factory=list)
     token_advantages: list[float] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
     @property
     def trained_end(self) -> int:
@@ -76,6 +79,8 @@ class PackedRow:
         sample_index: int64, which of the samples given to `pack`; -1 on padding.
         ages: int64, see `PackedSample`.
         advantages, weights, sampler_logprobs: float32.
+        routes: uint8 or int16 [T, layers, top_k], see `PackedSample`; all `routes.free` where the router chooses. All
+            rows of a step have them, or none has.
     """
 
     tokens: Tensor
@@ -87,14 +92,17 @@ class PackedRow:
     advantages: Tensor
     weights: Tensor
     sampler_logprobs: Tensor
+    routes: Tensor | None = None
 
     @staticmethod
-    def from_tensors(ints: Tensor, floats: Tensor) -> "PackedRow":
+    def from_tensors(ints: Tensor, floats: Tensor, routes: Tensor | None = None) -> "PackedRow":
         """Inverse of `to_tensors`."""
-        return PackedRow(**dict(zip(INT_ROWS, ints, strict=True)) | dict(zip(FLOAT_ROWS, floats, strict=True)))
+        return PackedRow(
+            **dict(zip(INT_ROWS, ints, strict=True)) | dict(zip(FLOAT_ROWS, floats, strict=True)), routes=routes
+        )
 
     def to_tensors(self) -> tuple[Tensor, Tensor]:
-        """int64 [6, T] and float32 [3, T], to be sent to another rank."""
+        """int64 [6, T] and float32 [3, T], to be sent to another rank, beside `routes`."""
         ints = torch.stack([getattr(self, name) for name in INT_ROWS])
         return ints, torch.stack([getattr(self, name) for name in FLOAT_ROWS])
 
@@ -138,7 +146,7 @@ class PackedRow:
             "answer_positions": at,
             "samples": self.samples,
             **answers,
-        }
+        } | ({"routes": self.routes} if self.routes is not None else {})
         longest = int(self.cu_seqlens.diff().max())
         device = torch.device(device)
         if device != self.tokens.device:
@@ -159,6 +167,7 @@ class Microbatch:
         sample_ids: int64 [A], nondecreasing 0..n-1.
         advantages, weights, sampler_logprobs: float32 [A].
         samples: int64 [n], which of the samples given to `pack` has sample id k.
+        routes: See `PackedRow`.
     """
 
     tokens: Tensor
@@ -174,6 +183,11 @@ class Microbatch:
     weights: Tensor
     sampler_logprobs: Tensor
     samples: Tensor
+    routes: Tensor | None = None
+
+    def without_routes(self) -> "Microbatch":
+        """The same row for a model that routes by itself, as the reference does."""
+        return self if self.routes is None else replace(self, routes=None)
 
 
 ANSWER_FIELDS = ("targets", "sample_ids", "ages", "servers", "advantages", "weights", "sampler_logprobs")
@@ -193,6 +207,6 @@ def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     source = tensors[0].device
     block = torch.empty(starts[-1], dtype=torch.uint8, device=source, pin_memory=to_cuda and source.type == "cpu")
     for tensor, span in zip(tensors, spans, strict=True):
-        block[span].copy_(tensor.contiguous().view(torch.uint8))
+        block[span].copy_(tensor.contiguous().flatten().view(torch.uint8))
     moved = block.to(device, non_blocking=to_cuda)
-    return [moved[span].view(tensor.dtype) for tensor, span in zip(tensors, spans, strict=True)]
+    return [moved[span].view(tensor.dtype).view(tensor.shape) for tensor, span in zip(tensors, spans, strict=True)]

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.config.job_config import Sft
 from torchtitan.grpo.data.samples import Document
 from torchtitan.grpo.policy.finite import FiniteSteps
-from torchtitan.grpo.policy.gradients import accumulate_gradients
+from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow, PackedSample
 
 
@@ -58,7 +57,7 @@ def supervised_step(
         Sums over this rank's rows, and the gradient norm of all ranks. Both are still on the device.
     """
     sums = accumulate_gradients(model, rows, lambda _, row: supervised_loss(model, row), reduce_once)
-    norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
+    norm = clip_gradients(model, max_norm)
     if finite_steps.allow(norm):
         step()
     return sums, norm

@@ -164,6 +164,8 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
         ("entropy", "entropy_sum"),
         ("importance_weight", "importance_sum"),
         ("importance_masked_fraction", "importance_masked_tokens"),
+        ("route_agreement", "route_agreement_sum"),
+        ("route_agreement_all_layers", "route_tokens_alike"),
     ):
         if key in sums:
             metrics[f"policy/{name}"] = sums[key] / tokens

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from torchtitan.grpo.data.routes import from_npy, to_npy
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 
 
@@ -244,6 +245,8 @@ def _sample_state(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     """An environment may have given the sample another beginning than its row's prompt."""
     state = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
     own = sample.prompt
+    if sample.routes is not None:
+        state["routes"] = to_npy(sample.routes)
     return state if own.token_ids == prompt.token_ids else state | {"began": [own.token_ids, own.text]}
 
 
@@ -251,4 +254,6 @@ def _sample(prompt: Prompt, state: dict[str, Any]) -> Sample:
     state = dict(state)
     if began := state.pop("began", None):
         prompt = replace(prompt, token_ids=began[0], text=began[1])
+    if state.get("routes"):
+        state["routes"] = from_npy(state["routes"])
     return Sample(prompt, **state)

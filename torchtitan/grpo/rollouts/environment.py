@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
@@ -117,7 +119,12 @@ class Turns:
         return self._sample.prompt.token_ids + self._sample.token_ids
 
     def sampled(self, completion: Completion) -> None:
-        """Append the model's tokens."""
+        """Append the model's tokens.
+
+        Raises:
+            UserError: The completion has routes, and did not continue `token_ids`.
+        """
+        self._route(completion)
         self._sample.servers.append((len(self._sample.token_ids), completion.server))
         self._append(completion.token_ids, completion.logprobs, completion.versions, True)
         self._sample.finish_reason = completion.finish_reason
@@ -130,6 +137,20 @@ class Turns:
     def sample(self) -> Sample:
         return self._sample
 
+    def _route(self, completion: Completion) -> None:
+        """Each position keeps the routes that came first. A token's are then those of the weights that sampled on."""
+        sample, routes = self._sample, completion.routes
+        if routes is None:
+            return
+        positions = len(sample.prompt.token_ids) + len(sample.token_ids) + len(completion.token_ids) - 1
+        if len(routes) != positions:
+            raise UserError(
+                f"[rollout] environment: an answer has the routing of {len(routes)} positions, and with it its sample "
+                f"has {positions}: [grpo] routing_replay needs each turn to continue `Turns.token_ids`"
+            )
+        known = sample.routes
+        sample.routes = routes if known is None else np.concatenate([known, routes[len(known) :]])
+
     def _append(self, token_ids: list[int], logprobs: list[float], versions: list[int], sampled: bool) -> None:
         self._sample.token_ids += token_ids
         self._sample.logprobs += logprobs
@@ -141,7 +162,7 @@ async def single_turn(client: RolloutClient, prompt: Prompt) -> list[Sample]:
     """The default: each sample is one answer."""
     completions = await client.generate(prompt.token_ids, n=client.params.n, seed=client.params.seed)
     return [
-        Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason, servers=[(0, c.server)])
+        Sample(prompt, c.token_ids, c.logprobs, c.versions, c.finish_reason, servers=[(0, c.server)], routes=c.routes)
         for c in completions
     ]
 
@@ -151,11 +172,14 @@ def rows_of(environment: Environment) -> Sequence[dict[str, Any]] | None:
     return getattr(environment, "rows", None)
 
 
-def checked(samples: list[Sample], name: str, max_tokens: int, oldest: int = -1) -> Group:
+def checked(
+    samples: list[Sample], name: str, max_tokens: int, oldest: int = -1, routes: RouteShape | None = None
+) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
     Args:
         oldest: The weight version of the server at the group's first request. -1: nothing to check.
+        routes: The shape of the samples' routes. None: they need none.
 
     Raises:
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
@@ -181,8 +205,25 @@ def checked(samples: list[Sample], name: str, max_tokens: int, oldest: int = -1)
                 f"{where}: a sample has a token of weight version {min(sample.sampled_versions)}, and its group began "
                 f"at {oldest}: return what `client.generate` answered for this prompt, with its versions"
             )
+        if routes is not None and tokens:
+            _check_routes(sample, routes, where)
         if tokens > max_tokens:
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):
                 del column[max_tokens:]
     return samples
+
+
+def _check_routes(sample: Sample, shape: RouteShape, where: str) -> None:
+    mask = sample.loss_mask
+    sampled = (
+        len(sample.token_ids) if mask is None else len(mask) - (mask[::-1].index(True) if True in mask else len(mask))
+    )
+    needed = len(sample.prompt.token_ids) + sampled - 1
+    routes = sample.routes
+    if sampled and (routes is None or len(routes) < needed or routes.shape[1:] != (shape.layers, shape.top_k)):
+        found = "no routing" if routes is None else f"routing of shape {list(routes.shape)}"
+        raise UserError(
+            f"{where}: a sample has {found}, and [grpo] routing_replay needs {needed} positions of {shape.layers} "
+            "layers: make samples with `Turns`, or pass on `Completion.routes`"
+        )

@@ -117,7 +117,7 @@ class GuardedEnvironment:
             where = getattr(error, "place", None) or place(error)
             return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
         oldest = -1 if self.is_single_turn else start.min_version()
-        return checked(samples, self.name, client.params.max_tokens, oldest)
+        return checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
 
     @contextlib.asynccontextmanager
     async def _place(self, start: GroupStart) -> AsyncIterator[None]:

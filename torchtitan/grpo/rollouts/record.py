@@ -7,6 +7,8 @@ CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay a
     teacher_logprobs                            float32, the same; only with [distill]
     answer_lengths                              tokens of each answer, int64
     prompt_ids, prompt_lengths                  the same for the prompts, each of them once
+    routes, route_lengths                       experts [positions, layers, top_k] of prompts and answers, and the
+                                                positions of each; only with [grpo] routing_replay
     about                                       JSON as bytes: rewards, texts, and which answer is of which group
 """
 
@@ -14,7 +16,7 @@ import contextlib
 import itertools
 import json
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -140,7 +142,7 @@ def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.
     number = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def described(sample: Sample) -> dict[str, Any]:
-        known = _fields(sample, but=PER_TOKEN)
+        known = _fields(sample, but=(*PER_TOKEN, "routes"))
         taught = {"taught": True} if sample.teacher_logprobs is not None else {}
         return known | {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None} | taught
 
@@ -158,7 +160,13 @@ def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.
     else:
         columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
     prompt_ids = [prompt.token_ids for prompt in prompts]
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    routed: dict[str, np.ndarray] = {}
+    if routes:
+        lengths = [0 if sample.routes is None else len(sample.routes) for sample in samples]
+        routed = {"routes": np.concatenate(routes), "route_lengths": np.array(lengths, np.int64)}
     return {
+        **routed,
         **{name: _laid(lists, PER_TOKEN[name]) for name, lists in columns.items()},
         "answer_lengths": np.array([len(ids) for ids in columns["token_ids"]], np.int64),
         "prompt_ids": _laid(prompt_ids, np.int32),
@@ -178,6 +186,12 @@ def _groups(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]
         for ids, known in zip(prompt_ids, about["prompts"], strict=True)
     ]
     names = [name for name in PER_TOKEN if name in arrays or name != "teacher_logprobs"]
+    routes: Iterator[np.ndarray | None] = itertools.repeat(None)
+    if "routes" in arrays:
+        if len(arrays["routes"]) != arrays["route_lengths"].sum():
+            raise ValueError(f"{len(arrays['routes'])} routes for {arrays['route_lengths'].sum()} positions")
+        parts = np.split(arrays["routes"], arrays["route_lengths"].cumsum()[:-1])
+        routes = iter([part if len(part) else None for part in parts])
     per_token = zip(*(_cut(arrays[name], arrays["answer_lengths"]) for name in names), strict=True)
 
     def sample(known: dict[str, Any]) -> Sample:
@@ -186,7 +200,7 @@ def _groups(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]
             values["loss_mask"] = None
         if not values.pop("taught", False):
             values["teacher_logprobs"] = None
-        return Sample(**values)
+        return Sample(**values, routes=next(routes))
 
     return [[sample(known) for known in group] for group in about["groups"]]
 

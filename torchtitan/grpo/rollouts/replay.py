@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.record import read_step, recorded_steps
@@ -39,10 +40,10 @@ class Replay:
         first, last = self._files[0][0], self._files[-1][0]
         return f"{len(self._files)} recorded steps, {first} to {last}, train steps {self.after + 1} to {self.last_step}"
 
-    def fit(self, config: JobConfig, vocab_size: int) -> None:
+    def fit(self, config: JobConfig, vocab_size: int, routes: RouteShape | None = None) -> None:
         """Hold what `take` reads against this run: its lengths, ages, temperature and vocabulary. Begin with the first
         step, before a model is built for it."""
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self._vocab_size, self._routes = config, vocab_size, routes
         self.take(self.after)
 
     def take(self, version: int) -> list[Group]:
@@ -70,7 +71,9 @@ class Replay:
         tokens = len(sample.prompt.token_ids) + len(sample.token_ids)
         age = version - min(sample.sampled_versions, default=version)
         allowed = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
-        wrong = ""
+        wrong, shape, routes = "", self._routes, sample.routes
+        if shape is None:
+            sample.routes = None
         if highest >= self._vocab_size:
             wrong = f"[model] hf_assets_path: {path} has token {highest}, and this model has {self._vocab_size} tokens"
         elif tokens > config.training.seq_len:
@@ -79,6 +82,12 @@ class Replay:
             )
         elif age > allowed:
             wrong = f"[async_grpo] max_trajectory_age_steps: {path} has a token of age {age}, and {allowed} is allowed"
+        elif (
+            shape is not None
+            and sample.token_ids
+            and (routes is None or routes.shape[1:] != (shape.layers, shape.top_k) or routes.dtype != shape.dtype)
+        ):
+            wrong = f"[grpo] routing_replay: {path} has no routing of this model"
         if wrong:
             raise UserError(f"{wrong}: use the configuration of the run that was recorded")
 

@@ -39,7 +39,7 @@ class PlannedServer:
         gpus: Indices among the visible CUDA devices; empty: the CPU.
         flags: Further flags of the engine.
         python: The Python that has the engine; "" for `engine_python`.
-        max_model_len, has_tokenizer, lora_rank, lora_layers, lora_versions: As in `ServerCommand`.
+        max_model_len, has_tokenizer, lora_rank, lora_layers, lora_versions, routes: As in `ServerCommand`.
         rollout: `embedded_*` and `api_key_env` are used. The key itself is in no command line.
     """
 
@@ -55,6 +55,7 @@ class PlannedServer:
     lora_rank: int = 0
     lora_layers: tuple[str, ...] = ALL_LINEAR
     lora_versions: int = 1
+    routes: bool = False
 
     def argv(self, port: int, folder: str = "") -> list[str]:
         """The command line; `folder` as in `ServerCommand.argv`."""
@@ -99,6 +100,7 @@ class PlannedServer:
             self.lora_rank,
             self.lora_layers,
             self.lora_versions,
+            self.routes,
         )
 
 
@@ -171,6 +173,7 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
             lora_layers=ALL_LINEAR if "all-linear" in lora.target_modules else tuple(lora.target_modules),
             # A step may train on answers that began this many versions ago, and new ones begin.
             lora_versions=1 + (ahead.max_trajectory_age_steps if ahead.enabled else 0),
+            routes=config.grpo.routing_replay,
         )
         for i in range(rollout.replicas)
     ]

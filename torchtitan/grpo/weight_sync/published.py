@@ -113,7 +113,7 @@ def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool
     """All weights of a model, in the model's order.
 
     The adapter is called with meta tensors to learn names and shapes: no weights move. A parameter that it drops (a
-    tied output layer) is not sent.
+    tied output layer) is not sent. One that it takes apart (stacked experts) is sent in these parts.
 
     Args:
         model: Parallelised model, with its optimizer made.
@@ -122,7 +122,8 @@ def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool
         tied: The model's output layer is its embedding.
 
     Raises:
-        UserError: `tied` contradicts the adapter, or one parameter becomes several tensors (mixture of experts).
+        UserError: `tied` contradicts the adapter.
+        ValueError: The adapter makes several tensors of a parameter that are not its rows.
     """
     _reshard(model)
     parameters, tensors = {}, []
@@ -131,10 +132,9 @@ def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool
         probe = torch.empty(parameter.shape, dtype=dtype, device="meta")
         converted = adapter.to_hf({name: probe})
         if len(converted) > 1:
-            raise UserError(
-                f"[model] {name} becomes {len(converted)} Hugging Face tensors: weight sync sends one per parameter, "
-                "so mixture-of-experts models are not supported"
-            )
+            parameters[name] = parameter
+            tensors += _rows(name, parameter, converted, dtype)
+            continue
         for hf_name, value in converted.items():
             parameters[name] = parameter
             rearrange = None if value is probe else functools.partial(_converted, adapter, name)
@@ -146,6 +146,18 @@ def model_weights(model: nn.Module, adapter: Any, dtype: torch.dtype, tied: bool
             f"[model] tied is {tied}, but the adapter {'gives' if sends_output else 'drops'} lm_head.weight"
         )
     return PublishedWeights(parameters, tuple(tensors))
+
+
+def _rows(
+    name: str, parameter: torch.Tensor, converted: dict[str, torch.Tensor], dtype: torch.dtype
+) -> list[PublishedTensor]:
+    """Each row of a stacked parameter as a tensor of its own, in the adapter's order, which is that of the rows."""
+    rows, shape = parameter.shape[0], parameter.shape[1:]
+    if len(converted) != rows or any(value.shape != shape for value in converted.values()):
+        raise ValueError(f"{name} {tuple(parameter.shape)} becomes {len(converted)} tensors that are not its rows")
+    boxes = [((row, 1), *whole(shape)) for row in range(rows)]
+    specs = [TensorSpec(hf_name, dtype, tuple(shape)) for hf_name in converted]
+    return [PublishedTensor(spec, name, box) for spec, box in zip(specs, boxes, strict=True)]
 
 
 def adapter_weights(model: nn.Module, adapter: Any, lora: Lora, dtype: torch.dtype, base_name: str) -> PublishedWeights:

@@ -7,6 +7,7 @@
     generator.py       continuous batching: rows join and leave between two forward passes
     scoring.py         log-probabilities of given tokens, for a trainer to which this server is a teacher
     kv_cache.py        keys and values of the running rows
+    routing.py         which experts a mixture of experts has chosen, for routing replay
     sampling.py        noise per row and position, so that seeded answers repeat in any batch
     model.py           loads the model, and takes one version's tensors into it
     sleep.py           gives its memory up while a trainer on the same device trains

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchtitan.grpo.model.lora import Lora, LoraLinear, is_adapter
@@ -27,10 +27,28 @@ def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: 
     info.check_base(Path(name).name, lambda: {weight: fingerprint(value) for weight, value in base.items()})
 
 
-def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The model's own weights by Hugging Face's names. Tied embeddings have two names here."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: parameter for name, parameter in named if not is_adapter(name)}
+def base_parameters(model: PreTrainedModel, *, twice: bool = True) -> dict[str, Tensor]:
+    """The model's own weights by the names of safetensors files. Single experts are views of the stacked ones.
+
+    Args:
+        twice: Tied embeddings have two names.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=not twice):
+        if not is_adapter(name):
+            found |= _experts(name, parameter) or {name: parameter}
+    return found
+
+
+def _experts(name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """The matrices of single experts, which transformers stacks, gate and up projections in one; {} for others."""
+    layer, _, stack = name.rpartition(".experts.")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(stack if layer else "", ())
+    return {
+        f"{layer}.experts.{expert}.{kind}.weight": matrix
+        for expert, weight in enumerate(parameter if kinds else ())
+        for kind, matrix in zip(kinds, weight.chunk(len(kinds)), strict=True)
+    }
 
 
 def fit_adapters(model: PreTrainedModel, info: AdapterInfo, names: Iterable[str]) -> dict[str, nn.Parameter]:

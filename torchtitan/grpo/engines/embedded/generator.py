@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.embedded.kv_cache import RowCache
+from torchtitan.grpo.engines.embedded.routing import RoutingRecorder
 from torchtitan.grpo.engines.embedded.sampling import noise_key, sample
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.stop_strings import Decode, ends_in_stop
@@ -26,6 +28,7 @@ class AnswerRow:
     Attributes:
         key: Key of the row's noise, see `sampling.uniform`.
         version_starts: (weight version, index of the first token that it sampled).
+        routes: If the request asks for them: the experts of consecutive positions, [positions, layers, top_k] each.
         top_logprobs: If the request asks for k of them: k (token, log-probability) pairs for each token, the sampled
             token first, then the most likely others.
     """
@@ -37,6 +40,7 @@ class AnswerRow:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    routes: list[np.ndarray] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -55,6 +59,7 @@ class Request:
     Attributes:
         top_logprobs: How many of the most likely tokens to return with each sampled token.
         flat_logprobs: Return the sampled tokens' log-probabilities as one list.
+        routes: Return the experts of its tokens.
     """
 
     request_id: str
@@ -62,6 +67,7 @@ class Request:
     params: SamplingParams
     top_logprobs: int = 0
     flat_logprobs: bool = False
+    routes: bool = False
     rows: list[AnswerRow] = field(default_factory=list)
     unfinished: int = 0
     cancelled: bool = False
@@ -112,6 +118,7 @@ class Generator:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
         self.cache_tokens = cache_bytes // token_bytes
+        self.routing = RoutingRecorder(model)
         self._cache = RowCache(config.num_hidden_layers)
         self._running: list[AnswerRow] = []  # running[r] is row r of the cache
         self._waiting: deque[AnswerRow] = deque()
@@ -227,7 +234,15 @@ class Generator:
         self._cache.reserve(len(self._running) + len(batch), width + 1, keep=bool(self._running))
         self._cache.prefill(len(self._running), source_rows)
         mask = self._mask(columns[None, :] <= columns[:, None])[None, None]
+        self.routing.wanted = any(row.request.routes for row in batch)
         hidden = self._forward(tokens, columns.expand(len(inputs), -1), mask)  # [prompts, width, D]
+        if self.routing.wanted:
+            chosen = self.routing.take(len(inputs), width)
+            for row, source in zip(batch, sources, strict=True):
+                if not row.request.routes:
+                    continue
+                # Positions that older weights have computed keep their experts.
+                row.routes.append(chosen[source, sum(map(len, row.routes)) : row.tokens])
         hidden = hidden[torch.arange(len(inputs), device=device), last]
         logits = self.model.get_output_embeddings()(hidden)[source_rows]  # [rows, V]
         first = len(self._running)
@@ -245,7 +260,12 @@ class Generator:
         self._cache.decode(positions.squeeze(1), width)
         columns = torch.arange(width, device=device)
         mask = self._mask(columns[None, :] <= positions)[:, None, None]  # [R, 1, 1, width]
+        self.routing.wanted = any(row.request.routes for row in self._running)
         hidden = self._forward(tokens, positions, mask)  # [R, 1, D]
+        if self.routing.wanted:
+            for row, chosen in zip(self._running, self.routing.take(len(self._running)), strict=True):
+                if row.request.routes:
+                    row.routes.append(chosen[None])
         return self._sample(self.model.get_output_embeddings()(hidden[:, 0]), 0)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -69,18 +69,18 @@ class ModelUpdate:
 
     def __init__(self, model: PreTrainedModel, adapter: AdapterInfo | None = None, names: Sequence[str] = ()) -> None:
         self._model, self._adapter, self._names = model, adapter, names
-        self._targets: dict[str, torch.nn.Parameter] = {}
+        self._targets: dict[str, torch.Tensor] = {}
         self._missing: set[str] = set()
 
     def begin(self) -> None:
         """Make place for what comes: adapters as the trainer has them, or none."""
         if self._adapter is not None:
-            self._targets = fit_adapters(self._model, self._adapter, self._names)
+            self._targets = dict(fit_adapters(self._model, self._adapter, self._names))
             self._missing = set(self._targets)
             return
         remove_adapters(self._model)
         self._targets = base_parameters(self._model)  # of two names of a tied embedding, either one fills it
-        self._missing = {name for name, _ in self._model.named_parameters()}
+        self._missing = set(base_parameters(self._model, twice=False))
 
     @torch.no_grad()
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from torchtitan.grpo.data.routes import to_npy
 from torchtitan.grpo.engines.embedded.adapters import check_adapters
 from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
@@ -194,7 +196,10 @@ class EmbeddedApp:
         except ValueError as error:
             raise BadRequest(str(error)) from error
         request_id = str(body.get("request_id") or uuid.uuid4().hex)
-        return Request(request_id, token_ids, params, top_logprobs, flat_logprobs and not top_logprobs)
+        routes = bool(body.get("return_routed_experts"))
+        if routes and self.generator.routing.shape is None:
+            raise BadRequest("return_routed_experts: the model has no experts")
+        return Request(request_id, token_ids, params, top_logprobs, flat_logprobs and not top_logprobs, routes)
 
     async def completions(self, http: web.Request) -> web.Response:
         """Scores given tokens and completes nothing. The temperature is that of vLLM's pull request 37082."""
@@ -414,6 +419,7 @@ def _choice(index: int, row: AnswerRow) -> dict:
         if row.token_ids
         else [],
         **_logprobs(row),
+        **({"routed_experts": to_npy(np.concatenate(row.routes))} if row.request.routes and row.routes else {}),
     }
 
 

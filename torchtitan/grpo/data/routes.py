@@ -1,0 +1,123 @@
+"""Which experts computed a token: the routing of a mixture of experts, for routing replay (R3, arXiv 2510.11370).
+
+Routes are an array [positions, layers, top_k] of expert numbers. A server has computed every token of prompt and answer
+but the last, so there is one position less than tokens. These are the positions of a packed document.
+"""
+
+import ast
+import base64
+import io
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_HEADER_BYTES = 12 + (1 << 16)
+_INTEGERS = ("|u1", "<u2", "<i2", "<i4", "<i8")
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What routes of one model look like.
+
+    Attributes:
+        layers: Layers that have experts.
+        top_k: Experts of a token.
+        experts: Of a layer.
+    """
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """uint8 for up to 255 experts, else int16. Its largest value is no expert, see `free`."""
+        return np.dtype(np.uint8 if self.experts < 256 else np.int16)
+
+    def from_npy(self, text: str, positions: int) -> np.ndarray:
+        """Routes from a base64 .npy file, as vLLM and the embedded server send them.
+
+        Raises:
+            ValueError: They cannot be routes of that many positions of this model.
+        """
+        return self.checked(_read_npy(base64.b64decode(text, validate=True)), positions)
+
+    def from_int32(self, text: str, positions: int) -> np.ndarray:
+        """Routes from base64 int32 numbers without a shape, as SGLang sends them. Raises ValueError as `from_npy`."""
+        values = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+        of_position = self.layers * self.top_k
+        if values.size != positions * of_position:
+            raise ValueError(
+                f"routed_experts has {values.size} numbers, {positions} positions of {of_position} are due"
+            )
+        return self.checked(values.reshape(positions, self.layers, self.top_k), positions)
+
+    def checked(self, routes: np.ndarray, positions: int) -> np.ndarray:
+        """The routes in `dtype`.
+
+        Raises:
+            ValueError: Their shape is another, a number is no expert's, or a token has an expert twice. So it has if
+                the server's kernel chose experts without telling: all numbers are 0 then.
+        """
+        if routes.shape != (positions, self.layers, self.top_k):
+            raise ValueError(
+                f"routed_experts has shape {list(routes.shape)}, this model's {positions} positions have "
+                f"{[positions, self.layers, self.top_k]}"
+            )
+        if routes.size and not 0 <= int(routes.min()) <= int(routes.max()) < self.experts:
+            raise ValueError(
+                f"routed_experts has experts {int(routes.min())} to {int(routes.max())}, the model has 0 to "
+                f"{self.experts - 1}"
+            )
+        routes = routes.astype(self.dtype)
+        twice: np.ndarray = np.zeros(positions, bool)
+        for i, j in itertools.combinations(range(self.top_k), 2):  # three times as fast as sorting
+            twice |= (routes[..., i] == routes[..., j]).any(1)
+        if twice.any():
+            raise ValueError(
+                f"routed_experts names an expert twice at position {int(twice.argmax())}: the server did not record "
+                "what its kernel chose (vLLM: --moe-backend triton)"
+            )
+        return routes
+
+
+def free(dtype: np.dtype | type) -> int:
+    """The number that stands for no expert in routes of this dtype: the router chooses by itself there."""
+    return int(np.iinfo(dtype).max)
+
+
+def to_npy(routes: np.ndarray) -> str:
+    """Routes as text: a base64 .npy file."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(routes), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def from_npy(text: str) -> np.ndarray:
+    """The reverse of `to_npy`."""
+    return _read_npy(base64.b64decode(text)).copy()
+
+
+def _read_npy(data: bytes) -> np.ndarray:
+    """A .npy file of integers. numpy's own reader allocates whatever a header asks for, before it reads on."""
+    if data[:6] != b"\x93NUMPY" or data[6:7] not in (b"\x01", b"\x02"):
+        raise ValueError("routed_experts is no .npy file")
+    size_bytes = 2 if data[6] == 1 else 4
+    start = 8 + size_bytes
+    end = start + int.from_bytes(data[8:start], "little")
+    if end > min(len(data), _HEADER_BYTES):
+        raise ValueError("routed_experts is a torn .npy file")
+    try:
+        header: Any = ast.literal_eval(data[start:end].decode("latin1").strip())
+        shape, dtype = tuple(map(int, header["shape"])), header["descr"]
+        is_fortran = header["fortran_order"]
+    except (SyntaxError, LookupError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"routed_experts has a .npy header that cannot be read: {error}") from error
+    if dtype not in _INTEGERS or is_fortran:
+        raise ValueError(f"routed_experts is an array of {str(dtype)[:20]!r}, not of integers in C order")
+    values = np.frombuffer(data, dtype, offset=end)
+    if any(n < 0 for n in shape) or values.size != int(np.prod(shape, dtype=object)):
+        raise ValueError(f"routed_experts has {values.size} numbers and shape {list(shape)[:8]}")
+    return values.reshape(shape)

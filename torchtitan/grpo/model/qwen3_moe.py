@@ -1,0 +1,142 @@
+"""Qwen3, mixtures of experts: torchtitan's model with the computation of `experts`."""
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig
+
+from torchtitan.config.job_config import Compile
+from torchtitan.grpo.model.experts import MoE, apply_expert_parallel
+from torchtitan.grpo.model.families import Family, Unsupported
+from torchtitan.grpo.model.qwen3 import Qwen3Adapter, rope_to_hf
+from torchtitan.grpo.model.qwen3 import args_from_hf as dense_args
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, qwen3_args
+from torchtitan.models.qwen3.infra import parallelize
+
+_STACKED = ".moe.experts."
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+class Qwen3Moe(Qwen3Model):
+    """torchtitan's model. Every block has experts, and they have no bias that balances their load."""
+
+    def __init__(self, model_args: Qwen3ModelArgs) -> None:
+        super().__init__(model_args)
+        for block in self.layers.values():
+            block.moe = MoE(model_args.moe_args, model_args.dim, model_args.moe_inter_dim)
+
+
+class Qwen3MoeAdapter(Qwen3Adapter):
+    """Experts are stacked in torchtitan, and single tensors in files. Takes some of a layer's experts, too."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Views of the stacked experts; every other tensor as it is."""
+        result = super().to_hf({name: value for name, value in state_dict.items() if _STACKED not in name})
+        for name, value in state_dict.items():
+            if _STACKED in name:
+                layer, matrix = name.split(".")[1], next(k for k, v in _MATRICES.items() if name.endswith(v))
+                for expert, weight in enumerate(value.unbind(0)):
+                    result[f"model.layers.{layer}.mlp.experts.{expert}.{matrix}_proj.weight"] = weight
+        return result
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Stacks those experts of a layer that are there."""
+        stacks: dict[str, dict[int, torch.Tensor]] = {}
+        others = {}
+        for name, value in hf_state_dict.items():
+            if match := _EXPERT.fullmatch(name):
+                stack = f"layers.{match[1]}{_STACKED}{_MATRICES[match[3]]}"
+                stacks.setdefault(stack, {})[int(match[2])] = value
+            else:
+                others[name] = value
+        stacked = {name: torch.stack([value for _, value in sorted(stack.items())]) for name, stack in stacks.items()}
+        return super().from_hf(others) | stacked
+
+    def expert(self, hf_name: str) -> int | None:
+        match = _EXPERT.fullmatch(hf_name)
+        return int(match[2]) if match else None
+
+
+def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
+    """torchtitan's arguments for the shape that `config` describes.
+
+    Raises:
+        Unsupported: Some blocks are dense, tokens choose more experts than there are, or widths are odd.
+    """
+    if config.mlp_only_layers:
+        raise Unsupported("mlp_only_layers", config.mlp_only_layers, "every block must have experts")
+    if config.decoder_sparse_step != 1:
+        raise Unsupported("decoder_sparse_step", config.decoder_sparse_step, "every block must have experts")
+    if not 1 <= config.num_experts_per_tok <= config.num_experts:
+        why = f"a token is computed by 1 or more of the {config.num_experts} experts"
+        raise Unsupported("num_experts_per_tok", config.num_experts_per_tok, why)
+    for field in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, field) % 8:
+            raise Unsupported(field, getattr(config, field), "experts are computed 16 bytes at a time: a multiple of 8")
+    experts = MoEArgs(
+        num_experts=config.num_experts,
+        num_shared_experts=0,
+        top_k=config.num_experts_per_tok,
+        score_func="softmax",
+        route_norm=config.norm_topk_prob,
+        score_before_experts=False,
+        load_balance_coeff=None,
+    )
+    return dataclasses.replace(
+        dense_args(config), moe_enabled=True, moe_inter_dim=config.moe_intermediate_size, moe_args=experts
+    )
+
+
+def more_to_hf(args: Qwen3ModelArgs) -> dict[str, Any]:
+    """The experts' shape as config.json has it."""
+    return {
+        "num_experts": args.moe_args.num_experts,
+        "num_experts_per_tok": args.moe_args.top_k,
+        "moe_intermediate_size": args.moe_inter_dim,
+        "norm_topk_prob": args.moe_args.route_norm,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    raise NotImplementedError("refused by parallelize")
+
+
+def apply_compile(model: nn.Module, config: Compile) -> None:
+    """Each block as one graph. With expert parallelism the host reads numbers of rows, so its experts are not part."""
+    # A replaying router notes whether it agrees. Recomputation need not note it again.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for name, block in model.layers.named_children():
+        if block.moe.ep_mesh is None:
+            model.layers.register_module(name, torch.compile(block, backend=config.backend, fullgraph=True))
+            continue
+        for part in ("attention", "attention_norm", "ffn_norm"):
+            setattr(block, part, torch.compile(getattr(block, part), backend=config.backend, fullgraph=True))
+        experts = block.moe.experts  # how many rows they get changes with each step
+        experts.gated = torch.compile(experts.gated, backend=config.backend, fullgraph=True, dynamic=True)
+
+
+FAMILY = Family(
+    model_cls=Qwen3Moe,
+    flavors={
+        name: dataclasses.replace(args, moe_args=dataclasses.replace(args.moe_args, load_balance_coeff=None))
+        for name, args in qwen3_args.items()
+        if args.moe_enabled
+    },
+    args_from_hf=args_from_hf,
+    rope_to_hf=rope_to_hf,
+    rope_types=("default",),
+    adapter_cls=Qwen3MoeAdapter,
+    apply_tensor_parallel=apply_tensor_parallel,
+    apply_compile=apply_compile,
+    kept_operations=frozenset(parallelize._op_sac_save_list),
+    more_to_hf=more_to_hf,
+    apply_expert_parallel=apply_expert_parallel,
+)
