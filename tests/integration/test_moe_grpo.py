@@ -24,28 +24,27 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_servers_answer_as_the_trainer_does_and_a_resumed_run_is_the_same(folder, tmp_path):
-    def run(name: str, steps: int, **others: str | None) -> list[dict]:
-        flags = {
-            "model.weights": "hf",
-            "model.hf_assets_path": str(folder),
-            "rollout.urls": url,
-            "parallelism.expert_parallel_degree": "2",
-            "optimizer.lr": "3e-3",
-            "lr_scheduler.warmup_steps": "0",
-            "lr_scheduler.decay_ratio": "0",
-            "grpo.kl_coef": "0.01",
-            "sft.steps": "0",
-            "checkpoint.interval": "2",
-            "validation.enable": "false",
-            "training.steps": str(steps),
-        }
-        return train(tmp_path / name, {f"--{key}": value for key, value in (flags | others).items()}, ranks=2)
+FLAGS = {
+    "model.weights": "hf",
+    "lr_scheduler.warmup_steps": "0",
+    "lr_scheduler.decay_ratio": "0",
+    "grpo.kl_coef": "0.01",
+    "sft.steps": "0",
+    "validation.enable": "false",
+}
 
+
+def run(folder: Path, dump: Path, url: str, ranks: int, **others: str | None) -> list[dict]:
+    flags = FLAGS | {"model.hf_assets_path": str(folder), "rollout.urls": url} | others
+    return train(dump, {f"--{key}": value for key, value in flags.items()}, ranks)
+
+
+def test_servers_answer_as_the_trainer_does_and_a_resumed_run_is_the_same(folder, tmp_path):
+    keys = {"parallelism.expert_parallel_degree": "2", "optimizer.lr": "3e-3", "checkpoint.interval": "2"}
     with embedded_server(folder, tmp_path / "server.log") as url:
-        whole = run("whole", 3)
-        run("cut", 2)
-        cut = run("cut", 3, **{"checkpoint.resume": "auto"})
+        whole = run(folder, tmp_path / "whole", url, 2, **keys, **{"training.steps": "3"})
+        run(folder, tmp_path / "cut", url, 2, **keys, **{"training.steps": "2"})
+        cut = run(folder, tmp_path / "cut", url, 2, **keys, **{"training.steps": "3", "checkpoint.resume": "auto"})
     assert all(line["policy/mismatch_abs"] < 1e-4 for line in whole), "the server has the trainer's experts"
     assert whole[-1]["policy/kl"] > 1e-5, "the policy has moved"
     assert without_checkpoint(cut[-1]) == without_checkpoint(whole[-1])
@@ -57,6 +56,14 @@ def test_servers_answer_as_the_trainer_does_and_a_resumed_run_is_the_same(folder
     assert all(torch.equal(value, exported[1][name]) for name, value in exported[0].items())
     start = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all((value != start[name]).any() for name, value in exported[0].items() if ".experts." in name)
+
+
+def test_adapters_of_the_attention(folder, tmp_path):
+    keys = {"lora.enable": None, "optimizer.lr": "3e-2", "training.steps": "2", "checkpoint.enable": "false"}
+    with embedded_server(folder, tmp_path / "server.log") as url:
+        lines = run(folder, tmp_path / "run", url, 1, **keys)
+    assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
+    assert lines[0]["policy/kl"] == 0 and lines[1]["policy/kl"] > 1e-5, "the reference is the base"
 
 
 def without_checkpoint(line: dict) -> dict:
