@@ -112,6 +112,23 @@ def test_a_server_that_is_killed_comes_back_at_its_address_and_its_workers_do_no
     assert processes_of(tmp_path) == [] and not (tmp_path / "urls.txt").exists()
 
 
+def test_a_server_that_ends_while_others_use_its_memory_starts_when_they_are_done(supervise, tmp_path):
+    keeps = supervise("plain")
+    keeps.wait_healthy()
+    keeps.may_restart.clear()
+    os.kill(server_pids(tmp_path)[0], signal.SIGKILL)
+    until("noticed", lambda: keeps.states[0].ends)
+    time.sleep(0.6)  # the pause is 0.1 s here
+    assert keeps.restarts == 0 and keeps.may_return(keeps.urls[0], 0.0)
+    keeps.may_restart.set()
+    keeps.wait_healthy()
+    keeps.may_restart.clear()
+    os.kill(server_pids(tmp_path)[0], signal.SIGKILL)
+    until("noticed again", lambda: keeps.states[0].ends == 2)
+    keeps.close()
+    assert not any(thread.name == "server 0" for thread in threading.enumerate())
+
+
 def test_a_guard_that_is_killed_leaves_no_server_behind(supervise, tmp_path):
     keeps = supervise("plain")
     keeps.wait_healthy()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.embedded_servers import ServerThread
+from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.version_names import own_run
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
@@ -22,7 +23,7 @@ INFO = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "verify": True
 
 @pytest.fixture
 def server() -> Iterator[ServerThread]:
-    server = ServerThread(0)
+    server = ServerThread(0, takes_weights=True)
     yield server
     server.close()
 
@@ -65,3 +66,18 @@ def test_connections_leave_no_threads_and_no_descriptors(link: ServerLink, attem
             time.sleep(0.05)
     finally:
         gc.enable()
+
+
+def test_a_server_that_fell_asleep_without_a_reply_is_woken(server: ServerThread, link: ServerLink):
+    """Its weights are gone. What an update wrote to them would go nowhere."""
+    link.control.timeout_s = 1e-3
+    with pytest.raises(EngineError):
+        link.control.sleep()
+    link.control.timeout_s = 60.0
+    VllmControl(server.url, None, 60.0).sleep()
+    weights = list(server.generator.model.parameters())
+    assert not any(weight.numel() for weight in weights)
+    link.stop(1)
+    assert all(weight.isnan().all() and weight.numel() for weight in weights)
+    with pytest.raises(EngineError, match="a weight update failed or is not finished"):
+        link.control.resume()

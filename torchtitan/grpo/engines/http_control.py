@@ -54,7 +54,7 @@ class HttpControl:
     sampling_hint = ""
     """What to change if log-probabilities are not those of the sampled distribution."""
     asleep = False
-    """The server has no weights, keys and values now, since it was told to sleep."""
+    """The server may have no weights, keys and values now, since it was told to sleep."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
         self.url = url.rstrip("/")

@@ -92,8 +92,8 @@ class VllmControl(HttpControl):
         self._call("POST", "/resume", "resume")
 
     def sleep(self) -> None:
+        self.asleep = True  # if no reply comes, it may be. To wake up a server that is not asleep has no effect
         self._call("POST", "/sleep", "sleep", params={"level": "2", "mode": "wait"})
-        self.asleep = True
 
     def wake_up(self, what: Literal["weights", "kv_cache"]) -> None:
         """Have it take the memory again, which then holds anything. It is awake when it has both."""

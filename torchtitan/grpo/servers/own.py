@@ -123,10 +123,13 @@ class OwnServers:
     def sleep(self) -> None:
         """With `[rollout] sleep_while_training`: the trainer needs the server's memory. For rank 0.
 
-        A server that does not sleep is suspected. The update that follows wakes it up (`link.ServerLink`).
+        A server that does not sleep is suspected. The update that follows wakes it up (`link.ServerLink`). One that
+        dies meanwhile starts again when the trainer has made room.
         """
         if self._fleet is None or not self._config.rollout.sleep_while_training:
             return
+        if isinstance(self._kept, Supervisor):
+            self._kept.may_restart.clear()
         for server in self._fleet.servers:
             if not server.lost:
                 try:
@@ -143,6 +146,8 @@ class OwnServers:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._hold_trainer(self._config.rollout.memory_share)
+        if isinstance(self._kept, Supervisor):
+            self._kept.may_restart.set()
 
     def _hold_trainer(self, server_share: float) -> None:
         """Hold torch's allocator to what the server's share of the GPU leaves."""

@@ -128,6 +128,9 @@ class Supervisor(Keeper):
         """How often servers were started again."""
         self.on_end: Callable[[str, str], None] = lambda url, why: None
         """Called in a thread with a server's address and reason as soon as it has ended."""
+        self.may_restart = threading.Event()
+        """While it is not set, a server that has ended waits. Others use the memory that it would take."""
+        self.may_restart.set()
         self.closing = threading.Event()
         self.changed = threading.Condition()
         self._servers = [_Server(self, launch, folder / f"{launch.name}.log") for launch in launches]
@@ -272,6 +275,9 @@ class _Server(threading.Thread):
             )
             if closing.wait(pause_s):
                 return
+            while not self._supervisor.may_restart.wait(_AGAIN_S):
+                if closing.is_set():
+                    return
             with self._supervisor.changed:
                 self.restarts += 1
                 self._supervisor.restarts += 1
