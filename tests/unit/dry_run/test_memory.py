@@ -26,6 +26,7 @@ from torchtitan.grpo.config.load import load_config, take_dry_run
 from torchtitan.grpo.config.target import Target, find_target
 from torchtitan.grpo.dry_run.describe import describe, memory_lines
 from torchtitan.grpo.dry_run.memory import BlockActivations, block_activations, kept_activations, memory_bytes
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model import logprobs, packed, parallelize
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy import gradients
@@ -522,6 +523,15 @@ def test_a_dry_run_needs_config_json_alone_and_counts_the_disk(tmp_path):
     ]
     assert lines[disk + 2].split()[1:] == ["at", "most", "3", "at", "once", f"{3 * each:.1f}", "MiB"]
     assert any(line.endswith("%: it fits") for line in lines) and "Only config.json" in lines[-1]
+
+
+def test_a_dry_run_refuses_experts_that_a_run_could_not_compile(tmp_path):
+    Qwen3MoeConfig(num_experts=8, mlp_only_layers=[]).save_pretrained(tmp_path)
+    compiles = ["--compile.enable", "--training.mixed_precision_param"]
+    flags = ["--model.hf_assets_path", str(tmp_path), "--model.weights", "random", *SHORT, *compiles]
+    memory_bytes(load_config([*flags, "bfloat16"], dry_run="h200"), 1)
+    with pytest.raises(UserError, match="a mixture of experts compiles in bfloat16 only"):
+        memory_bytes(load_config([*flags, "float32"], dry_run="h200"), 1)
 
 
 def test_the_target_is_taken_out_of_the_command_line():

@@ -191,10 +191,11 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     """
     from torchtitan.grpo.model.flops import used
     from torchtitan.grpo.model.replay import route_shape
-    from torchtitan.grpo.model.source import check_degrees, resolve_model
+    from torchtitan.grpo.model.source import check_compiles, check_degrees, resolve_model
 
     source = resolve_model(config.model, config.training.seq_len, config.lora)
     check_degrees(source, config.parallelism)
+    check_compiles(source, config)
     if config.grpo.routing_replay:
         route_shape(source.model_args)
     with torch.device("meta"):

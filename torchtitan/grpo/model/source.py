@@ -124,16 +124,21 @@ def resolve_and_check(config: Any) -> ModelSource:
     with `[model] weights = "hf"`."""
     source = resolve_model(config.model, config.training.seq_len, config.lora)
     check_degrees(source, config.parallelism)
-    if source.has_experts and config.compile.enable and config.training.mixed_precision_param == "float32":
-        raise UserError(
-            "[compile] enable = true: a mixture of experts compiles in bfloat16 only. Set [training] "
-            'mixed_precision_param = "bfloat16"'
-        )
+    check_compiles(source, config)
     if config.grpo.routing_replay:
         source = dataclasses.replace(source, routes=route_shape(source.model_args))
     if config.model.weights == "hf":
         check_hf_weights(source)
     return source
+
+
+def check_compiles(source: ModelSource, config: Any) -> None:
+    """Raises a UserError if `[compile]` has no kernels for this model's experts."""
+    if source.has_experts and config.compile.enable and config.training.mixed_precision_param == "float32":
+        raise UserError(
+            "[compile] enable = true: a mixture of experts compiles in bfloat16 only. Set [training] "
+            'mixed_precision_param = "bfloat16"'
+        )
 
 
 def check_degrees(source: ModelSource, parallelism: Any) -> None:
