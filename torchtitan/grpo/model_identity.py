@@ -58,7 +58,9 @@ def identity(name: str, config: Any) -> ModelIdentity:
     Args:
         config: The content of a config.json, or transformers' object for it.
     """
-    entries = config if isinstance(config, dict) else vars(config)
+    entries = dict(config if isinstance(config, dict) else vars(config))
+    if "num_local_experts" in entries:  # transformers' name for it; a file may have either
+        entries.setdefault("num_experts", entries["num_local_experts"])
     found = {field: entries.get(field, getattr(config, field, None)) for field in ("architectures", *FIELDS)}
     return ModelIdentity(name, {field: value for field, value in found.items() if value is not None})
 

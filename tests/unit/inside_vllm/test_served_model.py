@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pydantic
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from torchtitan.grpo.inside_vllm import served_model
 from torchtitan.grpo.model_identity import KEY, identity, identity_of_folder
@@ -55,3 +55,11 @@ def test_only_what_both_know_is_compared(tmp_path):
     assert ours.differing(identity("none", {})) == []
     (tmp_path / "config.json").write_text("[")
     assert identity_of_folder(str(tmp_path)).config == identity_of_folder("/no/such").config == {}
+
+
+def test_the_number_of_experts_is_known_by_either_name():
+    """transformers writes `num_local_experts`; the folders of Qwen have `num_experts`."""
+    config = Qwen3MoeConfig(num_experts=6)
+    for entries in (config, config.to_dict(), {"num_experts": 6}, {"num_local_experts": 6}):
+        assert identity("m", entries).config["num_experts"] == 6
+    assert identity("m", {"num_experts": 8}).differing(identity("m", config.to_dict())) == ["num_experts"]
