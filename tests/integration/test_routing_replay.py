@@ -207,7 +207,8 @@ def test_turns_join_the_routes_of_their_answers(ends):
         PROMPT, sample.token_ids, 1.0, 1.0, sample.logprobs, loss_mask=sample.loss_mask, routes=sample.routes
     )
     assert mismatch(ends.trainer, microbatches([packed], 256, 1)[0][0]) < 0.05
-    for routes in (None, sample.routes[:-10], sample.routes[:, :2]):
+    known = sample.routes
+    for routes in (None, known[:-10], known[:, :2], known.tolist(), known.astype(float)):
         with pytest.raises(UserError, match=r"'e': a sample has .*routing.* needs .* positions of 3 layers"):
             checked([replace(sample, routes=routes)], "e", 99, routes=ROUTES)
     with pytest.raises(UserError, match=r"needs each turn to continue `Turns\.token_ids`"):

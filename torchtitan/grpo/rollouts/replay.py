@@ -84,7 +84,7 @@ class Replay:
             wrong = f"[async_grpo] max_trajectory_age_steps: {path} has a token of age {age}, and {allowed} is allowed"
         elif (
             shape is not None
-            and sample.token_ids
+            and sample.sampled_tokens
             and (routes is None or routes.shape[1:] != (shape.layers, shape.top_k) or routes.dtype != shape.dtype)
         ):
             wrong = f"[grpo] routing_replay: {path} has no routing of this model"
