@@ -224,8 +224,9 @@ def _check_routes(sample: Sample, shape: RouteShape, where: str) -> None:
     if not isinstance(routes, np.ndarray) or routes.dtype != shape.dtype:
         fits, found = False, "no routing" if routes is None else f"routing that is no array of {shape.dtype}"
     else:
-        fits, found = routes.shape[1:] == (shape.layers, shape.top_k), f"routing of shape {list(routes.shape)}"
-    if sampled and not (fits and len(routes) >= needed):
+        fits = len(routes) >= needed and routes.shape[1:] == (shape.layers, shape.top_k)
+        found = f"routing of shape {list(routes.shape)}"
+    if sampled and not fits:
         raise UserError(
             f"{where}: a sample has {found}, and [grpo] routing_replay needs {needed} positions of {shape.layers} "
             "layers: make samples with `Turns`, or pass on `Completion.routes`"
