@@ -63,11 +63,14 @@ def save_tiny_qwen3(folder: Path, *, vocab_size: int = 512, seed: int = 0, tied:
 
 
 def save_tiny_qwen3_moe(folder: Path, *, hidden_size: int = 64, seed: int = 0, tied: bool = False) -> Path:
-    """Write a random 2-layer Qwen3 mixture of experts (float32), of which vLLM's CPU kernels want even sizes."""
+    """Write a random 2-layer Qwen3 mixture of experts (float32), of which vLLM's CPU kernels want even sizes.
+
+    Each token goes through all experts: if it chose some, rounding would decide near ties, and engines would differ.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    experts = dict(num_experts=8, num_experts_per_tok=8, moe_intermediate_size=64, norm_topk_prob=True)
     config = Qwen3MoeConfig(
         **TINY, **experts, hidden_size=hidden_size, head_dim=32, vocab_size=512, tie_word_embeddings=tied
     )
