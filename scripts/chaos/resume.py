@@ -20,20 +20,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
 from chaos.aimed import Aim
 from chaos.parallel import in_processes
 from chaos.processes import GONE_S, TINY, Broken, Flags, Server, Trainer, metric_lines
 from chaos.report import Row, row
-from tests.helpers.trainer_runs import without_times
+from chaos.same_run import check_bits, check_prompts
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 
 STEPS, INTERVAL, PROMPTS, SAMPLES, MAX_AGE = 8, 2, 4, 4, 2
+CHECKPOINTS = range(INTERVAL, STEPS + 1, INTERVAL)
+"""Their steps."""
 SFT_PROMPTS = 2 * 16
 FLAGS: Flags = {
     "--job.config_file": "train_configs/quickstart.toml",
@@ -378,7 +375,7 @@ class Campaign:
         """Whether a second run without faults has the bits of the first."""
         again = self.folder / "again"
         self._finish(again)
-        self._compare_prompts(again)
+        check_prompts(again, self.whole, CHECKPOINTS)
         try:
             self._compare(again, set())
             self.notes.append("two runs without faults agreed to the last bit")
@@ -395,52 +392,9 @@ class Campaign:
             self._check_ledger(run)
             return
         if not self.exact:
-            self._compare_prompts(run)
+            check_prompts(run, self.whole, CHECKPOINTS)
             return
-        for step in range(INTERVAL, STEPS + 1, INTERVAL):
-            path = Path("checkpoint") / f"step-{step}"
-            if not (run / path / "complete.json").is_file():
-                raise Broken(f"the resumed run has no checkpoint {step}")
-            ours, theirs = _contents(run / path), _contents(self.whole / path)
-            different = [name for name in ours.keys() | theirs.keys() if not _same(ours.get(name), theirs.get(name))]
-            if different:
-                raise Broken(f"checkpoint {step} differs from the uninterrupted run's in {sorted(different)[:8]}")
-        names = [self.whole / "metrics.jsonl", run / "metrics.jsonl"]
-        straight, resumed = (
-            without_times([json.loads(line) for line in name.read_text().splitlines()]) for name in names
-        )
-        for ours, theirs in zip(resumed, straight, strict=False):
-            if ours.get("step") in server_lost:
-                leave_out_lost_validation(ours, theirs)
-        if straight != resumed:
-            changed = [
-                (ours.get("step"), name, ours.get(name), theirs.get(name))
-                for ours, theirs in zip(resumed, straight, strict=False)
-                for name in ours.keys() | theirs.keys()
-                if ours.get(name) != theirs.get(name)
-            ]
-            raise Broken(
-                f"{len(resumed)} lines of metrics, {len(straight)} without faults; they differ in {changed[:8]}"
-            )
-        if (run / "samples.jsonl").read_text() != (self.whole / "samples.jsonl").read_text():
-            raise Broken("samples.jsonl differs from the uninterrupted run's")
-
-    def _compare_prompts(self, run: Path) -> None:
-        """All checkpoints are there, and each step has its version and the prompts of the uninterrupted run."""
-        missing = [
-            step
-            for step in range(INTERVAL, STEPS + 1, INTERVAL)
-            if not (run / "checkpoint" / f"step-{step}" / "complete.json").is_file()
-        ]
-        if missing:
-            raise Broken(f"the resumed run has no checkpoints {missing}")
-        facts = []
-        for folder in (self.whole, run):
-            steps = [(line["step"], line["sync/version"], line["train/skipped_steps"]) for line in metric_lines(folder)]
-            samples = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
-            facts.append((steps, [(sample["step"], sample["prompt_index"]) for sample in samples]))
-        if facts[0] != facts[1]:
-            raise Broken(f"steps, versions and prompts differ from the uninterrupted run's: {facts[1]}, {facts[0]}")
+        check_bits(run, self.whole, CHECKPOINTS, server_lost)
 
     def _check_ledger(self, run: Path) -> None:
         """Every prompt that was taken was trained once, or still waits in the last checkpoint's buffer."""
@@ -476,43 +430,3 @@ class Campaign:
         held_out = config.validation.prompts if config.validation.enable else 0
         source = PromptSource(config.data, load_tokenizer(str(TINY)), config.debug.seed, validation_prompts=held_out)
         return [prompt.index for prompt in source.next(count)]
-
-
-def leave_out_lost_validation(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Drop held-out rewards from two lines of one step, if ours has none: its server died while it was validated.
-
-    Such a step is saved without them, and they are in no later run. Requests were sent again meanwhile.
-    """
-    if any(name.startswith("validation/") for name in ours):
-        return
-    for line in (ours, theirs):
-        for name in [name for name in line if name.startswith("validation/") or name == "rollout/retried"]:
-            del line[name]
-
-
-def _contents(checkpoint: Path) -> dict[str, Any]:
-    """Tensors and values of a checkpoint by name: weights, optimizer, schedule, random states, the trainer's state."""
-    state: dict[str, Any] = {}
-    reader = FileSystemReader(checkpoint / "dcp")
-    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    found = dict(_flat("dcp", state))
-    for path in checkpoint.glob("rng-rank-*.pt"):
-        states = torch.load(path, weights_only=True)
-        # Python's and NumPy's generators are not seeded before the first checkpoint, and nothing here draws from them.
-        found |= dict(_flat(path.name, {name: states[name] for name in states.keys() - {"python", "numpy"}}))
-    found |= dict(_flat("trainer", json.loads((checkpoint / "trainer.json").read_text())))
-    return found | {"export": (checkpoint / "hf" / "model.safetensors").read_bytes()}
-
-
-def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [pair for key, inner in value.items() for pair in _flat(f"{name}/{key}", inner)]
-    if isinstance(value, list | tuple):
-        return [pair for i, inner in enumerate(value) for pair in _flat(f"{name}/{i}", inner)]
-    return [(name, value)]
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    return type(ours) is type(theirs) and ours == theirs

@@ -13,7 +13,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from chaos import aimed, report
 from chaos.fleet import Fleet
 from chaos.garbage import KINDS, Garbage
-from chaos.resume import Campaign, leave_out_lost_validation
+from chaos.resume import Campaign
+from chaos.same_run import leave_out_lost_validation
 
 
 @pytest.mark.parametrize(
