@@ -91,6 +91,7 @@ def run_ours(args: argparse.Namespace, out: Output) -> bool:
 
     def start(folder: Path, name: str, mode: str, age: int, lr: float, seed: int, limit_s: float) -> str:
         own = {"optimizer.lr": lr, "debug.seed": seed} | mode_flags(mode, age)
+        own["async_grpo.run_ahead"] = "auto"  # the default: answers are no older than necessary
         return train(name, flags | own, args.gpus, folder, limit_s, _show(out), args.ranks)
 
     wanted = [

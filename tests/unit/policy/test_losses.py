@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torchtitan.grpo.policy.losses import (
     importance_weights,
     kl_estimate,
     mismatch_sums,
+    past_the_clip,
     policy_loss,
+    row_loss,
     server_sums,
     token_weights,
 )
@@ -437,6 +440,53 @@ def test_proximal_policies_agree_where_no_bound_is_met():
         torch.autograd.grad(loss, logprobs, retain_graph=True)[0] for loss in (plain, decoupled)
     )
     torch.testing.assert_close(plain_grad, decoupled_grad, rtol=1e-12, atol=1e-14)
+
+
+def row_of(sampler, advantages, sample_ids, ages):
+    """What `row_loss` reads of a `Microbatch`."""
+    fields = {"sampler_logprobs": sampler, "advantages": advantages, "sample_ids": sample_ids, "ages": ages}
+    return SimpleNamespace(**fields, weights=weights_of(LENGTHS))
+
+
+def gradient_of_a_row(grpo, logprobs, *row, max_age=4):
+    loss, sums = row_loss(logprobs, torch.zeros_like(logprobs), row_of(*row), grpo, max_age=max_age)
+    return torch.autograd.grad(loss, logprobs, retain_graph=True)[0], sums
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_old_tokens_are_clipped_around_their_sampler(seed):
+    """In a step's first minibatch, PPO against the sampler has the same gradient, if all tokens are old and the
+    importance weights are not truncated. Tokens of the policy's own version keep their gradient."""
+    trained, tokens, sampler, advantages, sample_ids = behaviour(seed)
+    logprobs = trained.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    old, young = torch.full_like(sample_ids, 2), torch.zeros_like(sample_ids)
+    row = sampler, advantages, sample_ids
+    wide = {"importance_max": 1e6, "ratio_clip_max": 0.28}
+    plain, plain_sums = gradient_of_a_row(
+        Grpo(proximal_logprobs="sampler", importance_correction="none", ratio_clip_max=0.28), logprobs, *row, young
+    )
+    clipped, sums = gradient_of_a_row(Grpo(**wide), logprobs, *row, old)
+    torch.testing.assert_close(clipped, plain, rtol=1e-12, atol=1e-14)
+    masked = sums["importance_masked_tokens"].item()
+    assert 0 < masked < len(tokens)
+    assert masked == plain_sums["clipped_low_tokens"] + plain_sums["clipped_high_tokens"]
+    assert sums["age_clipped_tokens"][2] == masked
+
+    unclipped, _ = gradient_of_a_row(Grpo(**wide, clip_old_tokens=False), logprobs, *row, old)
+    of_young, _ = gradient_of_a_row(Grpo(**wide), logprobs, *row, young)
+    assert torch.equal(unclipped, of_young)
+    assert torch.equal(clipped == 0, past_the_clip(logprobs, sampler, advantages, old, Grpo(**wide)))
+    assert torch.equal(clipped[clipped != 0], unclipped[clipped != 0])
+
+
+def test_which_old_tokens_are_past_the_clip():
+    ratios = [1.3, 1.3, 1.1, 0.7, 0.7, 0.9, 1.0, 1.3]
+    advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 0.0, 1.0])
+    ages = torch.tensor([1, 1, 1, 3, 3, 3, 1, 0])
+    found = past_the_clip(torch.tensor(ratios).log(), torch.zeros(8), advantages, ages, Grpo())
+    assert found.tolist() == [True, False, False, False, True, False, False, False]
+    for other in (Grpo(clip_old_tokens=False), Grpo(policy_loss="gspo"), Grpo(policy_loss="cispo")):
+        assert not past_the_clip(torch.tensor(ratios).log(), torch.zeros(8), advantages, ages, other).any()
 
 
 def test_age_sums_by_loops():

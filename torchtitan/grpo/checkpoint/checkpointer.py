@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,15 @@ _LEFT_S = 30.0
 def complete_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in `folder`, in the order they were written."""
     return [marker.step for marker in markers(folder)[0]]
+
+
+def storage_writer(folder: Path, on_host: bool) -> FileSystemWriter:
+    """DCP's writer of tensors that are on the device, or of a copy `on_host`.
+
+    Where there is CUDA, DCP reads ahead and waits for the stream of its thread at each 10 MB, also for tensors of the
+    host. In a thread that is training's stream: a write would take a training step for every 10 MB.
+    """
+    return FileSystemWriter(folder, per_thread_copy_ahead=0) if on_host else FileSystemWriter(folder)
 
 
 class _ModelState(Stateful):
@@ -377,7 +387,11 @@ class Checkpointer:
             together.locally("copying weights and optimizer state to the host", self._copy.wait)
         together.collectively(
             f"writing {unfinished / 'dcp'}",
-            lambda: dcp.save(taken.states, checkpoint_id=unfinished / "dcp", process_group=together.group),
+            lambda: dcp.save(
+                taken.states,
+                storage_writer=storage_writer(unfinished / "dcp", taken.on_host),
+                process_group=together.group,
+            ),
         )
         if self.cfg.export_hf and self.source.lora is not None:
             self._export_adapter(taken, unfinished)

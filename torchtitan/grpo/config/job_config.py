@@ -304,6 +304,9 @@ class Grpo:
     """Lower bound of the importance weight. `truncate` clamps to it, `mask` drops what is below."""
     importance_max: Annotated[float, Range(above=0)] = 2.0
     """Upper bound of the importance weight. `truncate` clamps to it, `mask` drops what is above."""
+    clip_old_tokens: bool = True
+    """Asynchronous runs with `policy_loss = "ppo"`: a token of older weights has no gradient once the policy has moved
+    it past the clip, in its advantage's direction. Without it, answers of one version are pushed again by each step."""
     routing_replay: bool = False
     """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
     2510.11370), not through those that the trainer's routers would choose: docs/routing_replay.md. Servers must tell

@@ -81,6 +81,20 @@ def importance_weights(
     return ratio.clamp(minimum, maximum) if correction == "truncate" else ratio.where(inside, 0), ~inside
 
 
+def past_the_clip(
+    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, ages: Tensor, grpo: Grpo
+) -> Tensor:
+    """bool [T]: tokens of older weights that the policy has moved past the clip already, as their advantage wants.
+
+    That is PPO's clip around the policy that sampled. Without it nothing bounds what several steps do with answers that
+    were sampled before the first of them: each pushes the same tokens again, and importance weights above 1 push harder.
+    """
+    if not grpo.clip_old_tokens or grpo.policy_loss != "ppo":
+        return torch.zeros_like(ages, dtype=torch.bool)
+    around = _clipped_surrogate(_ratio((logprobs - sampler_logprobs).detach()), advantages, grpo)
+    return (around.clipped_low | around.clipped_high) & (ages > 0)
+
+
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Schulman's estimators [T] of KL(policy || reference) from samples of the policy; differentiable in logprobs.
 
@@ -253,6 +267,8 @@ def row_loss(
         grpo.importance_min,
         grpo.importance_max,
     )
+    past = past_the_clip(logprobs, row.sampler_logprobs, row.advantages, row.ages, grpo)
+    importance, clipped = importance.where(~past, 0), clipped | past
     loss, sums = policy_loss(
         logprobs,
         row.sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,

@@ -85,7 +85,11 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         rounded = -(-max(1, size) // _CUDA_GRANULE) * _CUDA_GRANULE
         address = ctypes.c_uint64()
-        _driver(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(rounded))
+        try:
+            _driver(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(rounded))
+        except RuntimeError:
+            torch.cuda.empty_cache()  # the driver does not know what torch's allocator could give back
+            _driver(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(rounded))
         memory = _CudaMemory(address.value, size, device, "cuMemFree_v2")
         tensor = torch.as_tensor(memory, device=device).zero_()
         _allocated[tensor.data_ptr()] = memory
