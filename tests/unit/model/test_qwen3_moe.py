@@ -8,12 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.helpers.microbatches import microbatches
 from tests.helpers.tiny_models import as_in_files
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.experts import Experts, MoE
 from torchtitan.grpo.model.flops import TrainingFlops
-from torchtitan.grpo.model.packed import attention_tokens
+from torchtitan.grpo.model.packed import attention_tokens, make_packed
 from torchtitan.grpo.model.source import ModelSource, check_degrees, load_hf_weights, resolve_model
+from torchtitan.grpo.policy.losses import expert_sums
+from torchtitan.grpo.policy.rows import PackedSample
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.models.moe import MoEArgs
 
@@ -93,6 +96,30 @@ def test_each_expert_is_published_as_a_checkpoint_has_it(tmp_path):
     assert all(torch.equal(sent[name], value) for name, value in expected.items())
     again = source.adapter.from_hf(expected)
     assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+
+
+def test_tokens_of_each_expert_are_those_of_transformers_routers(tmp_path):
+    torch.manual_seed(0)
+    reference = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, initializer_range=0.1))
+    reference.save_pretrained(tmp_path)
+    source = resolve(tmp_path)
+    model = source.build()
+    make_packed(model)
+    with torch.no_grad():
+        model.init_weights()
+    load_hf_weights(model, source, tmp_path)
+    ids = torch.randint(0, 64, (40,)).tolist()
+    (row,) = microbatches([PackedSample(ids[:10], ids[10:], 1.0, 1.0, None)], 64, 1, 1)[0]
+    assert row.tokens.tolist() == ids[:-1]
+    model(row, 1.0)
+    expected = []
+    for logits in reference(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits:
+        expected.append(logits.topk(2).indices.flatten().bincount(minlength=6).tolist())
+    assert model.expert_tokens.tolist() == expected and sum(expected[0]) == 2 * 39
+    assert {name: value.tolist() for name, value in expert_sums(model.expert_tokens).items()} == {
+        "expert_tokens/0": expected[0],
+        "expert_tokens/1": expected[1],
+    }
 
 
 def test_adapters_are_of_the_attention(tmp_path):

@@ -80,7 +80,13 @@ class Experts(GroupedExperts):
 
 
 class MoE(nn.Module):
-    """Router and experts. With expert parallelism each rank has some of the experts, and rows travel to theirs."""
+    """Router and experts. With expert parallelism each rank has some of the experts, and rows travel to theirs.
+
+    Attributes:
+        ends: int32 [experts], of the last pass: where each one's rows end when this rank's are sorted by expert.
+    """
+
+    ends: Tensor | None = None
 
     def __init__(self, args: MoEArgs, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -107,7 +113,7 @@ class MoE(nn.Module):
         rows = _Dispatch.apply(tokens, order, inverse)
         weights = _Permute.apply(weights.flatten(), order, inverse)
         numbers = torch.arange(self.experts.num_experts, dtype=torch.int32, device=x.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        ends = self.ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         if self.ep_mesh is None:
             out = self.experts(rows, ends, weights)
         else:
@@ -135,6 +141,12 @@ class MoE(nn.Module):
     def init_weights(self, init_std: float, buffer_device: torch.device | None = None) -> None:
         self.experts.init_weights(init_std)
         self.router.init_weights(init_std)
+
+
+def expert_tokens(model: nn.Module) -> Tensor | None:
+    """int32 [layers, experts], after a forward pass: how many of this rank's tokens chose each. None if it has none."""
+    ends = [block.moe.ends for block in model.layers.values() if getattr(block, "moe", None) is not None]
+    return torch.stack(ends).diff(dim=1, prepend=ends[0].new_zeros(len(ends), 1)) if ends else None
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.grpo.model.documents import Documents, shared_prefixes
+from torchtitan.grpo.model.experts import expert_tokens
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
@@ -119,8 +120,8 @@ def _packed_forward(
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
 
     With `row.routes`, `model.agrees` is bool [answer tokens, layers] afterwards: whether a router would have chosen the
-    same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) With `predictions` also whether the
-    target is a likeliest token, bool [answer tokens].
+    same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) `model.expert_tokens` is what
+    `experts.expert_tokens` says. With `predictions` also whether the target is a likeliest token, bool [answer tokens].
     """
     # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
     longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
@@ -146,6 +147,7 @@ def _packed_forward(
         hidden = block(hidden, rope, documents, None)
     if replays:
         model.agrees = agreement(model)[answer_positions]
+    model.expert_tokens = expert_tokens(model)
     hidden = model.norm(hidden)
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()

@@ -81,13 +81,12 @@ def importance_weights(
     return ratio.clamp(minimum, maximum) if correction == "truncate" else ratio.where(inside, 0), ~inside
 
 
-def past_the_clip(
-    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, ages: Tensor, grpo: Grpo
-) -> Tensor:
+def past_the_clip(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, ages: Tensor, grpo: Grpo) -> Tensor:
     """bool [T]: tokens of older weights that the policy has moved past the clip already, as their advantage wants.
 
-    That is PPO's clip around the policy that sampled. Without it nothing bounds what several steps do with answers that
-    were sampled before the first of them: each pushes the same tokens again, and importance weights above 1 push harder.
+    That is PPO's clip (arXiv 1707.06347) around the policy that sampled. Without it nothing bounds what several steps do
+    with answers that were sampled before the first of them: each pushes the same tokens again, and importance weights
+    above 1 push harder.
     """
     if not grpo.clip_old_tokens or grpo.policy_loss != "ppo":
         return torch.zeros_like(ages, dtype=torch.bool)
@@ -373,6 +372,15 @@ def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """
     agrees = agrees & (weights != 0)[:, None]
     return {"route_agreement_sum": agrees.double().mean(1).sum(), "route_tokens_alike": agrees.all(1).sum().double()}
+
+
+def expert_sums(tokens: Tensor) -> dict[str, Tensor]:
+    """How many tokens each expert of a layer computed: `expert_tokens/<layer>`, float64 [experts].
+
+    Args:
+        tokens: [layers, experts], from `experts.expert_tokens`.
+    """
+    return {f"expert_tokens/{layer}": of_layer for layer, of_layer in enumerate(tokens.double())}
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:

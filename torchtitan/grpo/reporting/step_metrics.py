@@ -178,7 +178,18 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
             if (tokens := sum(sums["server_tokens"][own]))
         }
         metrics |= mismatch | ({"server/mismatch_max": max(mismatch.values())} if mismatch else {})
-    return metrics | (_age_metrics(sums) if "age_tokens" in sums else {})
+    return metrics | _expert_metrics(sums) | (_age_metrics(sums) if "age_tokens" in sums else {})
+
+
+def _expert_metrics(sums: dict[str, Any]) -> dict[str, float]:
+    """The busiest expert of a layer against the mean, over the layers; and the share of experts without a token."""
+    layers = [tokens for name, tokens in sums.items() if name.startswith("expert_tokens/") and sum(tokens)]
+    if not layers:
+        return {}
+    return {
+        "experts/load_max": fmean(max(tokens) / fmean(tokens) for tokens in layers),
+        "experts/idle_fraction": fmean(tokens.count(0) / len(tokens) for tokens in layers),
+    }
 
 
 def _age_metrics(sums: dict[str, list[float]]) -> dict[str, float]:
