@@ -84,9 +84,9 @@ def importance_weights(
 def past_the_clip(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, ages: Tensor, grpo: Grpo) -> Tensor:
     """bool [T]: tokens of older weights that the policy has moved past the clip already, as their advantage wants.
 
-    That is PPO's clip (arXiv 1707.06347) around the policy that sampled. Without it nothing bounds what several steps do
-    with answers that were sampled before the first of them: each pushes the same tokens again, and importance weights
-    above 1 push harder.
+    That is PPO's clip (arXiv 1707.06347) around the policy that sampled. Without it nothing bounds what several steps
+    do with answers that were sampled before the first of them: each pushes the same tokens again, and importance
+    weights above 1 push harder.
     """
     if not grpo.clip_old_tokens or grpo.policy_loss != "ppo":
         return torch.zeros_like(ages, dtype=torch.bool)
