@@ -76,6 +76,15 @@ def reader() -> Iterator[Callable[..., tuple[Rendezvous, subprocess.Popen]]]:
         process.communicate()
 
 
+def test_memory_that_torch_holds_and_does_not_use_is_found():
+    """The driver gives nothing while torch's allocator keeps all of it."""
+    left, _ = torch.cuda.mem_get_info(CUDA)
+    held = torch.empty(left - BYTES // 2, dtype=torch.uint8, device=CUDA)
+    del held
+    assert torch.cuda.mem_get_info(CUDA)[0] < BYTES
+    assert allocate(BYTES, CUDA).numel() == BYTES
+
+
 def finish(group: Group, work) -> None:
     wait(work, time.monotonic() + 60, "the reader", None, group.rest)
 

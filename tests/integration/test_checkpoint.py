@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoint_worker import TINY, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.checkpoint import checkpointer as checkpointer_module
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps, storage_writer
 from torchtitan.grpo.checkpoint.marker import MARKER, read_marker
 from torchtitan.grpo.checkpoint.random_states import random_states, set_random_states
 from torchtitan.grpo.errors import UserError
@@ -59,8 +61,15 @@ def contents(dump: Path, step: int) -> dict[str, str]:
     return checksums
 
 
-def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path):
+def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path, monkeypatch):
     """Steps that are trained before it is written change nothing in it, nor in themselves."""
+    on_host: list[bool] = []
+
+    def noted(folder: Path, of_host: bool) -> FileSystemWriter:
+        on_host.append(of_host)
+        return storage_writer(folder, of_host)
+
+    monkeypatch.setattr(checkpointer_module, "storage_writer", noted)
     keys = dict(reference=True, export_hf=True)
     straight = TinyTrainer(tmp_path / "sync", **keys)
     behind = TinyTrainer(tmp_path / "async", async_mode="async_with_pinned_mem", **keys)
@@ -89,6 +98,7 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path):
         assert metrics["checkpoint/exposed_s"] >= metrics["checkpoint/waited_s"]
         assert complete_steps(checkpointer.folder) == [2, 4, 5], "the last one is complete without another call"
     assert straight.losses == behind.losses and straight.digest() == behind.digest()
+    assert on_host == [False] * 3 + [True] * 3, "only the copy is written without asking the device"
     for step in (2, 4, 5):
         assert contents(tmp_path / "async", step) == contents(tmp_path / "sync", step)
     resumed = TinyTrainer(tmp_path / "async", load_step=2, resume=True, async_mode="async", **keys)

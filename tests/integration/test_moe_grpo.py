@@ -47,6 +47,7 @@ def test_servers_answer_as_the_trainer_does_and_a_resumed_run_is_the_same(folder
         cut = run(folder, tmp_path / "cut", url, 2, **keys, **{"training.steps": "3", "checkpoint.resume": "auto"})
     assert all(line["policy/mismatch_abs"] < 1e-4 for line in whole), "the server has the trainer's experts"
     assert whole[-1]["policy/kl"] > 1e-5, "the policy has moved"
+    assert all(1 < line["experts/load_max"] < 3 and line["experts/idle_fraction"] < 1 for line in whole)
     assert without_checkpoint(cut[-1]) == without_checkpoint(whole[-1])
     exported = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "checkpoint" / "step-3" / "hf").state_dict()

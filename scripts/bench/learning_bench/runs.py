@@ -31,6 +31,8 @@ OWN_KEYS = ("optimizer.lr", "debug.seed", "job.dump_folder", "async_grpo.", "wei
 SERVER_KEYS = ("rollout.engine", "rollout.replicas", "rollout.urls", "rollout.gpus_per_server", "rollout.server_")
 SERVER_KEYS += ("rollout.colocate", "rollout.memory_share")
 """Keys that may differ between calls for one folder: TRL has no servers of ours."""
+RUN_AHEAD = "auto"
+"""The default: answers are no older than necessary."""
 
 
 def complete(folder: Path) -> dict[str, Any] | None:
@@ -68,7 +70,7 @@ def _same_job(folder: Path, config: Mapping[str, Any]) -> None:
     """A folder holds runs of one configuration. Refuse to compare different work."""
     path = folder / "job.json"
     job = {name: value for name, value in config.items() if not name.startswith((*OWN_KEYS, *SERVER_KEYS))}
-    job = json.loads(json.dumps(job, default=str))
+    job = json.loads(json.dumps(job | {"async_grpo.run_ahead": RUN_AHEAD}, default=str))
     if path.exists() and json.loads(path.read_text()) != job:
         raise UserError(f"--out {folder} holds runs of another configuration: name another folder")
     path.write_text(json.dumps(job))
@@ -91,7 +93,7 @@ def run_ours(args: argparse.Namespace, out: Output) -> bool:
 
     def start(folder: Path, name: str, mode: str, age: int, lr: float, seed: int, limit_s: float) -> str:
         own = {"optimizer.lr": lr, "debug.seed": seed} | mode_flags(mode, age)
-        own["async_grpo.run_ahead"] = "auto"  # the default: answers are no older than necessary
+        own["async_grpo.run_ahead"] = RUN_AHEAD
         return train(name, flags | own, args.gpus, folder, limit_s, _show(out), args.ranks)
 
     wanted = [

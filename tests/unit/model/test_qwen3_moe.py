@@ -15,7 +15,7 @@ from torchtitan.grpo.model.experts import Experts, MoE
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.packed import attention_tokens, make_packed
 from torchtitan.grpo.model.source import ModelSource, check_degrees, load_hf_weights, resolve_model
-from torchtitan.grpo.policy.losses import expert_sums
+from torchtitan.grpo.policy.gradients import accumulate_gradients
 from torchtitan.grpo.policy.rows import PackedSample
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.models.moe import MoEArgs
@@ -98,7 +98,7 @@ def test_each_expert_is_published_as_a_checkpoint_has_it(tmp_path):
     assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
 
 
-def test_tokens_of_each_expert_are_those_of_transformers_routers(tmp_path):
+def test_answer_tokens_of_each_expert_are_those_of_transformers_routers(tmp_path):
     torch.manual_seed(0)
     reference = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, initializer_range=0.1))
     reference.save_pretrained(tmp_path)
@@ -108,18 +108,17 @@ def test_tokens_of_each_expert_are_those_of_transformers_routers(tmp_path):
     with torch.no_grad():
         model.init_weights()
     load_hf_weights(model, source, tmp_path)
-    ids = torch.randint(0, 64, (40,)).tolist()
-    (row,) = microbatches([PackedSample(ids[:10], ids[10:], 1.0, 1.0, None)], 64, 1, 1)[0]
-    assert row.tokens.tolist() == ids[:-1]
-    model(row, 1.0)
-    expected = []
-    for logits in reference(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits:
-        expected.append(logits.topk(2).indices.flatten().bincount(minlength=6).tolist())
-    assert model.expert_tokens.tolist() == expected and sum(expected[0]) == 2 * 39
-    assert {name: value.tolist() for name, value in expert_sums(model.expert_tokens).items()} == {
-        "expert_tokens/0": expected[0],
-        "expert_tokens/1": expected[1],
-    }
+    prompt, answers = list(range(1, 11)), [torch.randint(0, 64, (n,)).tolist() for n in (30, 12)]
+    rows = [microbatches([PackedSample(prompt, a, 1.0, 1.0, None)], 64, 1, 64)[0][0] for a in answers]  # and padding
+    sums = accumulate_gradients(model, rows, lambda _, row: (model(row, 1.0)[0].sum(), {}), False)
+    expected = torch.zeros(2, 6)
+    for answer in answers:
+        logits = reference(torch.tensor([prompt + answer[:-1]]), output_router_logits=True).router_logits
+        for counts, of_layer in zip(expected, logits, strict=True):
+            counts += of_layer[len(prompt) - 1 :].topk(2).indices.flatten().bincount(minlength=6)
+    assert sums["expert_tokens"].tolist() == expected.tolist() and expected[0].sum() == 2 * 42
+    model(rows[0], 1.0, predictions=True)
+    assert model.expert_tokens is None, "supervised training counts none"
 
 
 def test_adapters_are_of_the_attention(tmp_path):

@@ -467,10 +467,11 @@ def test_old_tokens_are_clipped_around_their_sampler(seed):
     )
     clipped, sums = gradient_of_a_row(Grpo(**wide), logprobs, *row, old)
     torch.testing.assert_close(clipped, plain, rtol=1e-12, atol=1e-14)
-    masked = sums["importance_masked_tokens"].item()
-    assert 0 < masked < len(tokens)
-    assert masked == plain_sums["clipped_low_tokens"] + plain_sums["clipped_high_tokens"]
-    assert sums["age_clipped_tokens"][2] == masked
+    left_out = sums["left_out_tokens"].item()
+    assert 0 < left_out < len(tokens)
+    assert left_out == plain_sums["clipped_low_tokens"] + plain_sums["clipped_high_tokens"]
+    assert sums["importance_masked_tokens"] == sums["clipped_low_tokens"] == sums["clipped_high_tokens"] == 0
+    assert "left_out_tokens" not in gradient_of_a_row(Grpo(**wide), logprobs, *row, young, max_age=0)[1], "synchronous"
 
     unclipped, _ = gradient_of_a_row(Grpo(**wide, clip_old_tokens=False), logprobs, *row, old)
     of_young, _ = gradient_of_a_row(Grpo(**wide), logprobs, *row, young)
@@ -485,7 +486,8 @@ def test_which_old_tokens_are_past_the_clip():
     ages = torch.tensor([1, 1, 1, 3, 3, 3, 1, 0])
     found = past_the_clip(torch.tensor(ratios).log(), torch.zeros(8), advantages, ages, Grpo())
     assert found.tolist() == [True, False, False, False, True, False, False, False]
-    for other in (Grpo(clip_old_tokens=False), Grpo(policy_loss="gspo"), Grpo(policy_loss="cispo")):
+    others = Grpo(clip_old_tokens=False), Grpo(policy_loss="gspo"), Grpo(policy_loss="cispo")
+    for other in (*others, Grpo(proximal_logprobs="sampler")):
         assert not past_the_clip(torch.tensor(ratios).log(), torch.zeros(8), advantages, ages, other).any()
 
 

@@ -128,10 +128,10 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
 def test_load_of_experts_is_of_the_busiest_and_the_idle():
     sums = dict.fromkeys(("tokens", "loss", "clipped_low_tokens", "clipped_high_tokens"), 0.0)
     sums |= {"mismatch_kl_sum": 0.0, "mismatch_abs_sum": 0.0}
-    metrics = policy_metrics(sums | {"expert_tokens/0": [6.0, 0.0, 0.0, 2.0], "expert_tokens/1": [2.0, 2.0, 2.0, 2.0]})
+    metrics = policy_metrics(sums | {"expert_tokens": [[6.0, 0.0, 0.0, 2.0], [2.0, 2.0, 2.0, 2.0]]})
     assert metrics["experts/load_max"] == (3.0 + 1.0) / 2
     assert metrics["experts/idle_fraction"] == (0.5 + 0.0) / 2
-    assert not any(name.startswith("experts/") for name in policy_metrics(sums | {"expert_tokens/0": [0.0, 0.0]}))
+    assert not any(name.startswith("experts/") for name in policy_metrics(sums | {"expert_tokens": [[0.0, 0.0]]}))
 
 
 def test_policy_metrics_by_age_leave_out_ages_without_tokens():

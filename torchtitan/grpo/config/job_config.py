@@ -305,8 +305,8 @@ class Grpo:
     importance_max: Annotated[float, Range(above=0)] = 2.0
     """Upper bound of the importance weight. `truncate` clamps to it, `mask` drops what is above."""
     clip_old_tokens: bool = True
-    """Asynchronous runs with `policy_loss = "ppo"`: a token of older weights has no gradient once the policy has moved
-    it past the clip, in its advantage's direction. Without it, answers of one version are pushed again by each step."""
+    """Asynchronous runs with `policy_loss = "ppo"`: a token of older weights has no policy gradient once it is past the
+    clip around its sampler, in its advantage's direction. Else each step pushes again what the one before it pushed."""
     routing_replay: bool = False
     """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
     2510.11370), not through those that the trainer's routers would choose: docs/routing_replay.md. Servers must tell

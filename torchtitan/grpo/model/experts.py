@@ -83,10 +83,10 @@ class MoE(nn.Module):
     """Router and experts. With expert parallelism each rank has some of the experts, and rows travel to theirs.
 
     Attributes:
-        ends: int32 [experts], of the last pass: where each one's rows end when this rank's are sorted by expert.
+        chosen: int16 [T, top_k], the experts of each token in the last pass.
     """
 
-    ends: Tensor | None = None
+    chosen: Tensor | None = None
 
     def __init__(self, args: MoEArgs, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -108,12 +108,13 @@ class MoE(nn.Module):
         """[1, T, dim] -> [1, T, dim]."""
         tokens = x.flatten(0, 1)
         weights, selected, *_ = self.router(tokens)
+        self.chosen = selected.detach().short()
         experts, order = selected.flatten().int().sort(stable=True)  # a radix sort of half the passes
         inverse = _inverse(order)
         rows = _Dispatch.apply(tokens, order, inverse)
         weights = _Permute.apply(weights.flatten(), order, inverse)
         numbers = torch.arange(self.experts.num_experts, dtype=torch.int32, device=x.device)
-        ends = self.ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         if self.ep_mesh is None:
             out = self.experts(rows, ends, weights)
         else:
@@ -143,10 +144,19 @@ class MoE(nn.Module):
         self.router.init_weights(init_std)
 
 
-def expert_tokens(model: nn.Module) -> Tensor | None:
-    """int32 [layers, experts], after a forward pass: how many of this rank's tokens chose each. None if it has none."""
-    ends = [block.moe.ends for block in model.layers.values() if getattr(block, "moe", None) is not None]
-    return torch.stack(ends).diff(dim=1, prepend=ends[0].new_zeros(len(ends), 1)) if ends else None
+def expert_tokens(model: nn.Module, positions: Tensor) -> Tensor | None:
+    """float64 [layers, experts], after a forward pass: how many of the tokens at `positions` [A] each computed.
+
+    None if the model has no experts.
+    """
+    layers = [block.moe for block in model.layers.values() if getattr(block, "moe", None) is not None]
+    if not layers:
+        return None
+    experts = layers[0].experts.num_experts
+    chosen = torch.stack([moe.chosen for moe in layers])[:, positions].long()  # [layers, A, top_k]
+    numbers = chosen + experts * torch.arange(len(layers), device=chosen.device)[:, None, None]
+    counts = torch.zeros(len(layers) * experts, dtype=torch.float64, device=chosen.device)
+    return counts.index_add(0, numbers.flatten(), counts.new_ones(numbers.numel())).view(len(layers), experts)
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.policy.losses import expert_sums, route_sums
+from torchtitan.grpo.policy.losses import route_sums
 from torchtitan.grpo.policy.rows import Microbatch
 
 SMALL_MODEL = 1_000_000_000
@@ -59,7 +59,7 @@ def accumulate_gradients(
         if row.routes is not None:
             row_sums = row_sums | route_sums(model.agrees, row.weights)
         if (tokens := getattr(model, "expert_tokens", None)) is not None:
-            row_sums = row_sums | expert_sums(tokens)
+            row_sums = row_sums | {"expert_tokens": tokens}
         loss.backward()
         sums = {name: sums[name] + value if name in sums else value for name, value in row_sums.items()}
     return sums

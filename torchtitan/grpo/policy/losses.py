@@ -82,14 +82,14 @@ def importance_weights(
 
 
 def past_the_clip(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, ages: Tensor, grpo: Grpo) -> Tensor:
-    """bool [T]: tokens of older weights that the policy has moved past the clip already, as their advantage wants.
+    """bool [T]: tokens of older weights that are past the clip already, in their advantage's direction.
 
     That is PPO's clip (arXiv 1707.06347) around the policy that sampled. Without it nothing bounds what several steps
     do with answers that were sampled before the first of them: each pushes the same tokens again, and importance
     weights above 1 push harder.
     """
-    if not grpo.clip_old_tokens or grpo.policy_loss != "ppo":
-        return torch.zeros_like(ages, dtype=torch.bool)
+    if not grpo.clip_old_tokens or grpo.policy_loss != "ppo" or grpo.proximal_logprobs == "sampler":
+        return torch.zeros_like(ages, dtype=torch.bool)  # with "sampler", the loss itself clips so
     around = _clipped_surrogate(_ratio((logprobs - sampler_logprobs).detach()), advantages, grpo)
     return (around.clipped_low | around.clipped_high) & (ages > 0)
 
@@ -176,6 +176,7 @@ def policy_loss(
     grpo: Grpo,
     *,
     importance: Tensor | None = None,
+    left_out: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -190,6 +191,7 @@ def policy_loss(
         weights: From `token_weights`.
         sample_ids: int64, nondecreasing 0..n-1. All answer tokens of a sequence must be in this call.
         importance: From `importance_weights`. It scales the policy loss, not KL or entropy.
+        left_out: bool, tokens without policy loss, from `past_the_clip`.
         reference_logprobs: Required with `kl_coef` and `kl_placement = "loss"`; otherwise only measured.
         entropy: Required, with gradient, if `entropy_coef` is not 0; otherwise only measured.
     Returns:
@@ -197,12 +199,15 @@ def policy_loss(
         ranks and divide by `tokens` for means per token. `clipped_low_tokens`, `clipped_high_tokens` and
         `dual_clipped_tokens` count tokens whose gradient a bound changed. `ratio_sum` sums new / old probability,
         `policy_kl_sum` the k3 estimate of KL(old || new). Where the input was given there are also `kl_sum` (to the
-        reference), `entropy_sum`, `importance_sum` and `importance_masked_tokens` (importance 0).
+        reference), `entropy_sum`, `importance_sum`, `importance_masked_tokens` (importance 0) and
+        `left_out_tokens`.
     """
     if grpo.policy_loss not in POLICY_LOSSES:
         raise ValueError(f"unknown [grpo] policy_loss {grpo.policy_loss!r}: use one of {', '.join(POLICY_LOSSES)}")
     result = POLICY_LOSSES[grpo.policy_loss](logprobs, old_logprobs, advantages, sample_ids, grpo)
     per_token = result.losses if importance is None else importance * result.losses
+    if left_out is not None:
+        per_token = per_token.where(~left_out, 0)
     kl = None if reference_logprobs is None else kl_estimate(logprobs, reference_logprobs, grpo.kl_estimator)
     if grpo.kl_coef and grpo.kl_placement == "loss":
         if kl is None:
@@ -234,6 +239,8 @@ def policy_loss(
     if importance is not None:
         metrics["importance_sum"] = total(importance)
         metrics["importance_masked_tokens"] = total(importance == 0)
+    if left_out is not None:
+        metrics["left_out_tokens"] = total(left_out)
     return (weights * per_token).sum(), metrics
 
 
@@ -266,8 +273,7 @@ def row_loss(
         grpo.importance_min,
         grpo.importance_max,
     )
-    past = past_the_clip(logprobs, row.sampler_logprobs, row.advantages, row.ages, grpo)
-    importance, clipped = importance.where(~past, 0), clipped | past
+    past = past_the_clip(logprobs, row.sampler_logprobs, row.advantages, row.ages, grpo) if max_age else None
     loss, sums = policy_loss(
         logprobs,
         row.sampler_logprobs if grpo.proximal_logprobs == "sampler" else trainer_logprobs,
@@ -276,6 +282,7 @@ def row_loss(
         row.sample_ids,
         grpo,
         importance=importance,
+        left_out=past,
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
@@ -372,15 +379,6 @@ def route_sums(agrees: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """
     agrees = agrees & (weights != 0)[:, None]
     return {"route_agreement_sum": agrees.double().mean(1).sum(), "route_tokens_alike": agrees.all(1).sum().double()}
-
-
-def expert_sums(tokens: Tensor) -> dict[str, Tensor]:
-    """How many tokens each expert of a layer computed: `expert_tokens/<layer>`, float64 [experts].
-
-    Args:
-        tokens: [layers, experts], from `experts.expert_tokens`.
-    """
-    return {f"expert_tokens/{layer}": of_layer for layer, of_layer in enumerate(tokens.double())}
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, grpo: Grpo) -> TokenLosses:

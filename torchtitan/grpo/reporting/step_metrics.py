@@ -1,6 +1,5 @@
 """A step's groups, summed losses and server reports as flat metrics. `docs/metrics.md` explains the names."""
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
@@ -124,7 +123,8 @@ def _rewards(samples: Iterable[Sample]) -> list[float]:
 def sum_over_ranks(
     sums: dict[str, torch.Tensor], device: torch.device, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Each scalar summed over the group's ranks as a number, each vector as a list. One copy from the device for all.
+    """Each summed over the group's ranks: a number, a list for a vector, and lists for a matrix. One copy from the
+    device for all.
 
     Args:
         group: The data-parallel ranks; None if this rank is the only one.
@@ -133,11 +133,8 @@ def sum_over_ranks(
     total = torch.cat([value.flatten() for value in values])
     if group is not None:
         dist.all_reduce(total, group=group)
-    rest = iter(total.tolist())
-    return {
-        name: list(itertools.islice(rest, len(value))) if value.dim() else next(rest)
-        for name, value in zip(sums, values, strict=True)
-    }
+    parts = total.cpu().split([value.numel() for value in values])
+    return {name: part.view(value.shape).tolist() for name, value, part in zip(sums, values, parts, strict=True)}
 
 
 def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[str, float]:
@@ -164,6 +161,7 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
         ("entropy", "entropy_sum"),
         ("importance_weight", "importance_sum"),
         ("importance_masked_fraction", "importance_masked_tokens"),
+        ("old_clip_fraction", "left_out_tokens"),
         ("route_agreement", "route_agreement_sum"),
         ("route_agreement_all_layers", "route_tokens_alike"),
     ):
@@ -183,7 +181,7 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
 
 def _expert_metrics(sums: dict[str, Any]) -> dict[str, float]:
     """The busiest expert of a layer against the mean, over the layers; and the share of experts without a token."""
-    layers = [tokens for name, tokens in sums.items() if name.startswith("expert_tokens/") and sum(tokens)]
+    layers = [tokens for tokens in sums.get("expert_tokens", []) if sum(tokens)]
     if not layers:
         return {}
     return {
