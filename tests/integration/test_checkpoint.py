@@ -98,7 +98,7 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path, mo
         assert metrics["checkpoint/exposed_s"] >= metrics["checkpoint/waited_s"]
         assert complete_steps(checkpointer.folder) == [2, 4, 5], "the last one is complete without another call"
     assert straight.losses == behind.losses and straight.digest() == behind.digest()
-    assert on_host == [False] * 3 + [True] * 3, "only the copy is written without asking the device"
+    assert on_host == [False] * 3 + [True, True, False], "all but the last one, which nothing is beside"
     for step in (2, 4, 5):
         assert contents(tmp_path / "async", step) == contents(tmp_path / "sync", step)
     resumed = TinyTrainer(tmp_path / "async", load_step=2, resume=True, async_mode="async", **keys)
