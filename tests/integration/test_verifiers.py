@@ -17,10 +17,9 @@ from tests.helpers.openenv_server import served_wire
 from tests.helpers.trainer_runs import train
 from tests.helpers.verifiers_tasks.four import TASKSETS
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
-from torchtitan.grpo.environments.load import prompt_source
 from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
@@ -76,7 +75,8 @@ class Sampler:
         return asyncio.run(all_of_them())
 
     def prompts(self, environment: VerifiersEnvironment, count: int) -> list[Prompt]:
-        return prompt_source(environment)(Data(source="environment", shuffle=False), self.tokenizer, 0).next(count)
+        data = Data(source="environment", shuffle=False)
+        return PromptSource(data, self.tokenizer, 0, of_environment=environment.rows).next(count)
 
 
 @pytest.mark.parametrize("kind", ["sums", "guess"])
