@@ -228,7 +228,7 @@ class HeldOutSet:
     """Those of `[reward] functions` that score its answers. Empty: those of the source with its name, else all."""
     environment: str = ""
     """An environment of its own, named as that of [rollout] but not `endpoint`. `none`: one answer per prompt, without
-    an environment (docs/evaluation.md)."""
+    one (docs/evaluation.md)."""
     environment_args: dict = field(default_factory=dict)
     """A table of arguments for the set's own environment."""
     data: "Data" = field(default_factory=lambda: Data())
