@@ -33,12 +33,11 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
             return GuardedEnvironment(environment, name, rollout.environment_concurrency, key)
 
         own = guarded(rollout.environment, rollout.environment_args, config.data)
-        sets = [each for each in config.validation.sets if each.environment and config.validation.enable]
-        titles = {each.name: table_title("validation.sets", each.name) for each in sets}
-        of_sets = {
-            each.name: guarded(each.environment, each.environment_args, each.data, f"{titles[each.name]} environment")
-            for each in sets
-        }
+        of_sets = {}
+        for each in config.validation.sets if config.validation.enable else []:
+            if each.environment:
+                key = f"{table_title('validation.sets', each.name)} environment"
+                of_sets[each.name] = guarded(each.environment, each.environment_args, each.data, key)
         yield Environments(own, of_sets)
 
 
