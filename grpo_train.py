@@ -39,7 +39,7 @@ from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
-from torchtitan.grpo.environments.load import loaded_environment, prompt_source
+from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError, refuse
 from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
@@ -430,10 +430,10 @@ class Trainer:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
             rewards = RewardRunner(config.reward, config.rollout, config.distill)
             self.rewards = self.resources.enter_context(rewards)
-            self.environment = self.resources.enter_context(loaded_environment(config.rollout, config.data))
-            make = prompt_source(self.environment)
-            self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []
-            self.prompts = load_training(config, self.tokenizer, self.held_out, make)
+            self.environments = self.resources.enter_context(loaded_environments(config))
+            rows = self.environments.rows
+            self.held_out = load_held_out(config, self.tokenizer, rows=rows) if config.validation.enable else []
+            self.prompts = load_training(config, self.tokenizer, self.held_out, rows=rows)
             self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
 
     def _init_distributed(self) -> None:
@@ -536,10 +536,8 @@ class Trainer:
                 self.tokenizer,
                 rollout.max_concurrent_requests,
                 rollout.request_timeout_seconds,
-                self.environment,
-                rollout.environment,
+                self.environments,
                 rollout.group_timeout_seconds,
-                rollout.environment_concurrency,
             )
             self.resources.callback(self.collector.close)
             serve(config, self.collector)

@@ -34,7 +34,7 @@ from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Fleet, FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES, make_server
-from torchtitan.grpo.environments.load import loaded_environment, prompt_source
+from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config, model_folder
 from torchtitan.grpo.evaluation.results import RESULT, new_folder, table, write_answers, write_result
@@ -43,7 +43,7 @@ from torchtitan.grpo.model_identity import identity_of_folder
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
 from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.environment import Environment
+from torchtitan.grpo.rollouts.guarded_environment import Environments
 from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.servers.plan import LOG_FOLDER, run_launches
 from torchtitan.grpo.servers.supervisor import Supervisor
@@ -91,7 +91,7 @@ def answer(
     urls: list[str],
     sets: list[HeldOut],
     rewards: RewardRunner,
-    environment: Environment,
+    environments: Environments,
     resources: contextlib.ExitStack,
     out: Path,
 ) -> tuple[list[HeldOutAnswers], dict[str, str]]:
@@ -116,10 +116,8 @@ def answer(
         tokenizer,
         rollout.max_concurrent_requests,
         rollout.request_timeout_seconds,
-        environment,
-        rollout.environment,
+        environments,
         rollout.group_timeout_seconds,
-        rollout.environment_concurrency,
     )
     resources.callback(collector.close)
     serve(config, collector)
@@ -138,15 +136,16 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     folder = model_folder(arguments.model)
     config = evaluation_config(flags, folder, arguments.engine, arguments.url, arguments.server_flags, arguments.jsonl)
     tokenizer = load_tokenizer(str(folder), config.data.chat_template_file)
-    environment = resources.enter_context(loaded_environment(config.rollout, config.data))
-    sets = load_held_out(config, tokenizer, prompt_source(environment))
+    environments = resources.enter_context(loaded_environments(config))
+    sets = load_held_out(config, tokenizer, rows=environments.rows)
     check_not_trained_on(config, sets, folder, tokenizer)
     rewards = resources.enter_context(RewardRunner(config.reward, config.rollout))
-    rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not config.rollout.environment)
+    conversations = any(not environments.answering(each.name).is_single_turn for each in sets)
+    rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not conversations)
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / arguments.model.resolve().name)
     began = time.time()
     urls = resources.enter_context(served(config, folder, out / LOG_FOLDER))
-    answers, software = answer(config, urls, sets, rewards, environment, resources, out)
+    answers, software = answer(config, urls, sets, rewards, environments, resources, out)
     check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
     about = {
         "model": str(arguments.model),

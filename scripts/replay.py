@@ -77,6 +77,9 @@ class ReplayTrainer(grpo_train.Trainer):
             checkpoint.folder = str((run / checkpoint.folder).absolute())
         # What is not needed is not loaded: the record may be on another machine than the data and the reward.
         config.rollout.environment = ""
+        for each in config.validation.sets:
+            if each.data.source != "environment":  # else its rows must be known, which are not trained on
+                each.environment = ""
         config.rollout.record_gib = 0.0
         config.reward = Reward(workers=1)
         if after or not config.sft.steps:  # else the warm start reads the data, less the held-out rows

@@ -34,6 +34,7 @@ from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
+from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 
 TIMEOUT_S = 120.0
 
@@ -113,7 +114,8 @@ def measure(arguments: argparse.Namespace, url: str, stack: contextlib.ExitStack
         for server in fleet.servers:
             server.control.wait_healthy(TIMEOUT_S)
             fleet.admit(server, -1)
-        collectors[name] = Collector(fleet, Rewarded(), tokenizer, 4096, TIMEOUT_S, environment, name)
+        environments = Environments(GuardedEnvironment(environment, name))
+        collectors[name] = Collector(fleet, Rewarded(), tokenizer, 4096, TIMEOUT_S, environments)
         stack.callback(collectors[name].close)
     endpoint = Endpoint(Chat(tokenizer), "model", "127.0.0.1", arguments.port)
     endpoint.episodes = Episodes(endpoint, TIMEOUT_S, TIMEOUT_S, {"": Data(chat_template=False)})

@@ -15,6 +15,7 @@ from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 
 VERSION = 7
 END = 2  # <eos>
@@ -60,7 +61,8 @@ class Run:
         self.fleet, self.tokenizer = Fleet(urls, make), tokenizer
         for server in self.fleet.servers:
             self.fleet.admit(server, VERSION)
-        self.collector = Collector(self.fleet, NoScores(), tokenizer, 64, 30.0, self._environment, "tests:play")
+        environments = Environments(GuardedEnvironment(self._environment, "tests:play"))
+        self.collector = Collector(self.fleet, NoScores(), tokenizer, 64, 30.0, environments)
         self.endpoint = Endpoint(Chat(tokenizer), "tiny", "127.0.0.1", 0, key, 128)
         self.collector.call(self.endpoint.start())
         self.collector.endpoint = self.endpoint

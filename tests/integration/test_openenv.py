@@ -17,9 +17,8 @@ from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.openenv_server import STEPS, served_wire
 from tests.helpers.ranks import free_port
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
-from torchtitan.grpo.environments.load import prompt_source
 from torchtitan.grpo.environments.openenv import OpenEnvEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
@@ -70,7 +69,8 @@ def test_an_episode_is_what_the_model_said_and_the_server_answered(served, reque
     environment = OpenEnvEnvironment(
         request.getfixturevalue(served), {}, prompt="say:", observation="text", episodes=4, timeout_seconds=1.0
     )
-    prompts = prompt_source(environment)(Data(source="environment", shuffle=False), tokenizer, 0).next(4)
+    data = Data(source="environment", shuffle=False)
+    prompts = PromptSource(data, tokenizer, 0, of_environment=environment.rows).next(4)
     guarded = GuardedEnvironment(environment, "openenv:test")
 
     async def group(prompt):

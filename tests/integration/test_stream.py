@@ -22,6 +22,7 @@ from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
+from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import StopRequested
@@ -111,9 +112,7 @@ class Run:
             tokenizer,
             max_concurrent_requests,
             request_timeout_s,
-            environment,
-            "tests:run",
-            environment_concurrency=environment_concurrency,
+            Environments(GuardedEnvironment(environment, "tests:run", environment_concurrency)),
         )
         self.prompts = PromptSource(DATA, tokenizer, seed=3)
         self.order = [prompt.index for prompt in PromptSource(DATA, tokenizer, seed=3).next(500)]

@@ -6,21 +6,28 @@ import os
 import random
 import subprocess
 import time
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import pytest
 
 pytest.importorskip("verifiers", reason='needs verifiers: pip install "torchtitan-grpo[verifiers]"')
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.endpoint_runs import CHATML
 from tests.helpers.openenv_server import served_wire
 from tests.helpers.trainer_runs import train
 from tests.helpers.verifiers_tasks.four import TASKSETS
+from tests.helpers.verifiers_tasks.lookup import served
 from torchtitan.grpo.config.job_config import Data
-from torchtitan.grpo.data.prompts import load_tokenizer
+from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
-from torchtitan.grpo.environments.load import prompt_source
 from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
@@ -51,6 +58,8 @@ class Traced(VerifiersEnvironment):
 class Sampler:
     """Answers with random tokens, and keeps what it is asked and what it says."""
 
+    params = PARAMS
+
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer(str(TINY_QWEN3))
         self.calls: list[tuple[list[int], Completion]] = []
@@ -69,14 +78,37 @@ class Sampler:
         async def all_of_them() -> list[Group]:
             def one(prompt: Prompt):
                 make = lambda params, name, start: RolloutClient(self.tokenizer, params, prompt, self.ask)  # noqa: E731
-                return guarded.group(make, prompt, PARAMS, AnyFrom(timeout_s=limit_s))
+                return guarded.group(make, prompt, self.params, AnyFrom(timeout_s=limit_s))
 
             return [await one(prompt) for prompt in prompts]
 
         return asyncio.run(all_of_them())
 
     def prompts(self, environment: VerifiersEnvironment, count: int) -> list[Prompt]:
-        return prompt_source(environment)(Data(source="environment", shuffle=False), self.tokenizer, 0).next(count)
+        data = Data(source="environment", shuffle=False)
+        return PromptSource(data, self.tokenizer, 0, of_environment=environment.rows).next(count)
+
+
+class Scripted(Sampler):
+    """Says a conversation's turns one after the other, with a token for each byte."""
+
+    def __init__(self, turns: list[str], max_tokens: int) -> None:
+        super().__init__()
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        letter_by_letter = Tokenizer(models.BPE({letter: id for id, letter in enumerate(letters)}, []))
+        letter_by_letter.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        letter_by_letter.decoder = decoders.ByteLevel()
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=letter_by_letter, eos_token="<eos>", chat_template=CHATML
+        )
+        self.params = replace(PARAMS, max_tokens=max_tokens)
+        self.turns = [f"{turn}<eos>" for turn in turns]
+
+    async def ask(self, token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
+        turn = int(suffix.removeprefix("-turn") or 0)
+        said = self.tokenizer(self.turns[turn])["input_ids"]
+        assert len(said) <= params.max_tokens
+        return [Completion(said, [-float(token) for token in said], "stop", [turn] * len(said))]
 
 
 @pytest.mark.parametrize("kind", ["sums", "guess"])
@@ -102,6 +134,49 @@ def test_samples_are_what_verifiers_traced_to_the_last_token(kind: str) -> None:
     assert sum(sample.sampled_tokens for sample in samples) == len(said)
     if kind == "sums":
         assert {sample.rewards["characters"] for sample in samples} == {len(s.token_ids) - 1.0 for s in samples}
+
+
+CALLS = [
+    'well<tool_call>{"name": "letters_vowels", "arguments": {"text": "banana"}}</tool_call>'
+    '<tool_call>{"name": "none", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "letters_vowels", "arguments": [3]}</tool_call>',
+    "aaa",
+]
+
+
+def test_the_harness_in_process_runs_the_tools_that_the_model_calls() -> None:
+    conversation = Scripted(CALLS, 600)
+    with served() as url:
+        arguments = {"taskset": {"url": url}, "select": {"limit": 1}, "agent": {"harness": {"id": "in-process"}}}
+        environment = Traced(f"{TASKS}.lookup", {}, **arguments)
+        try:
+            prompts = conversation.prompts(environment, 1)
+            [samples] = conversation.groups(environment, prompts, 30.0)
+            traces = [trace for episode in environment.episodes for trace in episode.traces]
+            # What comes before the first turn, with the tools, counts against the budget, which then ends.
+            tools = len(samples[0].prompt.token_ids) - len(prompts[0].token_ids)
+            short = Scripted(CALLS, tools + samples[0].loss_mask.index(False))
+            [short_samples] = short.groups(environment, prompts, 30.0)
+        finally:
+            environment.close()
+    text, said = conversation.tokenizer.decode, [f"{turn}<eos>" for turn in CALLS]
+    told = [
+        "\nt:=3?<eos>\nt:error: unknown tool 'none'<eos>\na:",
+        "\nt:error: the arguments are not a JSON object<eos>\na:",
+    ]
+    assert len(samples) == len(traces) == len(short_samples) == PARAMS.n
+    for sample, trace in zip(samples, traces, strict=True):
+        begin = text(sample.prompt.token_ids)
+        assert begin.startswith("S[{") and "How many vowels a text has." in begin, "the model knows its tools"
+        assert begin.endswith("u:vowels 0:<eos>\na:")
+        runs = groupby(zip(sample.token_ids, sample.loss_mask, strict=True), key=itemgetter(1))
+        parts = [(sampled, text([token for token, _ in run])) for sampled, run in runs]
+        assert parts == [(True, said[0]), (False, told[0]), (True, said[1]), (False, told[1]), (True, said[2])]
+        by_tools = ["=3?", "error: unknown tool 'none'", "error: the arguments are not a JSON object"]
+        assert [message.content for message in trace.messages if message.role == "tool"] == by_tools
+        assert sample.reward == trace.reward == 0.3, "of the last reply, three vowels"
+    for sample in short_samples:
+        assert text(sample.token_ids) == said[0] and sample.reward == 0.1, "of well"
 
 
 def test_a_task_that_fails_hangs_or_blocks_costs_its_own_samples() -> None:

@@ -1,12 +1,13 @@
 """Errors that the user can correct."""
 
+import contextlib
 import difflib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 REFUSED = 2
 """Exit status of a run with bad input."""
@@ -24,6 +25,17 @@ class UserError(ValueError):
 
 class UserErrorOfAllRanks(UserError):
     """A UserError that every rank raises with the same words."""
+
+
+@contextlib.contextmanager
+def renamed(old: str, new: str) -> Iterator[None]:
+    """Say `new` for `old` in a UserError: a table has keys of a section, which messages name."""
+    try:
+        yield
+    except UserError as error:
+        if old == new or old not in str(error):
+            raise
+        raise UserError(str(error).replace(old, new)) from error
 
 
 def refuse(error: UserError) -> int:

@@ -1,10 +1,14 @@
 """A tool: what the model writes is looked up, and it reads the result. A random model writes no call by itself."""
 
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing, contextmanager
 
 import aiohttp
+import uvicorn
 import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes import ProgramResult
 
@@ -26,14 +30,36 @@ class LookupTask(vf.Task[vf.TaskData]):
         return sum(character in "aeiou" for character in trace.last_reply) / 10
 
 
-class Lookup(vf.Taskset[LookupTask, vf.TasksetConfig]):
+class LookupConfig(vf.TasksetConfig):
+    url: str | None = None
+    """Of a server that has the tool already."""
+
+
+class Lookup(vf.Taskset[LookupTask, LookupConfig]):
     def load(self) -> Iterator[LookupTask]:
         for i in range(20):
             yield LookupTask(vf.TaskData(prompt=f"vowels {i}:"), self.config.task)
 
     @classmethod
-    def toolsets(cls, config: vf.TasksetConfig) -> list[vf.Toolset]:
-        return [Letters(vf.SharedToolsetConfig())]
+    def toolsets(cls, config: LookupConfig) -> list[vf.Toolset]:
+        return [Letters(vf.SharedToolsetConfig(url=config.url))]
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of the tool, served by a thread: a process of its own takes seconds to import verifiers."""
+    app = MCPServer("letters")
+    Letters(vf.SharedToolsetConfig()).register(app)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        served = app.streamable_http_app(json_response=True, stateless_http=True)
+        server = uvicorn.Server(uvicorn.Config(served, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
+        finally:
+            server.should_exit = True
+            thread.join(10)
 
 
 class LookupHarness(vf.Harness[vf.HarnessConfig]):

@@ -73,6 +73,8 @@ def test_the_dry_run_prints_tables_that_make_the_same_run(tmp_path):
 
 
 MIXTURE = '[[data.mixture]]\nname = "a"\n'
+SET = '[[validation.sets]]\nname = "b"\n'
+RUNS = '[data]\nsource = "environment"\n[rollout]\nenvironment = "verifiers:sums-v1"\n'
 BAD = {
     "unknown key": (MIXTURE + "wieght = 2", '[[data.mixture]] "a" wieght', 'did you mean "weight"?'),
     "key of [data] only": (MIXTURE + 'curriculum = "a:b"', "unknown key", '"a" curriculum'),
@@ -99,6 +101,37 @@ BAD = {
     "prompts longer than [data]'s": (MIXTURE + "max_prompt_tokens = 600", "over [data] max_prompt_tokens = 512"),
     "a set of nothing": (MIXTURE + '[[validation.sets]]\nname = "b"', "neither rows of its own", "['a']"),
     "rows of a set": ('[[validation.sets]]\nname = "b"\npath = "x"', '[[validation.sets]] "b" path = "x" is not read'),
+    "environment without a function": (SET + 'environment = "a"', '"b" environment: "a" must be "module:function"'),
+    "environment without a name": (SET + 'environment = "openenv:"', '"b" environment = "openenv:": put the address'),
+    "environment as nothing": (SET + 'environment = ""', '"b" environment = "": leave it out', '"none" for one answer'),
+    "a harness": (SET + 'environment = "endpoint"', '"b" environment = "endpoint" is for [rollout] only', '"none"'),
+    "arguments alone": (SET + "environment_args = { a = 1 }", '"b" environment_args = { "a" = 1 } is read with'),
+    "arguments of none": (
+        SET + 'environment = "none"\nenvironment_args = { a = 1 }',
+        '"b" environment_args = { "a" = 1 } with environment = "none"',
+    ),
+    "arguments without names": (SET + 'environment_args = ["a"]', '"b" environment_args = ["a"] is a list, not table'),
+    "tasks of a set's environment": (
+        SET + 'environment = "verifiers:gsm8k-v1"',
+        '"b" source = "arithmetic" has no tasks of verifiers, which [[validation.sets]] "b" environment',
+    ),
+    "tasks of the run's environment": (
+        RUNS + SET + 'environment = "verifiers:gsm8k-v1"',
+        '"b" asks rows that [rollout] environment holds out',
+        'set source = "environment"',
+    ),
+    "rows of no environment": (
+        RUNS + SET + 'environment = "none"\nsource = "environment"',
+        '"b" source = "environment" are the rows of [[validation.sets]] "b" environment, and there is none',
+    ),
+    "no rewards": (
+        RUNS + SET + 'environment = "none"\n[reward]\nfunctions = []',
+        '"b" environment = "none" gives no rewards, and [reward] functions is empty',
+    ),
+    "concurrency": (
+        SET + 'environment = "none"\n[rollout]\nenvironment_concurrency = 2',
+        "[rollout] environment_concurrency = 2 is read with",
+    ),
     "temperature": ('[[validation.sets]]\nname = "b"\ntemperature = 0', "at least 0.01", "greedy answers are measured"),
 }
 
@@ -109,6 +142,27 @@ def test_bad_tables_are_named_with_what_to_change(tmp_path, text, words):
         load(tmp_path, text)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_set_takes_what_environment_it_likes(tmp_path):
+    own = (
+        'source = "environment"\nenvironment = "verifiers:sums-v1"\nenvironment_args = { taskset = { split = "test" } }'
+    )
+    config = load(
+        tmp_path,
+        f"{SET}{own}\n[rollout]\nenvironment_concurrency = 2\n[reward]\nfunctions = ['reasoning_gym']"
+        "\n[data]\nsource = 'reasoning_gym'\ntasks = ['chain_sum']",
+    )
+    (held_out,) = config.validation.sets
+    assert held_out.environment_args == {"taskset": {"split": "test"}}
+    assert 'environment_args = { "taskset" = { "split" = "test" } }' in list(toml_lines(config))
+    for name in ("none", "a:b", "openenv:http://a:1"):
+        config = load(
+            tmp_path, f'{RUNS}{SET}source = "{"environment" if ":" in name else "arithmetic"}"\nenvironment = "{name}"'
+        )
+        assert config.validation.sets[0].environment == name
+    with pytest.raises(UserError, match=r'"b" source = "arithmetic" has no tasks of verifiers, which \[rollout\]'):
+        load(tmp_path, RUNS + SET + 'source = "arithmetic"')
 
 
 def test_tables_are_no_flags(tmp_path):

@@ -1,22 +1,24 @@
 """Environments are found by their names, get their arguments, and refuse others before anything starts."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import TINY_QWEN3
-from torchtitan.grpo.config.job_config import Data, Rollout
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.environments.load import loaded_environment, prompt_source
+from torchtitan.grpo.environments.load import load_environment, loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
 
 
 def load(name: str, **arguments: Any) -> Environment:
-    with loaded_environment(Rollout(environment=name, environment_args=arguments), Data()) as environment:
-        return environment
+    return load_environment(name, arguments, {})
 
 
 async def accepted(client: RolloutClient, prompt: Prompt, depth: int = 1) -> list[Sample]:
@@ -75,18 +77,109 @@ def test_arguments_that_it_does_not_take_are_refused(name: str, arguments: dict[
         load(f"{__name__}:{name}", **arguments)
 
 
-def test_an_environment_may_bring_its_rows_and_is_closed() -> None:
+def config_of(folder: Path, text: str) -> JobConfig:
+    path = folder / "run.toml"
+    path.write_text(text.replace("HERE", __name__))
+    return load_config(["--job.config_file", str(path), "--model.hf_assets_path", str(TINY_QWEN3)])
+
+
+OWN_ROWS = """
+[data]
+source = "environment"
+chat_template = false
+shuffle = false
+[rollout]
+environment = "HERE:Sums"
+environment_args = { largest = 5 }
+environment_concurrency = 3
+[validation]
+enable = true
+prompts = 2
+"""
+SETS = """
+[[validation.sets]]
+name = "usual"
+[[validation.sets]]
+name = "alone"
+environment = "none"
+[[validation.sets]]
+name = "smaller"
+source = "environment"
+environment = "HERE:Sums"
+environment_args = { largest = 2 }
+prompts = 20
+[[validation.sets]]
+name = "tools"
+environment = "HERE:accepted"
+environment_args = { depth = 4 }
+"""
+
+
+def test_an_environment_may_bring_its_rows_and_is_closed(tmp_path: Path) -> None:
     Sums.closed = 0
-    rollout = Rollout(environment=f"{__name__}:Sums", environment_args={"largest": 5})
-    data, tokenizer = Data(source="environment", chat_template=False, shuffle=False), load_tokenizer(str(TINY_QWEN3))
-    with loaded_environment(rollout, data) as environment:
-        prompts = prompt_source(environment)(data, tokenizer, 0, validation_prompts=2)
+    config, tokenizer = config_of(tmp_path, OWN_ROWS), load_tokenizer(str(TINY_QWEN3))
+    with loaded_environments(config) as environments:
+        held_out = load_held_out(config, tokenizer, rows=environments.rows)
+        prompts = load_training(config, tokenizer, held_out, rows=environments.rows)
         assert [(p.text, p.answer, p.columns["i"]) for p in prompts.next(3)] == [
             ("0+0=", "0", 0),
             ("1+1=", "2", 1),
             ("2+2=", "4", 2),
         ]
+        assert [prompt.text for prompt in held_out[0].prompts] == ["3+3=", "4+4="]
         assert not Sums.closed
     assert Sums.closed == 1
-    with pytest.raises(UserError, match=r'source = "environment": \[rollout\] environment brings no rows'):
-        prompt_source(accepted)(data, tokenizer, 0)
+    config.rollout.environment, config.rollout.environment_args = f"{__name__}:accepted", {}
+    with (
+        pytest.raises(UserError, match=r'source = "environment": \[rollout\] environment brings no rows'),
+        loaded_environments(config) as environments,
+    ):
+        load_held_out(config, tokenizer, rows=environments.rows)
+
+
+def test_held_out_sets_may_have_environments_of_their_own(tmp_path: Path) -> None:
+    Sums.closed = 0
+    config, tokenizer = config_of(tmp_path, OWN_ROWS + SETS), load_tokenizer(str(TINY_QWEN3))
+    with loaded_environments(config) as environments:
+        sets = load_held_out(config, tokenizer, rows=environments.rows)
+        trained = load_training(config, tokenizer, sets, rows=environments.rows).first(9)
+        answering = {each.name: environments.answering(each.name) for each in sets}
+    assert Sums.closed == 2
+    assert answering["usual"] is environments.own is environments.answering()
+    assert [each.is_single_turn for each in answering.values()] == [False, True, False, False]
+    assert answering["tools"].key == '[[validation.sets]] "tools" environment'
+    texts = {each.name: [prompt.text for prompt in each.prompts] for each in sets}
+    held_out = ["3+3=", "4+4="]
+    assert texts["usual"] == texts["alone"] == texts["tools"] == held_out, "rows of the run's environment"
+    assert texts["smaller"] == ["0+0=", "1+1="], "rows of its own, all that there are"
+    assert [prompt.text for prompt in trained] == ["2+2="], "what no set asks"
+
+
+def test_sets_have_no_environments_in_a_run_that_does_not_validate(tmp_path: Path) -> None:
+    config = config_of(tmp_path, OWN_ROWS.replace("enable = true", "enable = false") + SETS)
+    with loaded_environments(config) as environments:
+        assert environments.of_sets == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ('environment = "HERE:missing"', r'environment: .* has no function "missing"'),
+        ('environment = "HERE:accepted"\nenvironment_args = { depht = 1 }', 'environment_args has "depht", .* "depth"'),
+        ('environment = "HERE:Sums"', r"environment: .*:Sums\" with .* environment_args = \[\]: missing"),
+        ('environment = "HERE:accepted"\nsource = "environment"', 'source = "environment": .* environment brings no'),
+        ('environment = "openenv:http://127.0.0.1:9"\nsource = "environment"', 'environment = "openenv:.* no server'),
+    ],
+)
+def test_what_a_set_names_wrong_is_refused_by_its_table_and_the_others_are_closed(
+    wrong: str, said: str, tmp_path: Path
+) -> None:
+    Sums.closed = 0
+    config = config_of(tmp_path, OWN_ROWS + f'[[validation.sets]]\nname = "b"\n{wrong}')
+    with (
+        pytest.raises(UserError, match=r'^\[\[validation.sets\]\] "b" ' + said) as caught,
+        loaded_environments(config) as environments,
+    ):
+        load_held_out(config, load_tokenizer(str(TINY_QWEN3)), rows=environments.rows)
+    assert "[rollout]" not in str(caught.value)
+    assert Sums.closed == 1

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import http.server
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
-from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
+from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
+from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
 from torchtitan.grpo.stopping import StopRequested
 
@@ -138,6 +140,7 @@ def make_collector(servers, tokenizer):
         admitted: bool = True,
         fleet: Fleet | None = None,
         environment: Environment = single_turn,
+        of_sets: dict[str, GuardedEnvironment] | None = None,
     ) -> Collector:
         if fleet is None:
             fleet = Fleet(urls or [server.url for server in servers], make_server)
@@ -148,7 +151,12 @@ def make_collector(servers, tokenizer):
         scorer.fleet = fleet
         made.append(
             Collector(
-                fleet, scorer, tokenizer, max_concurrent_requests, request_timeout_s, environment, "tests:rollout"
+                fleet,
+                scorer,
+                tokenizer,
+                max_concurrent_requests,
+                request_timeout_s,
+                Environments(GuardedEnvironment(environment, "tests:rollout"), of_sets or {}),
             )
         )
         return made[-1]
@@ -437,24 +445,58 @@ def test_an_environment_that_fails_costs_its_group_and_is_named(make_collector, 
     assert in_flight(collector) == [0, 0]
 
 
-def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_collector, monkeypatch) -> None:
+@pytest.mark.parametrize("of_a_set", [False, True])
+def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_collector, monkeypatch, of_a_set) -> None:
     over = threading.Event()
 
     async def blocking(client: RolloutClient, prompt: Prompt) -> list[Sample]:
         over.wait(30)
         return await single_turn(client, prompt)
 
-    collector = make_collector(environment=blocking)
+    table = '[[validation.sets]] "b" environment'
+    of_sets = {"b": GuardedEnvironment(blocking, "tests:blocking", key=table)} if of_a_set else {}
+    collector = make_collector(environment=single_turn if of_a_set else blocking, of_sets=of_sets)
     monkeypatch.setattr("torchtitan.grpo.rollouts.collector.BLOCKED_S", 0.3)
     monkeypatch.setattr("torchtitan.grpo.rollouts.collector.CLOSE_TIMEOUT_S", 0.3)
-    with pytest.raises(UserError, match=r"= 'tests:rollout' has blocked the event loop .* 0.3 s: await slow calls"):
-        collector.collect(prompts_of(1), PARAMS, "t")
+    who = f"{table} = 'tests:blocking'" if of_a_set else "[rollout] environment = 'tests:rollout'"
+    with pytest.raises(UserError, match=rf"^{re.escape(who)} has blocked the event loop .* 0.3 s: await slow calls"):
+        collector.collect(prompts_of(1), PARAMS, "t", held_out="b")
     with pytest.raises(UserError, match="has blocked the event loop"):
         collector.take_busy_seconds()
     begin = time.monotonic()
     collector.close()
     assert time.monotonic() - begin < 5, "it blocks for 30 s"
     over.set()
+
+
+def test_a_held_out_set_is_answered_by_its_own_environment(make_collector) -> None:
+    async def twice(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        turns = Turns(prompt)
+        turns.sampled((await client.generate(prompt.token_ids, max_tokens=2))[0])
+        turns.given([5])
+        turns.sampled((await client.generate(turns.token_ids, max_tokens=2))[0])
+        return [turns.sample()]
+
+    async def wrong(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        return []
+
+    def of(table: str, environment: Environment) -> GuardedEnvironment:
+        return GuardedEnvironment(environment, f"tests:{table}", key=f'[[validation.sets]] "{table}" environment')
+
+    of_sets = {"twice": of("twice", twice), "none": of("none", single_turn), "wrong": of("wrong", wrong)}
+    by_default, both = make_collector(), make_collector(environment=twice, of_sets=of_sets)
+
+    def answers(collector: Collector, held_out: str) -> list[tuple[list[int], list[bool] | None]]:
+        groups = collector.collect(prompts_of(3), PARAMS, "t", held_out=held_out)
+        return [(sample.token_ids, sample.loss_mask) for group in groups for sample in group]
+
+    masks = [mask for _, mask in answers(both, "twice")]
+    assert masks == [[True, True, False, True, True]] * 3
+    assert answers(both, "another") == answers(both, "") == answers(both, "twice"), "the run's answers the others"
+    assert answers(both, "none") == answers(by_default, ""), "as a run without an environment, in the same cohorts"
+    assert {cohort is None for _, cohort in both.fleet.servers[0].client.asked[-1:]} == {False}
+    with pytest.raises(UserError, match=r"^\[\[validation.sets\]\] \"wrong\" environment = 'tests:wrong' must return"):
+        answers(both, "wrong")
 
 
 def test_an_environment_may_ask_several_times_at_once(make_collector, tokenizer) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.job_config import Data, HeldOutSet
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import LARGEST, keys, label, show
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.errors import did_you_mean
@@ -124,6 +124,12 @@ def check_reward(config: JobConfig) -> Iterator[str]:
             '[reward] functions is empty: name at least one, as in ["exact_match"], or a [rollout] environment that '
             "gives rewards"
         )
+    for title, table in titled_tables(config):
+        if isinstance(table, HeldOutSet) and table.environment == NO_ENVIRONMENT and not reward.functions:
+            yield (
+                f'{title} environment = "{NO_ENVIRONMENT}" gives no rewards, and [reward] functions is empty: name one '
+                "that scores the set's answers"
+            )
     for function, times in Counter(reward.functions).items():
         if times > 1:
             yield f"[reward] functions has {show(function)} {times} times: give it a weight instead"
@@ -205,12 +211,13 @@ def check_sft(config: JobConfig) -> Iterator[str]:
 def _scored(config: JobConfig) -> Iterator[tuple[str, list[str], Data]]:
     """For [data] or each table: its name in messages, the functions that score its rows, and its rows' keys.
 
-    Not where each row names its functions.
+    Not where each row names its functions, or comes from a held-out set's own environment, which may give rewards.
     """
     if not config.data.mixture and not config.data.reward_column:
         yield "[data]", config.reward.functions, config.data
     for title, table in titled_tables(config):
-        if not table.data.reward_column:
+        own = isinstance(table, HeldOutSet) and table.rows_environment and table.data.source == "environment"
+        if not (table.data.reward_column or own):
             yield title, table.functions or config.reward.functions, table.data
 
 

@@ -17,6 +17,8 @@ ROW_KEYS = {"source", "path", "subset", "split", "tasks", "size", "arithmetic_ma
     "arithmetic_question"
 }
 """Keys of [data] that say which rows there are."""
+NO_ENVIRONMENT = "none"
+"""The `environment` of a held-out set whose prompts get one answer, in a run that has an environment."""
 _TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
 """What `chat_template_kwargs` may not name: the trainer sets it."""
 
@@ -224,6 +226,11 @@ class HeldOutSet:
     """Longest answer. It may exceed what training samples."""
     functions: list[str] = field(default_factory=list)
     """Those of `[reward] functions` that score its answers. Empty: those of the source with its name, else all."""
+    environment: str = ""
+    """An environment of its own, named as that of [rollout] but not `endpoint`. `none`: one answer per prompt, without
+    one (docs/evaluation.md)."""
+    environment_args: dict = field(default_factory=dict)
+    """A table of arguments for the set's own environment."""
     data: "Data" = field(default_factory=lambda: Data())
     given: dict[str, Any] = field(default_factory=dict)
 
@@ -231,6 +238,11 @@ class HeldOutSet:
     def own_rows(self) -> bool:
         """Whether the table says where its rows are. Otherwise they are what its source holds out."""
         return bool(self.given.keys() & ROW_KEYS)
+
+    @property
+    def rows_environment(self) -> str:
+        """Whose rows `source = "environment"` are: the set's name if those of its own environment, else ""."""
+        return self.name if self.own_rows and self.environment else ""
 
 
 @dataclass
@@ -398,7 +410,7 @@ class Rollout:
     environment_args: dict = field(default_factory=dict)
     """A table of arguments for the environment. It refuses those that it does not take."""
     environment_concurrency: Annotated[int, Range(at_least=0)] = 0
-    """Groups that the environment works on at once, or samples if it works on each by itself. 0: as many as are
+    """Groups that each environment works on at once, or samples if it works on each by itself. 0: as many as are
     asked. Set it where each costs a process or a container."""
     serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
     """Port of an OpenAI-compatible endpoint of the run, for environments and harnesses that speak HTTP:

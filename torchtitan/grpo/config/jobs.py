@@ -36,7 +36,16 @@ UNREAD: dict[Job, tuple[str, ...]] = {
 
 _OF_TABLES: dict[Job, tuple[str, ...]] = {
     "grpo": (),
-    "sft": ("functions", "samples_per_prompt", "temperature", "top_p", "min_p", "max_answer_tokens"),
+    "sft": (
+        "functions",
+        "samples_per_prompt",
+        "temperature",
+        "top_p",
+        "min_p",
+        "max_answer_tokens",
+        "environment",
+        "environment_args",
+    ),
 }
 """The same for keys that only tables have."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import keys, show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import is_loopback, url_problem
@@ -69,27 +70,70 @@ def check_servers(config: JobConfig) -> Iterator[str]:
 
 def _check_environment(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    kind, colon, name = rollout.environment.partition(":")
-    if rollout.environment != "endpoint" and not (colon and kind in _PACKAGES):
-        yield from check_function("rollout.environment", rollout.environment)
-    elif colon and not name:
-        yield f"[rollout] environment = {show(rollout.environment)}: put {_PACKAGES[kind]} behind the colon"
-    tables = [("[data]", config.data)] if not config.data.mixture else []
-    tables += [(title, table.data) for title, table in titled_tables(config)]
-    for title, data in tables:
-        if kind in _PACKAGES and data.source != "environment":
-            yield (
-                f"{title} source = {show(data.source)} has no tasks of {kind}, which [rollout] environment = "
-                f'{show(rollout.environment)} needs: set source = "environment"'
-            )
-    if rollout.environment:
+    yield from _check_name(rollout.environment)
+    if not config.data.mixture:
+        yield from _check_tasks("[data]", config.data, "[rollout]", rollout.environment)
+    named = bool(rollout.environment)
+    for title, table in titled_tables(config):
+        if isinstance(table, HeldOutSet) and "environment" in table.given:
+            named = named or table.environment != NO_ENVIRONMENT
+            yield from _check_own_environment(title, table)
+            continue
+        yield from _check_tasks(title, table.data, "[rollout]", rollout.environment)
+        if isinstance(table, HeldOutSet) and (value := table.environment_args):
+            yield f"{title} environment_args = {show(value)} is read with an environment of the set's own: name it"
+    if not rollout.environment and (value := rollout.environment_args):
+        yield f"[rollout] environment_args = {show(value)} is read with [rollout] environment only: leave it out"
+    if not named and (value := rollout.environment_concurrency):
+        yield f"[rollout] environment_concurrency = {value} is read with [rollout] environment only: leave it out"
+
+
+def _check_own_environment(title: str, held_out: HeldOutSet) -> Iterator[str]:
+    """The environment that a held-out set names in place of the run's."""
+    name, kind = held_out.environment, held_out.environment.partition(":")[0]
+    none = f'"{NO_ENVIRONMENT}" for one answer per prompt'
+    if not name:
+        yield f'{title} environment = "": leave it out for that of [rollout], or write {none}'
         return
-    for key in ("environment_args", "environment_concurrency"):
-        if value := getattr(rollout, key):
-            yield f"[rollout] {key} = {show(value)} is read with [rollout] environment only: leave it out"
-    for title, data in tables:
-        if data.source == "environment":
-            yield f'{title} source = "environment" are the rows of [rollout] environment, and there is none: name one'
+    if name == NO_ENVIRONMENT:
+        name = ""
+    elif name == "endpoint":
+        yield (
+            f'{title} environment = "endpoint" is for [rollout] only: its harness plays the prompts of the whole run. '
+            f"Leave it out for that of [rollout], or write {none}"
+        )
+    else:
+        yield from (message.replace("[rollout]", title) for message in _check_name(name))
+    if not name and held_out.environment_args:
+        shown = show(held_out.environment_args)
+        yield f'{title} environment_args = {shown} with environment = "{NO_ENVIRONMENT}": leave them out'
+    if held_out.own_rows or held_out.data.source != "environment":
+        yield from _check_tasks(title, held_out.data, title, name)
+    elif kind in _PACKAGES:
+        yield (
+            f"{title} asks rows that [rollout] environment holds out, and its own environment = {show(name)} has other "
+            'tasks: set source = "environment" for these'
+        )
+
+
+def _check_name(environment: str) -> Iterator[str]:
+    kind, colon, name = environment.partition(":")
+    if environment != "endpoint" and not (colon and kind in _PACKAGES):
+        yield from check_function("rollout.environment", environment)
+    elif colon and not name:
+        yield f"[rollout] environment = {show(environment)}: put {_PACKAGES[kind]} behind the colon"
+
+
+def _check_tasks(title: str, data: Data, section: str, environment: str) -> Iterator[str]:
+    """The rows of a table are such as the environment of this section or table can answer."""
+    kind = environment.partition(":")[0]
+    if kind in _PACKAGES and data.source != "environment":
+        yield (
+            f"{title} source = {show(data.source)} has no tasks of {kind}, which {section} environment = "
+            f'{show(environment)} needs: set source = "environment"'
+        )
+    if not environment and data.source == "environment":
+        yield f'{title} source = "environment" are the rows of {section} environment, and there is none: name one'
 
 
 def _check_endpoint(config: JobConfig) -> Iterator[str]:

@@ -25,6 +25,7 @@ INHERITED = {
     "top_p": "validation.top_p",
     "min_p": "validation.min_p",
     "max_answer_tokens": "rollout.max_answer_tokens",
+    "environment": "rollout.environment",
 }
 """Keys of a held-out set, and where their values come from if it leaves them out."""
 _OF_OTHER_ROWS = ("path", "subset", "split", "validation_path", "validation_split", "tasks")

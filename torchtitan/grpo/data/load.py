@@ -1,6 +1,6 @@
 """All prompts of a configuration: those to train on, and the held-out sets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,22 +12,30 @@ from torchtitan.grpo.config.tables import held_out_rows, held_out_sets, source_o
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.mixture import Mixture
 from torchtitan.grpo.data.prompts import PromptSource
-from torchtitan.grpo.data.sources import question
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.data.sources import DatasetRow, question
+from torchtitan.grpo.errors import renamed
 
 Prompts = PromptSource | Mixture
 """What a run trains on."""
 Make = Callable[..., PromptSource]
 """`PromptSource`, or what takes its arguments and has its methods."""
+Rows = Mapping[str, Sequence[DatasetRow] | None]
+"""The rows that the run's environment brings, by "", and those of held-out sets with one of their own, by their names.
+None for one that brings none."""
 
 
 def load_training(
-    config: JobConfig, tokenizer: PreTrainedTokenizerBase, held_out: list[HeldOut], make: Make = PromptSource
+    config: JobConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: list[HeldOut],
+    make: Make = PromptSource,
+    rows: Rows | None = None,
 ) -> Prompts:
     """`[data]`, or `[[data.mixture]]`. Rows that ask a question of a held-out set are left out.
 
     Args:
-        held_out: From `load_held_out`, by the same `make`.
+        held_out: From `load_held_out`, by the same `make` and `rows`.
+        rows: Of environments.
 
     Raises:
         UserError: See `PromptSource`; the message names the table.
@@ -49,22 +57,26 @@ def load_training(
         kept_back = held_out_rows(config, source.name)
         with _named("data.mixture", source.name):
             own = {"validation_prompts": kept_back, "asked": asked, "functions": functions}
-            loaded.append(make(source.data, tokenizer, seed, **own))
+            loaded.append(make(source.data, tokenizer, seed, of_environment=(rows or {}).get(""), **own))
     return Mixture(config.data.mixture, loaded, seed) if config.data.mixture else loaded[0]
 
 
-def load_held_out(config: JobConfig, tokenizer: PreTrainedTokenizerBase, make: Make = PromptSource) -> list[HeldOut]:
+def load_held_out(
+    config: JobConfig, tokenizer: PreTrainedTokenizerBase, make: Make = PromptSource, rows: Rows | None = None
+) -> list[HeldOut]:
     """The held-out sets: `[[validation.sets]]`, else one for each source, which is one without a name for `[data]`.
 
     Raises:
         UserError: See `PromptSource`; the message names the table.
     """
-    return [_held_out(config, each, tokenizer, make) for each in held_out_sets(config)]
+    return [_held_out(config, each, tokenizer, make, rows or {}) for each in held_out_sets(config)]
 
 
-def _held_out(config: JobConfig, table: HeldOutSet, tokenizer: PreTrainedTokenizerBase, make: Make) -> HeldOut:
+def _held_out(
+    config: JobConfig, table: HeldOutSet, tokenizer: PreTrainedTokenizerBase, make: Make, rows: Rows
+) -> HeldOut:
     functions = config.reward.functions
-    with _named("validation.sets" if config.validation.sets else "data.mixture", table.name):
+    with _named("validation.sets" if config.validation.sets else "data.mixture", table.name, table.rows_environment):
         source = make(
             replace(table.data, curriculum=""),
             tokenizer,
@@ -72,6 +84,7 @@ def _held_out(config: JobConfig, table: HeldOutSet, tokenizer: PreTrainedTokeniz
             held_out=not table.own_rows,
             validation_prompts=0 if table.own_rows else held_out_rows(config, source_of(config, table).name),
             functions=functions,
+            of_environment=rows.get(table.rows_environment),
         )
     prompts = [
         replace(prompt, source=table.name or prompt.source, functions=prompt.functions or tuple(table.functions))
@@ -82,11 +95,8 @@ def _held_out(config: JobConfig, table: HeldOutSet, tokenizer: PreTrainedTokeniz
 
 
 @contextmanager
-def _named(path: str, name: str) -> Iterator[None]:
-    """Say in errors about [data] which table they are about."""
-    try:
+def _named(path: str, name: str, rows_environment: str = "") -> Iterator[None]:
+    """Say in errors about [data], and about an environment that a table has, which table they are about."""
+    title = table_title(path, name) if name else "[data]"
+    with renamed("[data]", title), renamed("[rollout]", title if rows_environment else "[rollout]"):
         yield
-    except UserError as error:
-        if not name:
-            raise
-        raise UserError(str(error).replace("[data]", table_title(path, name))) from error

@@ -1,6 +1,6 @@
-"""Environments: rollouts of several turns, named by `[rollout] environment`.
+"""Environments: rollouts of several turns, named by `[rollout] environment` and by held-out sets.
 
-    load.py          from `[rollout] environment` and its arguments to an `Environment`
+    load.py          from these names and their arguments to `Environments`
     verifiers_v1.py  `verifiers:NAME`: tasksets, harnesses and rubrics of the package `verifiers`
     verifiers_client.py  its model: a client of its interception server that asks the run's servers
     in_process.py    a harness for it: chat and tools without a process

@@ -1,4 +1,4 @@
-"""From `[rollout] environment` and its arguments to an `Environment`."""
+"""From `[rollout] environment`, and those of held-out sets, to `Environments`."""
 
 import contextlib
 import inspect
@@ -6,42 +6,52 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torchtitan.grpo.config.job_config import Data, Rollout
-from torchtitan.grpo.data.load import Make
-from torchtitan.grpo.data.prompts import PromptSource
-from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data
+from torchtitan.grpo.config.tables import table_title
+from torchtitan.grpo.errors import UserError, did_you_mean, renamed
 from torchtitan.grpo.import_path import import_function, load_function
-from torchtitan.grpo.rollouts.environment import ENDPOINT, Environment, rows_of, single_turn
-from torchtitan.grpo.rollouts.guarded_environment import place
-
-KEY = "[rollout] environment"
+from torchtitan.grpo.rollouts.environment import ENDPOINT, KEY, Environment, single_turn
+from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment, place
 
 
 @contextlib.contextmanager
-def loaded_environment(rollout: Rollout, data: Data) -> Iterator[Environment]:
-    """The environment of a run, closed at its end. It is `single_turn` if none is named.
-
-    Args:
-        data: Says how conversations are rendered.
+def loaded_environments(config: JobConfig) -> Iterator[Environments]:
+    """The environments of a run, closed at its end: its own, and those of held-out sets if it validates.
 
     Raises:
-        UserError: There is no such environment, its package is not installed, or it does not take these arguments.
+        UserError: There is no such environment, its package is not installed, or it does not take these arguments. The
+            message names the table.
     """
-    environment: Environment = single_turn
-    if rollout.environment:
-        environment = _load(rollout.environment, rollout.environment_args, data.template_arguments)
-    try:
-        yield environment
-    finally:
-        getattr(environment, "close", lambda: None)()
+    rollout = config.rollout
+    with contextlib.ExitStack() as stack:
+
+        def guarded(name: str, arguments: dict[str, Any], data: Data, key: str = KEY) -> GuardedEnvironment:
+            with renamed(KEY, key):
+                environment = load_environment(name, arguments, data.template_arguments)
+            stack.callback(getattr(environment, "close", lambda: None))
+            return GuardedEnvironment(environment, name, rollout.environment_concurrency, key)
+
+        own = guarded(rollout.environment, rollout.environment_args, config.data)
+        of_sets = {}
+        for each in config.validation.sets if config.validation.enable else []:
+            if each.environment:
+                key = f"{table_title('validation.sets', each.name)} environment"
+                of_sets[each.name] = guarded(each.environment, each.environment_args, each.data, key)
+        yield Environments(own, of_sets)
 
 
-def prompt_source(environment: Environment) -> Make:
-    """`PromptSource`, which also knows the rows that the environment brings."""
-    return partial(PromptSource, of_environment=rows_of(environment))
+def load_environment(name: str, arguments: dict[str, Any], template_arguments: dict[str, Any]) -> Environment:
+    """The environment of this name, `single_turn` if none is named.
 
+    Args:
+        template_arguments: `[data] chat_template_kwargs` by name, which conversations are rendered with.
 
-def _load(name: str, arguments: dict[str, Any], template_arguments: dict[str, Any]) -> Environment:
+    Raises:
+        UserError: As `loaded_environments`.
+    """
+    if name in ("", NO_ENVIRONMENT):
+        return single_turn
     name = "torchtitan.grpo.endpoint.episodes:rollout" if name == ENDPOINT else name
     kind, _, what = name.partition(":")
     if kind == "verifiers":

@@ -17,7 +17,7 @@ from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_se
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.sources import question
-from torchtitan.grpo.environments.load import loaded_environment, prompt_source
+from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.hf_config import adapters_alone
 from torchtitan.tools.logging import logger
@@ -149,10 +149,10 @@ def check_not_trained_on(
             setattr(getattr(run, section), name, value)
     try:
         fill_tables(run)
-        with loaded_environment(run.rollout, run.data) as environment:
-            make = prompt_source(environment)
-            held_out = load_held_out(run, tokenizer, make) if run.validation.enable else []
-            trained = load_training(run, tokenizer, held_out, make)
+        with loaded_environments(run) as environments:
+            rows = environments.rows
+            held_out = load_held_out(run, tokenizer, rows=rows) if run.validation.enable else []
+            trained = load_training(run, tokenizer, held_out, rows=rows)
     except UserError as error:
         logger.warning(f"Not checked whether this checkpoint's run trained on what is asked: {error}")
         return

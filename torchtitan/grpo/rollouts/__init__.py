@@ -5,7 +5,8 @@
     pace.py          `Pace`: how far ahead of the trainer to request, within the buffer's bound
     collector.py     `Collector`: a prompt becomes one decoded, scored group; owns the event loop
     environment.py   how a prompt becomes samples: one answer each, or several turns (`RolloutClient`, `Turns`)
-    guarded_environment.py  `GuardedEnvironment`: one that fails or hangs costs its group or sample, not the run
+    guarded_environment.py  `GuardedEnvironment`: one that fails or hangs costs its group or sample, not the run;
+                     `Environments`: which one answers
     router.py        `Router`: which server a request goes to, waiting, retries
     request_failures.py  `Failures`: where one request has failed, and whether it is sent there again
     held_out.py      answers to held-out sets, for validation and evaluation

@@ -18,8 +18,8 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, single_turn
-from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
+from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
 from torchtitan.grpo.stopping import StopRequested
 from torchtitan.grpo.teachers.teachers import Teachers
@@ -58,10 +58,8 @@ class Collector:
 
     Args:
         fleet, max_concurrent_requests, request_timeout_s: See `Router`.
-        environment: How a prompt becomes samples.
-        environment_name: Its name in the configuration, for error messages.
+        environments: How a prompt becomes samples: the default is one answer each.
         group_timeout_s: Longest time for one group of a `collect`, from its first request to its rewards.
-        environment_concurrency: Groups, or samples if it makes each by itself, that it works on at once. 0: any number.
 
     Attributes:
         endpoint: With `[rollout] serve_port`, set by `endpoint.server.serve`.
@@ -74,16 +72,14 @@ class Collector:
         tokenizer: PreTrainedTokenizerBase,
         max_concurrent_requests: int,
         request_timeout_s: float,
-        environment: Environment = single_turn,
-        environment_name: str = "",
+        environments: Environments | None = None,
         group_timeout_s: float = 1200.0,
-        environment_concurrency: int = 0,
     ) -> None:
         self.fleet = fleet
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.group_timeout_s = group_timeout_s
-        self.environment = GuardedEnvironment(environment, environment_name, environment_concurrency)
+        self.environments = environments or Environments()
         self.endpoint: Endpoint | None = None
         self._listeners: list[Callable[[], None]] = []
         self.to_close: list[Callable[[], Awaitable[None]]] = []
@@ -99,13 +95,16 @@ class Collector:
 
     # ------------------------------------------------------------------------------------------- from any thread
 
-    def collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int = -1) -> list[Group]:
+    def collect(
+        self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int = -1, held_out: str = ""
+    ) -> list[Group]:
         """Answer every prompt `params.n` times. Blocks; the time limits of requests bound the wait.
 
         Args:
             tag: Names this call in request ids and seeds. A prompt's seed depends on `params.seed`, its index, the tag,
                 and how often it came before in the same call.
             min_version: Only servers that have acknowledged this weight version or a newer one get requests.
+            held_out: The name of the held-out set that the prompts are of. It may have an environment of its own.
 
         Returns:
             One scored group per prompt, in the order of the prompts.
@@ -117,7 +116,7 @@ class Collector:
             StopRequested: `give_up_after` has given it up.
         """
         try:
-            return self.call(self._collect(prompts, params, tag, min_version))
+            return self.call(self._collect(prompts, params, tag, min_version, self.environments.answering(held_out)))
         except concurrent.futures.CancelledError:
             if not self._given_up:
                 raise
@@ -151,8 +150,8 @@ class Collector:
         self._loop.call_soon_threadsafe(turned.set)
         if not turned.wait(BLOCKED_S):
             raise UserError(
-                f"[rollout] environment = {self.environment.name!r} has blocked the event loop for over "
-                f"{BLOCKED_S:g} s: await slow calls, or run them with asyncio.to_thread"
+                f"{self.environments.describe_running()} has blocked the event loop for over {BLOCKED_S:g} s: await "
+                "slow calls, or run them with asyncio.to_thread"
             )
 
     def add_listener(self, call: Callable[[], None]) -> None:
@@ -191,12 +190,14 @@ class Collector:
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
-    def cohorts(self, count: int, name: str, min_version: int) -> list[Cohort | None]:
+    def cohorts(
+        self, count: int, name: str, min_version: int, environment: GuardedEnvironment | None = None
+    ) -> list[Cohort | None]:
         """Cohorts for groups that start together; see `Router.cohorts`.
 
         None with an environment: nobody knows when and how often it sends requests, and a cohort waits for all.
         """
-        if not self.environment.is_single_turn:
+        if not (environment or self.environments.own).is_single_turn:
             return [None] * count
         return self.router.cohorts(count, name, min_version)
 
@@ -209,9 +210,10 @@ class Collector:
         cohort: Cohort | None = None,
         answered: Callable[[], None] = lambda: None,
         teachers: Teachers | None = None,
+        environment: GuardedEnvironment | None = None,
     ) -> Group:
-        """One scored group: the environment's rollout of the prompt. `answered` is called before it is scored, by
-        rewards and at the same time by `teachers`.
+        """One scored group: the environment's rollout of the prompt, the run's if none is given. `answered` is called
+        before it is scored, by rewards and at the same time by `teachers`.
 
         Samples on which the environment failed have no reward, see `GuardedEnvironment`.
         """
@@ -231,7 +233,7 @@ class Collector:
 
             return RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, start.waits)
 
-        group = await self.environment.group(client, prompt, params, start)
+        group = await (environment or self.environments.own).group(client, prompt, params, start)
         for sample in group:
             sample.servers = sample.servers or [(0, last_server)]
         answered()
@@ -239,7 +241,14 @@ class Collector:
         rewarded = self._loop.run_in_executor(self._scoring, self._score, group, unrewarded)
         return await (teachers.scored(group, rewarded) if teachers else rewarded)
 
-    async def _collect(self, prompts: list[Prompt], params: SamplingParams, tag: str, min_version: int) -> list[Group]:
+    async def _collect(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        tag: str,
+        min_version: int,
+        environment: GuardedEnvironment,
+    ) -> list[Group]:
         if self._given_up:
             raise StopRequested
         task = asyncio.current_task()
@@ -251,13 +260,13 @@ class Collector:
         await self.router.until_served(AnyFrom(min_version))
         # A tag may come again (another run on the same server, a repeated step); a request id must not.
         nonce = secrets.token_hex(4)
-        cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version)
+        cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version, environment)
         seen: Counter[int] = Counter()
         tasks = []
         for i, prompt in enumerate(prompts):
             own = replace(params, seed=prompt_seed(params.seed, tag, prompt.index, seen[prompt.index]))
             seen[prompt.index] += 1
-            group = self._timed_group(prompt, own, f"{tag}-{i:06d}-{nonce}", min_version, cohorts[i])
+            group = self._timed_group(prompt, own, f"{tag}-{i:06d}-{nonce}", min_version, cohorts[i], environment)
             tasks.append(asyncio.create_task(group))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -278,11 +287,12 @@ class Collector:
         request_id: str,
         min_version: int,
         cohort: Cohort | None,
+        environment: GuardedEnvironment,
     ) -> Group:
         try:
             async with asyncio.timeout(self.group_timeout_s) as limit:
                 start = AnyFrom(min_version, limit, self.group_timeout_s)
-                return await self.group(prompt, params, request_id, start, cohort)
+                return await self.group(prompt, params, request_id, start, cohort, environment=environment)
         except TimeoutError as error:
             raise EngineError(
                 f"prompt {prompt.index} took longer than [rollout] group_timeout_seconds = {self.group_timeout_s:g} "

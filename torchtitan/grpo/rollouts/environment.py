@@ -21,6 +21,8 @@ from torchtitan.grpo.rewards.runner import REWARD_MAX
 
 ENDPOINT = "endpoint"
 """The `[rollout] environment` that is a harness outside, see `endpoint/episodes.py`."""
+KEY = "[rollout] environment"
+"""The key that names the environment of a run, in messages."""
 Ask = Callable[[list[int], SamplingParams, str, str], Awaitable[list[Completion]]]
 """(token ids, parameters, suffix of the request id, session) -> completions."""
 
@@ -145,7 +147,7 @@ class Turns:
         positions = len(sample.prompt.token_ids) + len(sample.token_ids) + len(completion.token_ids) - 1
         if len(routes) != positions:
             raise UserError(
-                f"[rollout] environment: an answer has the routing of {len(routes)} positions, and with it its sample "
+                f"{KEY}: an answer has the routing of {len(routes)} positions, and with it its sample "
                 f"has {positions}: [grpo] routing_replay needs each turn to continue `Turns.token_ids`"
             )
         known = sample.routes
@@ -185,7 +187,7 @@ def checked(
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
             sampled before the group began.
     """
-    where = f"[rollout] environment = {name!r}"
+    where = f"{KEY} = {name!r}"
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise UserError(f"{where} must return a list of one Sample or more, not {repr(samples)[:100]}")
     for sample in samples:

@@ -1,4 +1,4 @@
-"""An environment that fails, or hangs, costs its group or its sample, and not the run."""
+"""The environments of a run. One that fails, or hangs, costs its group or its sample, and not the run."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,15 @@ import math
 import re
 import sysconfig
 import traceback
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
-from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, checked, single_turn
+from torchtitan.grpo.errors import UserError, renamed
+from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, GroupStart
 from torchtitan.tools.logging import logger
 
@@ -51,10 +52,17 @@ class GuardedEnvironment:
     servers, and a `UserError`, pass.
 
     Everything happens on one event loop.
+
+    Attributes:
+        name: What the configuration calls it.
+        key: The key that does so. Messages name it.
+        running: Groups or samples that it works on. Any thread may read it.
     """
 
-    def __init__(self, environment: Environment, name: str, concurrency: int = 0) -> None:
-        self.name = name
+    def __init__(self, environment: Environment, name: str, concurrency: int = 0, key: str = KEY) -> None:
+        self.name, self.key = name, key
+        self.running = 0
+        self.rows = rows_of(environment)
         self.is_single_turn = environment is single_turn
         self._environment = environment
         self._per_sample = bool(getattr(environment, "per_sample", False))
@@ -107,7 +115,8 @@ class GuardedEnvironment:
     async def _run(self, client: RolloutClient, prompt: Prompt, start: GroupStart) -> Group:
         try:
             async with self._place(start):
-                samples = await self._environment(client, prompt)
+                with renamed(KEY, self.key), self._counted():
+                    samples = await self._environment(client, prompt)
         except (EngineError, FleetError, UserError):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -117,7 +126,16 @@ class GuardedEnvironment:
             where = getattr(error, "place", None) or place(error)
             return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
         oldest = -1 if self.is_single_turn else start.min_version()
-        return checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
+        with renamed(KEY, self.key):
+            return checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
 
     @contextlib.asynccontextmanager
     async def _place(self, start: GroupStart) -> AsyncIterator[None]:
@@ -133,9 +151,36 @@ class GuardedEnvironment:
     def _give_up(self, prompt: Prompt, samples: int, failure: str) -> Group:
         self._failures += 1
         if math.log10(self._failures).is_integer():  # 1st, 10th, 100th ...: a broken one does not flood the log
-            message = "[rollout] environment = %r failed (%d times so far), and prompt %d is given up: it %s"
-            logger.warning(message, self.name, self._failures, prompt.index, failure)
+            message = "%s = %r failed (%d times so far), and prompt %d is given up: it %s"
+            logger.warning(message, self.key, self.name, self._failures, prompt.index, failure)
         return [Sample(prompt, [], [], [], "abort", reward_failures={self.name: failure}) for _ in range(samples)]
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The environment of a run, and those that held-out sets have in its place.
+
+    Attributes:
+        own: The run's.
+        of_sets: By the names of the sets.
+    """
+
+    own: GuardedEnvironment = field(default_factory=lambda: GuardedEnvironment(single_turn, ""))
+    of_sets: Mapping[str, GuardedEnvironment] = field(default_factory=dict)
+
+    def answering(self, held_out: str = "") -> GuardedEnvironment:
+        """What answers the prompts of this held-out set, or those that are trained on."""
+        return self.of_sets.get(held_out, self.own)
+
+    @property
+    def rows(self) -> dict[str, Sequence[dict[str, Any]] | None]:
+        """The data that each brings: of the run's by "", of a set's by its name. None if it brings none."""
+        return {"": self.own.rows} | {name: each.rows for name, each in self.of_sets.items()}
+
+    def describe_running(self) -> str:
+        """Those at work, as messages name them."""
+        running = [each for each in (self.own, *self.of_sets.values()) if each.running] or [self.own]
+        return " or ".join(f"{each.key} = {each.name!r}" for each in running)
 
 
 def place(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from torchtitan.grpo.rollouts.collector import Collector
 def answer_held_out(
     collector: Collector, sets: list[HeldOut], params: SamplingParams, min_version: int = -1
 ) -> list[HeldOutAnswers]:
-    """Answer every prompt of every set, greedily and sampled. Blocks, see `Collector.collect`.
+    """Answer every prompt of every set by its environment, greedily and sampled. Blocks, see `Collector.collect`.
 
     Args:
         params: Stop tokens and seed. Number of answers, sampling and length are the set's.
@@ -24,8 +24,8 @@ def answer_held_out(
         answers.append(
             HeldOutAnswers(
                 each,
-                collector.collect(each.prompts, greedy, f"greedy{of_set}", min_version),
-                collector.collect(each.prompts, sampled, f"validation{of_set}", min_version),
+                collector.collect(each.prompts, greedy, f"greedy{of_set}", min_version, each.name),
+                collector.collect(each.prompts, sampled, f"validation{of_set}", min_version, each.name),
             )
         )
     return answers

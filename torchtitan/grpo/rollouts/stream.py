@@ -345,7 +345,7 @@ class RolloutStream:
         self._fill()
 
     def _finish(self, entry: Entry, group: Group) -> None:
-        if self._collector.environment.gave_up(group):
+        if self._collector.environments.own.gave_up(group):
             self._give_up_failed(entry, group)
             return
         self.counts["finished"] += 1
