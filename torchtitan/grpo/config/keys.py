@@ -28,8 +28,15 @@ LARGEST = 10**9
 SHOWN_CHARS = 200
 """Characters of a value that messages repeat."""
 TABLES = {
-    "data.mixture": ("mixture", "curriculum"),
-    "validation.sets": ("mixture", "curriculum", "shuffle", "validation_path", "validation_split"),
+    "data.mixture": ("mixture", "curriculum", "chat_template_file"),
+    "validation.sets": (
+        "mixture",
+        "curriculum",
+        "chat_template_file",
+        "shuffle",
+        "validation_path",
+        "validation_split",
+    ),
 }
 """Keys whose value is a list of tables, `[[data.mixture]]`. A table may also hold keys of [data], except for these."""
 _RESOLVED = ("data", "given")

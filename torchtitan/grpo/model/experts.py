@@ -153,10 +153,12 @@ def expert_tokens(model: nn.Module, positions: Tensor) -> Tensor | None:
     if not layers:
         return None
     experts = layers[0].experts.num_experts
-    chosen = torch.stack([moe.chosen for moe in layers])[:, positions].long()  # [layers, A, top_k]
-    numbers = chosen + experts * torch.arange(len(layers), device=chosen.device)[:, None, None]
+    chosen = torch.stack([moe.chosen for moe in layers])[:, positions]  # [layers, A, top_k]
+    first = experts * torch.arange(len(layers), dtype=torch.int32, device=chosen.device)
+    numbers = (chosen + first[:, None, None]).flatten()
     counts = torch.zeros(len(layers) * experts, dtype=torch.float64, device=chosen.device)
-    return counts.index_add(0, numbers.flatten(), counts.new_ones(numbers.numel())).view(len(layers), experts)
+    # Not `bincount`, for which the host would wait.
+    return counts.index_add(0, numbers, counts.new_ones(1).expand(len(numbers))).view(len(layers), experts)
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -120,9 +120,9 @@ def _packed_forward(
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
 
     With `row.routes`, `model.agrees` is bool [answer tokens, layers] afterwards: whether a router would have chosen the
-    same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) `model.expert_tokens` counts the
-    answer tokens by expert. With `predictions` it does not, and there is also whether the target is a likeliest token,
-    bool [answer tokens].
+    same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) In an update,
+    `model.expert_tokens` counts the answer tokens by expert. With `predictions` it does not, and there is also whether
+    the target is a likeliest token, bool [answer tokens].
     """
     # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
     longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
@@ -148,7 +148,8 @@ def _packed_forward(
         hidden = block(hidden, rope, documents, None)
     if replays:
         model.agrees = agreement(model)[answer_positions]
-    model.expert_tokens = None if predictions else expert_tokens(model, answer_positions)
+    counts = torch.is_grad_enabled() and not predictions
+    model.expert_tokens = expert_tokens(model, answer_positions) if counts else None
     hidden = model.norm(hidden)
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()
