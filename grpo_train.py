@@ -25,7 +25,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.broadcast import Broadcaster, patience_s
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.run_folder import own_folder
-from torchtitan.grpo.config.batch import row_tokens
+from torchtitan.grpo.config.batch import requests_at_once, row_tokens
 from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.load import load_config, take_dry_run
 from torchtitan.grpo.config.resolved import resolved
@@ -534,7 +534,7 @@ class Trainer:
                 self.fleet,
                 self.rewards,
                 self.tokenizer,
-                rollout.max_concurrent_requests,
+                requests_at_once(rollout),
                 rollout.request_timeout_seconds,
                 self.environments,
                 rollout.group_timeout_seconds,

@@ -26,6 +26,7 @@ import torch
 
 import torchtitan_overlay  # noqa: F401
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.machine import raise_file_limit
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.load import load_held_out
@@ -114,7 +115,7 @@ def answer(
         fleet,
         rewards,
         tokenizer,
-        rollout.max_concurrent_requests,
+        requests_at_once(rollout),
         rollout.request_timeout_seconds,
         environments,
         rollout.group_timeout_seconds,

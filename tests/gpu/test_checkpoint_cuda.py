@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchtitan  # noqa: F401  the overlay's shims come first
-from torchtitan.grpo.checkpoint.checkpointer import storage_writer
 from torchtitan.grpo.checkpoint.host_copy import HostCopy
+from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
 from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
 from torchtitan.grpo.offload.pinned import local_tensor
 
@@ -123,9 +123,9 @@ def test_writing_the_copy_waits_for_no_work_on_the_device(tmp_path):
     states = copy.take(trained.states())
     copy.wait()
     weights = {"model": states["model"]}
-    dcp.save(weights, storage_writer=storage_writer(tmp_path / "warm", on_host=True), no_dist=True)
+    dcp.save(weights, storage_writer=ParallelWriter(tmp_path / "warm"), no_dist=True)
     for _ in range(50):  # about 5 s
         torch.cuda._sleep(BUSY_CYCLES)
-    dcp.save(weights, storage_writer=storage_writer(tmp_path / "busy", on_host=True), no_dist=True)
+    dcp.save(weights, storage_writer=ParallelWriter(tmp_path / "busy"), no_dist=True)
     assert not torch.cuda.current_stream().query(), "the device was still busy when the write was done"
     torch.cuda.synchronize()

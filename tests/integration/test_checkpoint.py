@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoint_worker import TINY, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
-from torchtitan.grpo.checkpoint import checkpointer as checkpointer_module
-from torchtitan.grpo.checkpoint.checkpointer import complete_steps, storage_writer
+from torchtitan.grpo.checkpoint import parallel_writer
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.checkpoint.marker import MARKER, read_marker
+from torchtitan.grpo.checkpoint.parallel_writer import FILES
 from torchtitan.grpo.checkpoint.random_states import random_states, set_random_states
 from torchtitan.grpo.errors import UserError
 
@@ -62,14 +62,8 @@ def contents(dump: Path, step: int) -> dict[str, str]:
 
 
 def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path, monkeypatch):
-    """Steps that are trained before it is written change nothing in it, nor in themselves."""
-    on_host: list[bool] = []
-
-    def noted(folder: Path, of_host: bool) -> FileSystemWriter:
-        on_host.append(of_host)
-        return storage_writer(folder, of_host)
-
-    monkeypatch.setattr(checkpointer_module, "storage_writer", noted)
+    """Steps that are trained before it is written change nothing in it, nor in themselves. It has several files."""
+    monkeypatch.setattr(parallel_writer, "FILE_BYTES", 64 << 10)
     keys = dict(reference=True, export_hf=True)
     straight = TinyTrainer(tmp_path / "sync", **keys)
     behind = TinyTrainer(tmp_path / "async", async_mode="async_with_pinned_mem", **keys)
@@ -98,9 +92,9 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(tmp_path, mo
         assert metrics["checkpoint/exposed_s"] >= metrics["checkpoint/waited_s"]
         assert complete_steps(checkpointer.folder) == [2, 4, 5], "the last one is complete without another call"
     assert straight.losses == behind.losses and straight.digest() == behind.digest()
-    assert on_host == [False] * 3 + [True, True, False], "all but the last one, which nothing is beside"
     for step in (2, 4, 5):
         assert contents(tmp_path / "async", step) == contents(tmp_path / "sync", step)
+        assert {f"dcp/__0_{number}_0.distcp" for number in range(FILES)} < contents(tmp_path / "async", step).keys()
     resumed = TinyTrainer(tmp_path / "async", load_step=2, resume=True, async_mode="async", **keys)
     assert resumed.checkpointer.load_latest() == 2
     for _ in range(3):

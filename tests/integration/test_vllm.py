@@ -311,6 +311,28 @@ def test_pause_keep_holds_requests(vllm_server: RunningServer) -> None:
     asyncio.run(scenario())
 
 
+def test_what_comes_first_does_not_wait_behind_others(vllm_server: RunningServer) -> None:
+    ended: list[str] = []
+
+    async def scenario() -> None:
+        client = VllmClient(vllm_server.url, None, 60.0, lambda: -1)
+        usual = SamplingParams(1, 1.0, 60, ignore_eos=True)
+
+        async def ask(name: str, params: SamplingParams) -> None:
+            await client.generate([5, 6], params, name)
+            ended.append(name)
+
+        others = [asyncio.create_task(ask(f"other-{i}", usual)) for i in range(64)]  # 16 run at a time
+        while not ended:
+            await asyncio.sleep(0.005)
+        await ask("first", replace(usual, first=True))
+        await asyncio.gather(*others)
+        await client.close()
+
+    asyncio.run(scenario())
+    assert ended.index("first") < 40  # behind those that run, and those that began before it came
+
+
 def test_every_token_has_the_version_that_sampled_it(served: Served):
     first, answers = served.ask_across("B", "C", clear_cache=True)
     own, others = [], []

@@ -147,6 +147,7 @@ class ServerCommand:
         flags = ["--model", self.model, "--host", self.host, "--port", str(self.port)]
         flags += ["--logprobs-mode", "processed_logprobs"]
         flags += ["--weight-transfer-config", '{"backend":"torchtitan_grpo"}']
+        flags += ["--scheduling-policy", "priority"]  # held-out answers do not wait behind those for later steps
         # vLLM 0.32 serves the token-in, token-out route only with this flag. Older versions always do, and refuse it.
         entrypoints = Path(folder, "entrypoints") if folder else None
         if entrypoints and any(b"enable_scale_out" in path.read_bytes() for path in entrypoints.rglob("*.py")):

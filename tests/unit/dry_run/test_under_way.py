@@ -46,7 +46,7 @@ def test_without_in_flight_updates_servers_wait_for_the_longest_answer_whatever_
 
 def test_an_environment_has_a_request_for_each_turn():
     (line,) = lines("--rollout.environment", "tests.helpers.environments:none")
-    assert "one request for each turn of an answer, 256 at once" in line
+    assert "one request for each turn of an answer, 512 at once" in line
 
 
 def test_a_file_of_urls_has_a_number_of_servers_that_is_not_known(tmp_path):

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -19,10 +20,11 @@ from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.protocol import EngineError, LocalError, SamplingParams
+from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import Ask, Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
@@ -224,6 +226,29 @@ def test_repeated_collections_are_equal_to_the_last_bit(make_collector) -> None:
         for _ in range(3)
     ]
     assert logprobs[0] == logprobs[1] == logprobs[2]
+
+
+def test_several_collections_are_asked_together_unless_an_engine_repeats_its_answers(make_collector) -> None:
+    asks = [Ask(prompts_of(count), PARAMS, tag) for count, tag in ((5, "a"), (3, "b"))]
+    for engine, most in (("embedded", 5), ("vllm", 8)):
+        collector = make_collector()
+        for server in collector.fleet.servers:
+            server.engine = ENGINES[engine]
+        groups = collector.collect_all(asks)
+        assert tokens(groups[0]) == tokens(collector.collect(prompts_of(5), PARAMS, "a"))
+        assert tokens(groups[1]) == tokens(collector.collect(prompts_of(3), PARAMS, "b"))
+        assert sum(server.client.most_in_flight for server in collector.fleet.servers) == most
+
+
+def test_what_comes_first_does_not_wait_behind_others(make_collector, servers, in_thread) -> None:
+    collector = make_collector([servers[0].url], max_concurrent_requests=1)
+    (client,) = (server.client for server in collector.fleet.servers)
+    others = in_thread(collector.collect, prompts_of(30), PARAMS, "others")
+    wait_until(lambda: collector.router.waiting > 20)
+    collector.collect(prompts_of(2), replace(PARAMS, first=True), "first")
+    others.result()
+    order = [request_id.partition("-")[0] for request_id, _ in client.asked]
+    assert order.count("first") == 2 and order.index("first") < 15
 
 
 def test_requests_are_spread_and_limited(make_collector) -> None:

@@ -18,6 +18,7 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     checkpointer.py    which steps are saved, in which order, and what follows from a failure
     loading.py         which checkpoint a run continues from, and its state
     host_copy.py       `[checkpoint] async_mode`: weights and optimizer state in host memory, while a thread writes them
+    parallel_writer.py   DCP's files, several at the same time
     export.py          the Hugging Face folder from DCP's files
     adapters.py        `[lora]`: adapters as they are saved, and which frozen weights they belong to
     marker.py          complete.json: written, read, checked against the files

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from torchtitan.grpo.checkpoint.export import read_full, read_hf
 from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured, step_of
+from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
 from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
@@ -42,15 +42,6 @@ _LEFT_S = 30.0
 def complete_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in `folder`, in the order they were written."""
     return [marker.step for marker in markers(folder)[0]]
-
-
-def storage_writer(folder: Path, on_host: bool) -> FileSystemWriter:
-    """DCP's writer of tensors that are on the device, or of a copy `on_host`.
-
-    Where there is CUDA, DCP reads ahead and waits for the stream of its thread at each 10 MB, also for tensors of the
-    host. In a thread that is training's stream: a write would take a training step for every 10 MB.
-    """
-    return FileSystemWriter(folder, per_thread_copy_ahead=0) if on_host else FileSystemWriter(folder)
 
 
 class _ModelState(Stateful):
@@ -389,7 +380,7 @@ class Checkpointer:
             f"writing {unfinished / 'dcp'}",
             lambda: dcp.save(
                 taken.states,
-                storage_writer=storage_writer(unfinished / "dcp", taken.on_host),
+                storage_writer=ParallelWriter(unfinished / "dcp", self._enter_thread),
                 process_group=together.group,
             ),
         )

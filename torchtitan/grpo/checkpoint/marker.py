@@ -13,7 +13,7 @@ from torchtitan.grpo.errors import UserError
 
 MARKER = "complete.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
-_WRITER = re.compile(r"(?:dcp/__(\d+)_\d+\.distcp|rng-rank-(\d+)\.pt)")
+_WRITER = re.compile(r"(?:dcp/__(\d+)_\d+(?:_\d+)?\.distcp|rng-rank-(\d+)\.pt)")
 _PIECE_BYTES = 16 << 20
 _THREADS = 4
 

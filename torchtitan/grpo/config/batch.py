@@ -3,6 +3,7 @@
 import math
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.config.jobs import Job
 
 
@@ -14,6 +15,15 @@ def data_ranks(config: JobConfig, world_size: int) -> int:
 def row_tokens(config: JobConfig) -> int:
     """Tokens of one packed row, which is the microbatch of one data-parallel rank."""
     return config.training.tokens_per_microbatch or config.training.seq_len
+
+
+def requests_at_once(rollout: Rollout) -> int:
+    """Requests in flight per server, at most: `[rollout] max_concurrent_requests`, or its default.
+
+    A request for a group is `group_size` answers at first, and about a third of them on average. That of an
+    environment is one answer, whose age counts from the request on, also while it waits in the server.
+    """
+    return rollout.max_concurrent_requests or (512 if rollout.environment else 256)
 
 
 def step_samples(config: JobConfig, job: Job) -> int:

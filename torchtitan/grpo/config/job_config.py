@@ -426,9 +426,9 @@ class Rollout:
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
     slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
-    max_concurrent_requests: Annotated[int, Range(at_least=1)] = 256
-    """Requests in flight per server, each for a group or for one turn of an environment. Groups thin out as short
-    answers end, so let servers queue a few times what they run."""
+    max_concurrent_requests: Annotated[int, Range(at_least=0)] = 0
+    """Requests in flight per server, each for a group or for one turn of an environment; 0: 256 groups, or 512 turns.
+    Groups thin out as short answers end, so let servers queue a few times what they run; but not turns."""
     request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
     """Longest wait for one request."""
     group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0

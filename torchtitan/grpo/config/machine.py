@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import data_ranks, step_samples
+from torchtitan.grpo.config.batch import data_ranks, requests_at_once, step_samples
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
@@ -274,10 +274,11 @@ def _check_files(config: JobConfig) -> Iterator[str]:
         except UserError:
             return  # the fleet refuses it
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = servers * rollout.max_concurrent_requests + _OTHER_FILES
+    at_once = requests_at_once(rollout)
+    wanted = servers * at_once + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and wanted > hard:
         yield (
-            f"[rollout] max_concurrent_requests = {rollout.max_concurrent_requests} on {servers} "
+            f"[rollout] max_concurrent_requests = {at_once} on {servers} "
             f"server{'s' if servers > 1 else ''} may need {wanted} open files, and this machine allows {hard}: raise "
             "the limit (ulimit -Hn), or lower max_concurrent_requests"
         )

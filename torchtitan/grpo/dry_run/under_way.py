@@ -1,6 +1,7 @@
 """How many answers are under way at once, and whether the age leaves time for the longest one."""
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.batch import requests_at_once
 
 MEAN = 4
 """The length of an average answer is not known before a run: here, one in so many of the longest."""
@@ -28,7 +29,7 @@ def under_way_lines(config: JobConfig) -> list[str]:
     what = "turn of an answer" if rollout.environment else "group"
     lines = [
         f"  under way        at most {groups:,} groups, {groups * grpo.group_size:,} answers; one request for each "
-        f"{what}, {servers * rollout.max_concurrent_requests:,} at once{each}"
+        f"{what}, {servers * requests_at_once(rollout):,} at once{each}"
     ]
     if ahead.enabled and ahead.in_flight_weight_updates:
         mean = max(1, rollout.max_answer_tokens // MEAN)

@@ -97,6 +97,7 @@ class SamplingParams:
         top_p: Keep the most likely tokens that have this probability together. 1 keeps all.
         min_p: Keep tokens at least this likely, as a share of the most likely one's probability. 0 keeps all.
         routes: Have each answer say which experts computed it, as routes of this shape. None: it need not.
+        first: Answer it before waiting requests that do not say so, where the server schedules by priority.
     """
 
     n: int
@@ -109,6 +110,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     routes: RouteShape | None = None
+    first: bool = False
 
 
 @dataclass

@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +45,17 @@ class Endpoint(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The arguments of one `Collector.collect`."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    tag: str
+    min_version: int = -1
+    held_out: str = ""
 
 
 class Collector:
@@ -115,8 +126,14 @@ class Collector:
             FleetError: Too few servers are left.
             StopRequested: `give_up_after` has given it up.
         """
+        return self.collect_all([Ask(prompts, params, tag, min_version, held_out)])[0]
+
+    def collect_all(self, asks: list[Ask]) -> list[list[Group]]:
+        """The groups of each `collect`. They are asked at the same time, unless an engine repeats its answers: which
+        requests it computes together must then not depend on their arrival.
+        """
         try:
-            return self.call(self._collect(prompts, params, tag, min_version, self.environments.answering(held_out)))
+            return self.call(self._collect_all(asks))
         except concurrent.futures.CancelledError:
             if not self._given_up:
                 raise
@@ -241,14 +258,14 @@ class Collector:
         rewarded = self._loop.run_in_executor(self._scoring, self._score, group, unrewarded)
         return await (teachers.scored(group, rewarded) if teachers else rewarded)
 
-    async def _collect(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams,
-        tag: str,
-        min_version: int,
-        environment: GuardedEnvironment,
-    ) -> list[Group]:
+    async def _collect_all(self, asks: list[Ask]) -> list[list[Group]]:
+        if any(server.engine is None or server.engine.repeats_in_flight for server in self.fleet.servers):
+            return [await self._collect(ask) for ask in asks]
+        return await _all_of([self._collect(ask) for ask in asks])
+
+    async def _collect(self, ask: Ask) -> list[Group]:
+        prompts, params, tag, min_version = ask.prompts, ask.params, ask.tag, ask.min_version
+        environment = self.environments.answering(ask.held_out)
         if self._given_up:
             raise StopRequested
         task = asyncio.current_task()
@@ -257,28 +274,18 @@ class Collector:
         task.add_done_callback(self._collecting.discard)
         if not prompts:
             return []
-        await self.router.until_served(AnyFrom(min_version))
+        await self.router.until_served(AnyFrom(min_version, first=params.first))
         # A tag may come again (another run on the same server, a repeated step); a request id must not.
         nonce = secrets.token_hex(4)
         cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version, environment)
         seen: Counter[int] = Counter()
-        tasks = []
+        groups = []
         for i, prompt in enumerate(prompts):
             own = replace(params, seed=prompt_seed(params.seed, tag, prompt.index, seen[prompt.index]))
             seen[prompt.index] += 1
             group = self._timed_group(prompt, own, f"{tag}-{i:06d}-{nonce}", min_version, cohorts[i], environment)
-            tasks.append(asyncio.create_task(group))
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            ended = [task for task in tasks if task.done() and not task.cancelled()]
-            errors = [error for task in ended if (error := task.exception())]
-            if errors:
-                raise errors[0]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [task.result() for task in tasks]
+            groups.append(group)
+        return await _all_of(groups)
 
     async def _timed_group(
         self,
@@ -291,7 +298,7 @@ class Collector:
     ) -> Group:
         try:
             async with asyncio.timeout(self.group_timeout_s) as limit:
-                start = AnyFrom(min_version, limit, self.group_timeout_s)
+                start = AnyFrom(min_version, limit, self.group_timeout_s, first=params.first)
                 return await self.group(prompt, params, request_id, start, cohort, environment=environment)
         except TimeoutError as error:
             raise EngineError(
@@ -336,6 +343,22 @@ class Collector:
         await self.router.close()
         for close in self.to_close:
             await close()
+
+
+async def _all_of(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results. As soon as one fails, the others are cancelled, and its error is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        ended = [task for task in tasks if task.done() and not task.cancelled()]
+        errors = [error for task in ended if (error := task.exception())]
+        if errors:
+            raise errors[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
 
 
 def _awaits(task: asyncio.Task) -> str:

@@ -4,28 +4,26 @@ from dataclasses import replace
 
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.engines.protocol import SamplingParams
-from torchtitan.grpo.rollouts.collector import Collector
+from torchtitan.grpo.rollouts.collector import Ask, Collector
 
 
 def answer_held_out(
     collector: Collector, sets: list[HeldOut], params: SamplingParams, min_version: int = -1
 ) -> list[HeldOutAnswers]:
-    """Answer every prompt of every set by its environment, greedily and sampled. Blocks, see `Collector.collect`.
+    """Answer every prompt of every set by its environment, greedily and sampled. Blocks, see `Collector.collect_all`.
+
+    Answers for training that are under way end. Those that wait for a server wait for these.
 
     Args:
         params: Stop tokens and seed. Number of answers, sampling and length are the set's.
         min_version: The oldest weight version that may answer: it waits for servers that do not have it yet.
     """
-    answers = []
+    asks = []
     for each in sets:
         of_set = f"-{each.name}" if each.name else ""
-        greedy = replace(params, n=1, temperature=0.0, max_tokens=each.max_answer_tokens)
+        greedy = replace(params, n=1, temperature=0.0, max_tokens=each.max_answer_tokens, first=True)
         sampled = replace(greedy, n=each.samples, temperature=each.temperature, top_p=each.top_p, min_p=each.min_p)
-        answers.append(
-            HeldOutAnswers(
-                each,
-                collector.collect(each.prompts, greedy, f"greedy{of_set}", min_version, each.name),
-                collector.collect(each.prompts, sampled, f"validation{of_set}", min_version, each.name),
-            )
-        )
-    return answers
+        asks.append(Ask(each.prompts, greedy, f"greedy{of_set}", min_version, each.name))
+        asks.append(Ask(each.prompts, sampled, f"validation{of_set}", min_version, each.name))
+    answered = iter(collector.collect_all(asks))
+    return [HeldOutAnswers(each, next(answered), next(answered)) for each in sets]

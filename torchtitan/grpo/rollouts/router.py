@@ -43,12 +43,14 @@ class Ticket:
 class GroupStart(Protocol):
     """What the router needs to know of a group, and tells it.
 
-    `min_version` is the oldest weights that its requests accept. `is_under_way` says whether one has had a server.
-    `waits` is called when a request must wait for a server, `begun` when it gets one of a version. `restarts` lets its
-    time begin anew. `unlimited` ends its time limit and returns how long that was.
+    `min_version` is the oldest weights that its requests accept. `is_under_way` says whether one has had a server, and
+    `first` whether they are served before the first ones of other groups. `waits` is called when a request must wait
+    for a server, `begun` when it gets one of a version. `restarts` lets its time begin anew. `unlimited` ends its time
+    limit and returns how long that was.
     """
 
     is_under_way: bool
+    first: bool
 
     def min_version(self) -> int: ...
 
@@ -74,6 +76,7 @@ class AnyFrom:
     limit: asyncio.Timeout | None = None
     timeout_s: float = 0.0
     is_under_way: bool = False
+    first: bool = False
 
     def min_version(self) -> int:
         return self.version
@@ -140,7 +143,7 @@ class Router:
         self._busy_s: dict[str, float] = defaultdict(float)
         self._busy_since: dict[Server, float] = {}
         self._under_way: dict[Ticket, None] = {}
-        """Waiting requests whose group was under way when they came."""
+        """Waiting requests whose group was under way when they came, and those of groups that come first."""
         self._others: dict[Ticket, None] = {}
         self._hold_ends: asyncio.TimerHandle | None = None
 
@@ -290,7 +293,7 @@ class Router:
         self.fleet.check()
         failures = Failures() if failures is None else failures
         ticket = Ticket(start, failures, self._loop.create_future(), self._loop.time(), before=before)
-        waiting = self._under_way if start.is_under_way else self._others
+        waiting = self._under_way if start.is_under_way or start.first else self._others
         waiting[ticket] = None
         ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
         self._dispatch()
