@@ -29,8 +29,7 @@ def version_name(version: int, run: str = "") -> str:
 
 def version_of(name: str, run: str = "") -> int | None:
     """The version with this name; None if it is not one of this run, ours by default."""
-    number, named = _parts(name)
-    return int(number) if number and named == (run or own_run()) else None
+    return _version_of(name, run or own_run())
 
 
 def other_run(name: str | None) -> str:
@@ -61,6 +60,12 @@ def lives(run: str) -> bool | None:
     """Whether the run's process is there; None if it cannot be looked up, since it is on another host."""
     host, pid, started = _process(run)
     return _start_of(pid) == started if host == _host() and started else None
+
+
+@functools.lru_cache(1024)  # each answer names a few again: this takes interpreter time from the trainer
+def _version_of(name: str, run: str) -> int | None:
+    number, named = _parts(name)
+    return int(number) if number and named == run else None
 
 
 def _parts(name: str) -> tuple[str, str]:

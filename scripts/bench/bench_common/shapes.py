@@ -1,10 +1,11 @@
-"""Models by name: Qwen3's sizes with its vocabulary, and small ones for a CPU."""
+"""Models by name: Qwen3's sizes with its vocabulary, SmolLM2-135M's as a Qwen3, and small ones for a CPU."""
 
 from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
     "tiny-moe": {"layers": 2, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
+    "135m": {"layers": 30, "dim": 576, "ffn-dim": 1536, "heads": 9, "kv-heads": 3, "head-dim": 64, "vocab-size": 49152},
     "0.6b": {"layers": 28, "dim": 1024, "ffn-dim": 3072, "heads": 16, "kv-heads": 8},
     "1.7b": {"layers": 28, "dim": 2048, "ffn-dim": 6144, "heads": 16, "kv-heads": 8},
     "4b": {"layers": 36, "dim": 2560, "ffn-dim": 9728, "heads": 32, "kv-heads": 8},

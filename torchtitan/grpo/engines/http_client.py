@@ -203,7 +203,7 @@ class HttpClient:
         Raises:
             EngineError: Weights that we did not send sampled the answer, or log-probabilities are missing.
         """
-        foreign = [name for name in spans if version_of(name) is None]
+        foreign = [name for name in dict.fromkeys(spans) if version_of(name) is None]
         if foreign and version >= 0:
             raise EngineError(
                 f"{self.url}: request {request_id} was answered by weights {foreign[0][:100]!r} in place of version "

@@ -55,6 +55,7 @@ class RewardRunner:
 
     def __init__(self, reward: Reward, *with_keys: Rollout | Distill):
         self._names = list(reward.functions)
+        self._every = list(range(len(self._names)))
         self._weights = list(reward.weights) or [1.0] * len(self._names)
         self._functions = [resolve(name) for name in self._names]
         self._takes_group = [takes_group(function) for function in self._functions]
@@ -179,7 +180,9 @@ class RewardRunner:
 
     def _functions_of(self, prompt: Prompt) -> list[int]:
         """Indices of the functions that score a prompt's answers: those that it names, else all."""
-        return [i for i, name in enumerate(self._names) if not prompt.functions or name in prompt.functions]
+        if not prompt.functions:
+            return self._every
+        return [i for i, name in enumerate(self._names) if name in prompt.functions]
 
     def _fill_in(self, sample: Sample, scores: dict[int, Score]) -> None:
         failures = {self._names[i]: score.failure for i, score in scores.items() if score.failure}

@@ -68,6 +68,8 @@ class StalenessBuffer:
         self.entries: dict[int, Entry] = {}
         """By number, in ascending order."""
         self._begun = 0  # entries that have begun
+        self.complete = 0
+        """Entries that have their group."""
 
     @property
     def consumed(self) -> int:
@@ -111,6 +113,7 @@ class StalenessBuffer:
 
     def finish(self, entry: Entry, group: Group) -> None:
         entry.group = group
+        self.complete += 1
 
     def drop(self, entry: Entry) -> None:
         """Give the group up. Another may be requested in its place."""
@@ -126,7 +129,11 @@ class StalenessBuffer:
         Args:
             but_for_scores: Count groups whose answers are complete but not yet scored.
         """
-        oldest = self._oldest_first(self.entries.values())
+        entries = self.entries.values()
+        count = sum(e.group is not None or e.answered for e in entries) if but_for_scores else self.complete
+        if count < self.groups_per_step:  # as mostly, and it is asked at the end of each group
+            return None
+        oldest = self._oldest_first(entries)
         complete = [
             entry for entry in oldest[: self.window] if entry.group is not None or (but_for_scores and entry.answered)
         ]
@@ -210,6 +217,7 @@ class StalenessBuffer:
             begun[0].begun = begun[0].group = None
             del begun[0]
         self._begun = len(begun)
+        self.complete = sum(entry.group is not None for entry in self.entries.values())
 
     def _oldest_first(self, entries: Iterable[Entry]) -> list[Entry]:
         return sorted(entries, key=lambda entry: (self.deadline(entry), entry.number))
@@ -217,6 +225,7 @@ class StalenessBuffer:
     def _remove(self, entry: Entry) -> None:
         del self.entries[entry.number]
         self._begun -= entry.begun is not None
+        self.complete -= entry.group is not None
 
     def _allowed(self, server_version: int) -> int:
         return (server_version + self.max_age + 1) * self.groups_per_step + self.surplus

@@ -166,7 +166,7 @@ class RolloutStream:
 
         async def read() -> dict[str, float]:
             entries = self._buffer.entries.values()
-            complete = sum(entry.group is not None for entry in entries)
+            complete = self._buffer.complete
             begun = sum(entry.begun is not None for entry in entries)
             names = ("asked", "finished", "replaced", "late", "timed_out", "failed")
             counts: dict[str, float] = {f"rollout/groups_{name}": self.counts[name] for name in names}
@@ -251,8 +251,7 @@ class RolloutStream:
         self._finished_this_step = self._timed_out_this_step = 0
         now = clock()
         if self._pace is not None and self._taken_at is not None:
-            spare = sum(entry.group is not None for entry in self._buffer.entries.values())
-            self._pace.step(now - asked_at, now - self._taken_at, spare)
+            self._pace.step(now - asked_at, now - self._taken_at, self._buffer.complete)
         self._taken_at = now
         self._fill()
         groups: list[Group] = []
@@ -288,9 +287,11 @@ class RolloutStream:
         if not versions:
             return
         buffer = self._buffer
-        waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in self._tasks]
-        to_begin = sum(entry.begun is None for entry in self._tasks)
-        waiting = waiting[: max(0, buffer.may_begin(max(versions)) - to_begin)]
+        waiting: list[Entry] = []
+        if len(buffer.entries) > buffer.complete + len(self._tasks):
+            waiting = [entry for entry in buffer.entries.values() if entry.group is None and entry not in self._tasks]
+            to_begin = sum(entry.begun is None for entry in self._tasks)
+            waiting = waiting[: max(0, buffer.may_begin(max(versions)) - to_begin)]
         asked = buffer.consumed + len(buffer.entries)
         steps = self._steps if self._ahead else self._wanted
         count = min(buffer.room(max(versions)), steps * self._per_step + self._surplus - asked)
