@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.engines.embedded.spawn import choose_device
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.grpo.reporting.host_bound import HostBound
 from torchtitan.grpo.servers.plan import on_cuda
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, get_peak_flops
 
 _GIB = 2**30
@@ -38,10 +41,13 @@ class Usage:
         self._gpu_hours, self._counted_until = spent_gpu_hours, _STARTED
         self._servers_have_gpus = config.rollout.engine != "embedded"
         self._own_server_gpus = own_server_gpus(config, self._device, ranks)
+        self._rows = 0
+        self._host_bound = HostBound(row_tokens(config), config.compile.enable, memory_gib(config, self._device))
 
     def work(self, minibatches: list[list[list[PackedRow]]]) -> dict[str, float]:
         """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`."""
         rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
+        self._rows = max((len(rows) for rows_by_rank in minibatches for rows in rows_by_rank), default=0)
         lengths = [length for row in rows for length in row.lengths.tolist()]
         answer_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens) / 1e12}
@@ -55,6 +61,10 @@ class Usage:
             fleet: Whose GPU hours count too.
         """
         result = speeds(step, times, self._ranks, self._peak_flops)
+        if self._on_gpu and "throughput/mfu" in result:
+            peak_gib = step.get("memory/reserved_peak_gib", 0.0)
+            if hint := self._host_bound.look(result["throughput/mfu"], self._rows, peak_gib):
+                logger.warning(hint)
         return (result | self._memory() | self._cost(fleet)) if self._on_gpu else result
 
     def peaks(self, rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -111,6 +121,14 @@ def own_server_gpus(config: JobConfig, device: torch.device, ranks: int) -> int:
         return int(on_cuda(config, device.type == "cuda"))
     trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return int(choose_device(rollout.embedded_device, device, trainers_here)[1])
+
+
+def memory_gib(config: JobConfig, device: torch.device) -> float:
+    """What the trainer may have of its GPU: all, or what a server on the same one leaves; 0 without a GPU."""
+    if device.type == "cpu":
+        return 0.0
+    total = device_module.get_device_properties(device).total_memory / _GIB
+    return total * (1 - config.rollout.memory_share) if config.rollout.colocate else total
 
 
 def speeds(step: dict[str, Any], times: dict[str, float], ranks: int, peak_flops: float) -> dict[str, float]:
