@@ -1,6 +1,7 @@
 """`refit`: whole blocking publishes from FSDP2 shards, their phases, and raw broadcasts of as many bytes."""
 
 import argparse
+import gc
 import itertools
 import os
 import statistics
@@ -84,6 +85,8 @@ def publishes(args: argparse.Namespace, ranks: Ranks, model, source, settings, u
         sync.check()
     finally:
         sync.close()
+        del sync
+        gc.collect()  # its snapshot would stay beside the next connection's, and 8B's do not fit twice
     if ranks.rank != 0:
         return {}
     seconds, last = medians(samples[args.warmup :]), reports[version]
