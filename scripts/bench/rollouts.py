@@ -5,11 +5,13 @@ modes     the same job as sync, async and in-flight, with KV recomputed and kept
           and the servers' generation alone, which bounds them all
 trl       TRL's AsyncGRPOTrainer on the work of `modes --preset trl`
 model     a folder with random weights that end an answer with a chosen probability at each token
+simulate  what the schedule of rollouts alone allows at several ages, in seconds on a CPU
 """
 
 import argparse
 import sys
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,21 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--end", type=end, required=True, metavar="MEAN", help="mean length in tokens, or never")
     model.add_argument("--max-tokens", type=positive, default=4352, help="longest sequence (default 4352)")
     model.set_defaults(time_limit_s=600.0)
+
+    simulate = commands.add_parser("simulate", allow_abbrev=False)
+    simulate.add_argument("--ages", nargs="+", type=positive, default=[1, 2, 4, 8, 16], help="default 1 2 4 8 16")
+    simulate.add_argument("--prompts", type=positive, default=32, help="per step (default 32)")
+    simulate.add_argument("--samples", type=positive, default=16, help="answers to each prompt (default 16)")
+    simulate.add_argument("--sequences", type=positive, default=512, help="most answers at once (default 512)")
+    simulate.add_argument("--requests", type=positive, default=256, help="in flight at the server (default 256)")
+    simulate.add_argument("--turns", action="store_true", help="a request is one answer, as in an environment")
+    simulate.add_argument("--tokens-per-s", type=seconds, default=12600.0, help="of all answers (default 12600)")
+    simulate.add_argument("--train-s", type=seconds, default=5.0, help="of one step (default 5)")
+    simulate.add_argument("--mean", type=seconds, default=256.0, help="answer tokens on average (default 256)")
+    simulate.add_argument("--sigma", type=seconds, default=1.0, help="of their logarithm (default 1)")
+    simulate.add_argument("--max-answer", type=positive, default=2048, metavar="TOKENS", help="default 2048")
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="append the table's rows as JSON lines")
+    simulate.set_defaults(time_limit_s=600.0)
     return parser
 
 
@@ -118,8 +135,15 @@ def run(args: argparse.Namespace) -> int:
 
         train_with_trl(args)
         return 0
-    from async_bench.modes import modes
     from bench_common.output import Output
+
+    if args.command == "simulate":
+        from async_bench.simulate import Schedule, print_table
+
+        given = {each.name: getattr(args, each.name) for each in fields(Schedule) if hasattr(args, each.name)}
+        print_table(Schedule(age=0, **given), args.ages, Output(True, args.json))
+        return 0
+    from async_bench.modes import modes
 
     args.out.mkdir(parents=True, exist_ok=True)
     out = Output(True, args.json)

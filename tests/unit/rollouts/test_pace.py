@@ -1,48 +1,58 @@
 from torchtitan.grpo.rollouts.pace import Pace
 
 
-def run(pace: Pace, steps: list[tuple[float, int]]) -> list[int]:
-    """`pace.groups` after steps of 10 s that waited so long and left so many groups."""
+def run(pace: Pace, steps: list[tuple[float, int]], held_s: float = 0.0) -> list[int]:
+    """`pace.groups` after steps of 10 s that waited so long, `held_s` of it for an old group, and left so many."""
     result = []
     for waited_s, spare in steps:
-        pace.step(waited_s, 10.0, spare)
+        pace.step(waited_s, 10.0, spare, held_s)
         result.append(pace.groups)
     return result
 
 
-def test_it_starts_with_the_next_steps_groups() -> None:
-    assert Pace(8, 4, 0).groups == 8
-    assert Pace(8, 4, 3).groups == 11
+def test_it_starts_with_the_groups_of_two_steps() -> None:
+    assert Pace(8, 4, 0).groups == 16
+    assert Pace(8, 4, 3).groups == 19
 
 
 def test_rollouts_that_hold_the_trainer_up_run_as_far_ahead_as_may_be() -> None:
-    assert run(Pace(8, 2, 0), [(6.0, 0)] * 16)[3::4] == [16, 32, 32, 32]
-    # A step that waits for its oldest group leaves others ready for the next ones, which then do not wait.
+    assert run(Pace(8, 2, 0), [(6.0, 0)] * 8)[1::2] == [24, 32, 32, 32]
+    # A step that waits leaves others ready for the next ones, which then do not wait.
     assert run(Pace(8, 4, 0), [(5.0, 20), (0.0, 12)] * 20)[-1] == 48
 
 
 def test_it_grows_by_what_was_waited() -> None:
-    assert run(Pace(80, 4, 0), [(2.0, 0)] * 4 + [(1.5, 0)] * 4)[3::4] == [112, 146]
-    assert run(Pace(8, 2, 0), [(0.9, 0)] * 8)[-1] == 8  # a short wait is none
+    assert run(Pace(80, 4, 0), [(2.0, 0)] * 2 + [(1.5, 0)] * 2)[1::2] == [192, 221]
+    assert run(Pace(8, 2, 0), [(0.9, 0)] * 8)[-1] == 16  # a short wait is none
 
 
 def test_one_step_that_waited_is_not_enough() -> None:
-    assert run(Pace(8, 4, 0), ([(2.0, 0)] + [(0.0, 0)] * 3) * 10)[-1] == 8
-    assert run(Pace(8, 4, 0), [(9.0, 0)] * 3) == [8, 8, 8]
+    assert run(Pace(8, 4, 0), ([(1.9, 0)] + [(0.0, 0)] * 3) * 10)[-1] == 16
+    assert run(Pace(8, 4, 0), [(9.0, 0)]) == [16]
+
+
+def test_an_old_group_that_holds_a_step_up_is_no_reason_to_grow_but_to_go_back() -> None:
+    grown = Pace(80, 4, 0)
+    assert run(grown, [(6.0, 0)] * 4)[-1] == 360
+    assert run(grown, [(2.0, 90)], held_s=2.0) == [360 - 36]  # half the share of its time
+    assert run(grown, [(9.0, 90)], held_s=9.0) == [324 - 98]  # three tenths at most
+    assert run(grown, [(9.0, 90)] * 4, held_s=9.0)[-1] == 160  # not below the start
+    assert run(grown, [(0.9, 0)] * 8, held_s=0.9)[-1] == 160  # a short wait is none
+    assert run(Pace(8, 2, 0), [(3.0, 0)] * 2, held_s=0.5)[-1] == 20  # of the rest, 2.5 s, a quarter
 
 
 def test_rollouts_that_do_not_come_back_to_what_the_next_step_needs() -> None:
-    groups = run(Pace(8, 2, 0), [(9.0, 0)] * 8 + [(0.0, 20)] * 6 + [(0.0, 2)] * 20)
-    assert groups[7] == 32
-    assert groups[8:13] == [32] * 5  # an answer may be under way for as long
-    assert groups[13] == 32 - (20 - 2)
-    assert groups[-1] == groups[13]  # a quarter of a step may lie ready
-    assert run(Pace(8, 2, 0), [(9.0, 0)] * 8 + [(0.0, 32)] * 6)[-1] == 8
+    groups = run(Pace(8, 2, 0), [(9.0, 0)] * 4 + [(0.0, 20)] * 6 + [(0.0, 2)] * 20)
+    assert groups[3] == 32
+    assert groups[4:9] == [32] * 5  # an answer may be under way for as long
+    assert groups[9] == 32 - (20 - 2)
+    assert groups[-1] == groups[9]  # a quarter of a step may lie ready
+    assert run(Pace(8, 2, 0), [(9.0, 0)] * 4 + [(0.0, 32)] * 6)[-1] == 8
 
 
 def test_one_group_a_step() -> None:
     pace = Pace(1, 1, 0)
-    assert run(pace, [(9.0, 0)] * 12)[3::4] == [2, 3, 3]
+    assert run(pace, [(9.0, 0)] * 4)[1::2] == [3, 3]
     assert run(pace, [(0.0, 3)] * 4)[-1] == 1
     for _ in range(4):
         pace.step(0.0, 0.0, 0)  # steps of no time at all held nobody up

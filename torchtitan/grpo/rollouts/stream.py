@@ -222,18 +222,20 @@ class RolloutStream:
         if version != self._buffer.version:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
         clock = asyncio.get_running_loop().time
-        asked_at = clock()
+        asked_at, held_s = clock(), 0.0
         self._before_take = None if self._ahead else self._state()
         self._wanted = version + 1
         self._fill()
         while self._failure is None and self._buffer.ready() is None and not self._stopping:
             began, only_scores = clock(), self._buffer.ready(but_for_scores=True) is not None
+            for_an_old_one = self._buffer.complete >= self._per_step
             if self._tasks:
                 self._changed.clear()
                 await self._changed.wait()  # each group has its time limit
             else:
                 await self._wait_for_server()
             self._scores_s += clock() - began if only_scores else 0.0
+            held_s += clock() - began if for_an_old_one else 0.0
         if self._stopping and not self._promised:
             raise StopRequested
         if self._failure is not None:
@@ -251,7 +253,7 @@ class RolloutStream:
         self._finished_this_step = self._timed_out_this_step = 0
         now = clock()
         if self._pace is not None and self._taken_at is not None:
-            self._pace.step(now - asked_at, now - self._taken_at, self._buffer.complete)
+            self._pace.step(now - asked_at, now - self._taken_at, self._buffer.complete, held_s)
         self._taken_at = now
         self._fill()
         groups: list[Group] = []
