@@ -125,19 +125,21 @@ def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothi
 def test_compiled_graphs_are_not_deprecated(nodes, caplog):
     """The day that this fails, `dispatch = "compiled"` needs another way, or an upper limit of Ray's version."""
     from ray.dag import InputNode, MultiOutputNode
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     class Echo:
         def call(self, number: int) -> int:
             return number
 
     ray.init(address=nodes.address, log_to_driver=False)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:
         with caplog.at_level("WARNING"), warnings.catch_warnings(), InputNode() as number:
             warnings.simplefilter("error", DeprecationWarning)
             warnings.simplefilter("error", FutureWarning)
-            actor = ray.remote(num_cpus=0)(Echo).remote()
+            actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Echo).remote()  # channels between nodes can hang
             graph = MultiOutputNode([actor.call.bind(number)]).experimental_compile()
-            assert [each.get(timeout=10) for each in graph.execute(7)] == [7]
+            assert [each.get(timeout=120) for each in graph.execute(7)] == [7]
             graph.teardown()
         assert "deprecat" not in caplog.text.lower()
     finally:
