@@ -18,9 +18,10 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
     spans: list[dict] | None = None
     flat = False
+    asked: dict | None = None
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        Answers.asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         choice = {"index": 0, "finish_reason": "stop", "token_ids": [5, 6, 7, 2], "weight_versions": self.spans}
         if self.flat:
             choice |= {"logprobs": None, "token_logprobs": [-0.5, -1.0, 0.0, -0.25]}
@@ -46,11 +47,11 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
-def ask(url: str, version: int) -> Completion:
+def ask(url: str, version: int, first: bool = False) -> Completion:
     async def generate() -> list[Completion]:
         client = VllmClient(url, None, 10.0, lambda: version)
         try:
-            return await client.generate([1, 2], SamplingParams(1, 1.0, 4), "r")
+            return await client.generate([1, 2], SamplingParams(1, 1.0, 4, first=first), "r")
         finally:
             await client.close()
 
@@ -97,3 +98,9 @@ def test_an_answer_by_weights_that_are_not_ours_is_an_error(url, spans, why):
 def test_log_probabilities_are_read_as_a_list_and_as_objects(url, monkeypatch, flat, expected):
     monkeypatch.setattr(Answers, "flat", flat)
     assert ask(url, 3).logprobs == expected
+
+
+@pytest.mark.parametrize(("first", "priority"), [(True, -1), (False, None)])
+def test_vllm_is_told_what_comes_first(url, first, priority) -> None:
+    ask(url, 3, first)
+    assert Answers.asked.get("priority") == priority

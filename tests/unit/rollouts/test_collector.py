@@ -238,6 +238,15 @@ def test_several_collections_are_asked_together_unless_an_engine_repeats_its_ans
         assert tokens(groups[0]) == tokens(collector.collect(prompts_of(5), PARAMS, "a"))
         assert tokens(groups[1]) == tokens(collector.collect(prompts_of(3), PARAMS, "b"))
         assert sum(server.client.most_in_flight for server in collector.fleet.servers) == most
+    assert collector.collect_all([]) == []
+
+
+def test_collections_that_are_asked_together_keep_the_limit_of_requests(make_collector) -> None:
+    collector = make_collector(max_concurrent_requests=3)
+    for server in collector.fleet.servers:
+        server.engine = ENGINES["vllm"]
+    collector.collect_all([Ask(prompts_of(3), PARAMS, tag) for tag in "abcd"])
+    assert [server.client.most_in_flight for server in collector.fleet.servers] == [3, 3]
 
 
 def test_what_comes_first_does_not_wait_behind_others(make_collector, servers, in_thread) -> None:
@@ -382,6 +391,29 @@ def test_later_turns_go_before_groups_that_have_not_begun(make_collector) -> Non
     turns = [(name.split("-")[1], name.endswith("-turn1")) for name, _ in server.client.asked]
     # A turn ends and gives its place to the next group before its own second turn can wait for one.
     assert max(turns.index((f"{i:06d}", True)) - turns.index((f"{i:06d}", False)) for i in range(5)) <= 2
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_what_comes_first_does_not_delay_turns_under_way(make_collector, servers, in_thread, per_sample) -> None:
+    async def two_turns(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        await client.generate(prompt.token_ids)
+        return await single_turn(client, prompt)
+
+    two_turns.per_sample = per_sample
+    collector = make_collector([servers[0].url], max_concurrent_requests=1, environment=two_turns)
+    (client,) = (server.client for server in collector.fleet.servers)
+    others = in_thread(collector.collect, prompts_of(20), PARAMS, "others")
+    wait_until(lambda: collector.router.waiting > 10)
+    collector.collect(prompts_of(8), replace(PARAMS, first=True), "first")
+    others.result()
+    asked = [request_id for request_id, _ in client.asked]
+    first = [number for number, name in enumerate(asked) if name.startswith("first")]
+    between = [name for name in asked[first[0] : first[-1]] if name.startswith("others")]
+    assert all(name.endswith("-turn1") for name in between), "no new group"
+    assert len(asked) - first[-1] > 10, "those that waited come later"
+    # A turn ends and gives its place to the next one before its own second turn can wait for one.
+    apart = [asked.index(name + "-turn1") - asked.index(name) for name in asked if name + "-turn1" in asked]
+    assert len(apart) == len(asked) / 2 and max(apart) <= 3, "neither theirs nor their own"
 
 
 def test_what_a_group_asks_at_once_gets_its_places_before_the_next_group(make_collector, new_server) -> None:

@@ -48,8 +48,9 @@ class VllmClient(HttpClient):
             "token_ids": prompt_ids,
             "sampling_params": _sampling_params(params),
             "cache_salt": str(version),
-            "priority": -int(params.first),  # without effect if vLLM schedules in order of arrival
         }
+        if params.first:
+            body["priority"] = -1  # without effect if vLLM schedules in order of arrival
         if params.routes is not None:
             body["return_routed_experts"] = True  # vLLM ignores it, and tells if it was started so
         headers = {COHORT_HEADER: f"{cohort[0]}/{cohort[1]}"} if cohort else {}

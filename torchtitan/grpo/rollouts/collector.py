@@ -261,9 +261,10 @@ class Collector:
     async def _collect_all(self, asks: list[Ask]) -> list[list[Group]]:
         if any(server.engine is None or server.engine.repeats_in_flight for server in self.fleet.servers):
             return [await self._collect(ask) for ask in asks]
-        return await _all_of([self._collect(ask) for ask in asks])
+        # Each cohort takes its places before any is occupied: several would take the same ones.
+        return await _all_of([self._collect(ask, cohort=len(asks) == 1) for ask in asks])
 
-    async def _collect(self, ask: Ask) -> list[Group]:
+    async def _collect(self, ask: Ask, cohort: bool = True) -> list[Group]:
         prompts, params, tag, min_version = ask.prompts, ask.params, ask.tag, ask.min_version
         environment = self.environments.answering(ask.held_out)
         if self._given_up:
@@ -277,7 +278,9 @@ class Collector:
         await self.router.until_served(AnyFrom(min_version, first=params.first))
         # A tag may come again (another run on the same server, a repeated step); a request id must not.
         nonce = secrets.token_hex(4)
-        cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version, environment)
+        cohorts: list[Cohort | None] = [None] * len(prompts)
+        if cohort:
+            cohorts = self.cohorts(len(prompts), f"{tag}-{nonce}", min_version, environment)
         seen: Counter[int] = Counter()
         groups = []
         for i, prompt in enumerate(prompts):
@@ -347,6 +350,8 @@ class Collector:
 
 async def _all_of(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results. As soon as one fails, the others are cancelled, and its error is raised."""
+    if not coroutines:
+        return []
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

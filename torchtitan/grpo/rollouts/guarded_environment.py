@@ -32,7 +32,7 @@ class SampleStart(AnyFrom):
     """The start of one sample of a group: it has a time limit of its own, and needs the weights that its group does."""
 
     def __init__(self, group: GroupStart, limit: asyncio.Timeout | None, timeout_s: float) -> None:
-        super().__init__(limit=limit, timeout_s=timeout_s)
+        super().__init__(limit=limit, timeout_s=timeout_s, first=group.first)
         self._group = group
 
     def min_version(self) -> int:

@@ -110,8 +110,9 @@ class Router:
     server of the turn before, which has its prefix cached, if that has a place and the weights.
 
     Waiting: without such a server a request waits, first come, first served. Later turns and retries of groups under
-    way go before new groups. A request waits at most `request_timeout_s` while no server is eligible for it. It fails
-    at once if fewer servers than `[rollout] min_servers` are left.
+    way go before new groups, and those that come `first` before other new ones. A request waits at most
+    `request_timeout_s` while no server is eligible for it. It fails at once if fewer servers than `[rollout] min_servers`
+    are left.
 
     Retries: if a server fails a request (`EngineError`), that server becomes suspected and leaves traffic. The request
     is sent again with the same seed, to a server that has failed it less often if one has a place. How often one server
@@ -142,15 +143,15 @@ class Router:
         self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
         self._busy_s: dict[str, float] = defaultdict(float)
         self._busy_since: dict[Server, float] = {}
-        self._under_way: dict[Ticket, None] = {}
-        """Waiting requests whose group was under way when they came, and those of groups that come first."""
-        self._others: dict[Ticket, None] = {}
+        self._queues: tuple[dict[Ticket, None], ...] = ({}, {}, {})
+        """Waiting requests, served in this order: of groups that were under way when they came, of groups that come
+        first, and all others."""
         self._hold_ends: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a server."""
-        return len(self._under_way) + len(self._others)
+        return sum(len(queue) for queue in self._queues)
 
     def take_busy_seconds(self) -> dict[str, float]:
         """Seconds in which each server had a request of this run, since the last call."""
@@ -247,7 +248,7 @@ class Router:
                 for request in requests:
                     request.cancel()
         servers, newest = self.fleet.servers, self._newest_in_traffic()
-        for ticket in [*self._under_way, *self._others]:
+        for ticket in list(itertools.chain(*self._queues)):
             if ticket.failures.final(servers) and not ticket.server.done():
                 ticket.server.set_exception(ticket.failures.error())
                 self._forget(ticket)
@@ -258,10 +259,10 @@ class Router:
         try:
             self.fleet.check()
         except Exception as error:
-            for waiting in (self._under_way, self._others):
-                for ticket in waiting:
+            for queue in self._queues:
+                for ticket in queue:
                     ticket.server.set_exception(error)
-                waiting.clear()
+                queue.clear()
         self._dispatch()
 
     async def _ask(
@@ -293,8 +294,7 @@ class Router:
         self.fleet.check()
         failures = Failures() if failures is None else failures
         ticket = Ticket(start, failures, self._loop.create_future(), self._loop.time(), before=before)
-        waiting = self._under_way if start.is_under_way or start.first else self._others
-        waiting[ticket] = None
+        self._queues[0 if start.is_under_way else 1 if start.first else 2][ticket] = None
         ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
         self._dispatch()
         if not ticket.server.done():
@@ -334,11 +334,11 @@ class Router:
         )
 
     def _forget(self, ticket: Ticket) -> None:
-        self._under_way.pop(ticket, None)
-        self._others.pop(ticket, None)
+        for queue in self._queues:
+            queue.pop(ticket, None)
 
     def _dispatch(self) -> None:
-        """Give free places to waiting requests, in order of arrival, groups under way first.
+        """Give free places to waiting requests, queue after queue, each in order of arrival.
 
         Requests that a group sends together get their places before the next group gets its first.
         """
@@ -351,7 +351,7 @@ class Router:
         share = (sum(server.in_flight for server in in_traffic) + self.waiting) / max(1, len(in_traffic))
         now, held = self._loop.time(), False
         served = []  # removed from the queues afterwards: thousands may wait, and copying them costs more
-        for ticket in itertools.chain(self._under_way, self._others):
+        for ticket in itertools.chain(*self._queues):
             if not places:
                 break
             min_version = ticket.start.min_version()
