@@ -28,6 +28,7 @@ class Schedule:
     Attributes:
         requests: In flight at the server, each a group, or with `turns` one answer.
         tokens_per_s: With all `sequences` running; with half of them `half` of it.
+        order_window: `[async_grpo] order_window`; 0: all groups that the age allows.
     """
 
     prompts: int
@@ -44,6 +45,7 @@ class Schedule:
     auto: bool = True
     half: float = 0.87
     push_s: float = 0.2
+    order_window: int = 0
 
     def rate(self, running: int) -> float:
         """Tokens/s of all answers together: one pass over the model takes a + b * running."""
@@ -88,7 +90,8 @@ class _Server:
 
 def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[list[tuple[float, int]], int]:
     """Seconds and answer tokens of each step, and the groups that were requested ahead at the end."""
-    buffer = StalenessBuffer(schedule.prompts, schedule.age, (schedule.age + 1) * schedule.prompts)
+    window = schedule.order_window or (schedule.age + 1) * schedule.prompts
+    buffer = StalenessBuffer(schedule.prompts, schedule.age, window)
     pace = Pace(schedule.prompts, schedule.age, 0) if schedule.auto else None
     server = _Server(schedule)
     left: dict[int, int] = {}
@@ -129,7 +132,7 @@ def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[lis
         if now < free_at:
             continue
         if buffer.ready() is None:
-            if held_since is None and buffer.complete >= schedule.prompts:
+            if held_since is None and buffer.is_held():
                 held_since = now
             continue
         batch, _ = buffer.take()

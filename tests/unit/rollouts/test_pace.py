@@ -34,11 +34,21 @@ def test_one_step_that_waited_is_not_enough() -> None:
 def test_an_old_group_that_holds_a_step_up_is_no_reason_to_grow_but_to_go_back() -> None:
     grown = Pace(80, 4, 0)
     assert run(grown, [(6.0, 0)] * 4)[-1] == 360
-    assert run(grown, [(2.0, 90)], held_s=2.0) == [360 - 36]  # half the share of its time
-    assert run(grown, [(9.0, 90)], held_s=9.0) == [324 - 98]  # three tenths at most
-    assert run(grown, [(9.0, 90)] * 4, held_s=9.0)[-1] == 160  # not below the start
+    assert run(grown, [(2.0, 90)] * 2, held_s=2.0) == [360, 360 - 36]  # half the share of its time
+    assert run(grown, [(9.0, 90)] * 2, held_s=9.0)[-1] == 324 - 98  # three tenths at most
+    assert run(grown, [(9.0, 90)] * 8, held_s=9.0)[-1] == 160  # not below the start
     assert run(grown, [(0.9, 0)] * 8, held_s=0.9)[-1] == 160  # a short wait is none
-    assert run(Pace(8, 2, 0), [(3.0, 0)] * 2, held_s=0.5)[-1] == 20  # of the rest, 2.5 s, a quarter
+
+
+def test_what_counts_is_which_of_the_two_waits_is_longer() -> None:
+    assert run(Pace(8, 2, 0), [(3.5, 0)] * 2, held_s=0.5)[-1] == 20  # 3 s and 0.5 s: a quarter of 10 s
+    assert run(Pace(8, 8, 0), [(6.0, 0)] * 40, held_s=1.5)[-1] == 80  # 4.5 s and 1.5 s
+    assert run(Pace(8, 8, 0), [(6.0, 0)] * 40, held_s=3.0)[-1] == 16  # 3 s and 3 s
+    mixed = Pace(8, 8, 0)
+    for _ in range(20):
+        run(mixed, [(6.0, 0)])
+        run(mixed, [(3.0, 0)], held_s=3.0)
+    assert mixed.groups > 40
 
 
 def test_rollouts_that_do_not_come_back_to_what_the_next_step_needs() -> None:

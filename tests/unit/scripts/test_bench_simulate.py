@@ -43,5 +43,12 @@ def test_an_age_that_is_too_small_costs_throughput_and_still_no_long_steps():
     assert max(seconds) > 5 * statistics.median(seconds)
 
 
+@pytest.mark.parametrize("order_window", [0, 32, 64])
+def test_servers_with_room_get_what_the_age_allows(order_window):
+    two = replace(LONG_TAIL, sequences=1024, requests=1024, tokens_per_s=2 * 12600.0, order_window=order_window)
+    auto, full = (row_of(replace(two, auto=auto), seeds=1) for auto in (True, False))
+    assert auto["of_bound"] > 0.9 * full["of_bound"]  # it gets there by and by
+
+
 def test_a_seed_repeats():
     assert simulate(LONG_TAIL, 12, seed=1) == simulate(LONG_TAIL, 12, seed=1) != simulate(LONG_TAIL, 12, seed=2)

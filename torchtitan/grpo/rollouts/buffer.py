@@ -129,23 +129,15 @@ class StalenessBuffer:
         Args:
             but_for_scores: Count groups whose answers are complete but not yet scored.
         """
-        entries = self.entries.values()
-        count = sum(e.group is not None or e.answered for e in entries) if but_for_scores else self.complete
-        if count < self.groups_per_step:  # as mostly, and it is asked at the end of each group
-            return None
-        oldest = self._oldest_first(entries)
-        complete = [
-            entry for entry in oldest[: self.window] if entry.group is not None or (but_for_scores and entry.answered)
-        ]
-        if len(complete) < self.groups_per_step:
-            return None
-        batch = complete[: self.groups_per_step]
-        taken = set(batch)
-        # Groups that have not begun need no check: they begin only if there is room for them.
-        left = [entry for entry in oldest if entry.begun is not None and entry not in taken]
-        if self.late == "wait" and not self._in_time(left):
+        batch, left = self._oldest_complete(but_for_scores)
+        if not batch or (self.late == "wait" and not self._in_time(left)):
             return None
         return sorted(batch, key=lambda entry: entry.number)
+
+    def is_held(self) -> bool:
+        """Whether the next step has enough groups, and waits only for one that would become too old."""
+        batch, left = self._oldest_complete()
+        return bool(batch) and self.late == "wait" and not self._in_time(left)
 
     def take(self) -> tuple[list[Entry], list[Entry]]:
         """End the step's wait.
@@ -218,6 +210,23 @@ class StalenessBuffer:
             del begun[0]
         self._begun = len(begun)
         self.complete = sum(entry.group is not None for entry in self.entries.values())
+
+    def _oldest_complete(self, but_for_scores: bool = False) -> tuple[list[Entry], list[Entry]]:
+        """A step's groups and those that they leave, oldest first. None, if too few are complete."""
+        entries = self.entries.values()
+        count = sum(e.group is not None or e.answered for e in entries) if but_for_scores else self.complete
+        if count < self.groups_per_step:  # as mostly, and it is asked at the end of each group
+            return [], []
+        oldest = self._oldest_first(entries)
+        complete = [
+            entry for entry in oldest[: self.window] if entry.group is not None or (but_for_scores and entry.answered)
+        ]
+        if len(complete) < self.groups_per_step:
+            return [], []
+        batch = complete[: self.groups_per_step]
+        taken = set(batch)
+        # Groups that have not begun need no check: they begin only if there is room for them.
+        return batch, [entry for entry in oldest if entry.begun is not None and entry not in taken]
 
     def _oldest_first(self, entries: Iterable[Entry]) -> list[Entry]:
         return sorted(entries, key=lambda entry: (self.deadline(entry), entry.number))

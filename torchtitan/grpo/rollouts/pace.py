@@ -5,7 +5,7 @@ import math
 WAITED_SHARE = 0.1
 """If steps wait for groups for more than this share of their time, rollouts hold them up."""
 WINDOW = 2
-"""Steps that are judged together before the pace grows. One slow answer is no evidence."""
+"""Steps that are judged together. One slow answer is no evidence."""
 MOST_GROWTH, MOST_CUT = 0.5, 0.3
 """Of the groups, at a time."""
 
@@ -13,13 +13,15 @@ MOST_GROWTH, MOST_CUT = 0.5, 0.3
 class Pace:
     """Bounds `groups`, the groups requested and not yet trained on, by how long the trainer waits.
 
-    A step waits because too few groups are complete, or because an old one must come first lest it become too old.
+    A step waits because too few groups are complete, or because an old one must come first lest it become too old. The
+    one asks for more groups, the other for fewer: with fewer answers at once each is faster. What counts is which of
+    the two takes more time, and by how much.
 
     - Start: the groups of two steps. Servers have the next step's requests while the last answers of this one run.
-    - Grow: if too few groups were complete, by the share of the time that steps waited for them.
-    - Cut: if an old group held a step up, by half the share of its time. With fewer answers at once each is faster.
-    - Shrink: if no step was held up for as long as an answer may take, by the complete groups that lay unused all that
-      time, less a quarter of a step; to one step's groups at least.
+    - Grow: by the share of the time that steps waited for too few groups, less that for an old one.
+    - Cut: if an old one took more, by half of the difference; to the start at least.
+    - Shrink: if neither was so for as long as an answer may take, by the complete groups that lay unused all that time,
+      less a quarter of a step; to one step's groups at least.
 
     So rollouts that are the bottleneck run ahead as far as staleness allows. If they are not, answers are hardly older
     than one step.
@@ -35,7 +37,7 @@ class Pace:
         self._start_period()
 
     def _start_period(self) -> None:
-        self._steps, self._waited_s, self._all_s = 0, 0.0, 0.0
+        self._steps, self._wanting_s, self._all_s = 0, 0.0, 0.0
         self._spare = self._most
 
     def step(self, waited_s: float, step_s: float, spare: int, held_s: float = 0.0) -> None:
@@ -45,21 +47,21 @@ class Pace:
             waited_s: How long it waited for them.
             step_s: Its whole time.
             spare: Complete groups that it left.
-            held_s: Of `waited_s`: how long enough groups were complete, and an older one was not.
+            held_s: Of `waited_s`: how long it waited for an old group only.
         """
         self._steps += 1
-        self._waited_s += waited_s - held_s
+        self._wanting_s += (waited_s - held_s) - held_s
         self._all_s += step_s
         self._spare = min(self._spare, spare)
-        if held_s > WAITED_SHARE * step_s:
-            cut = math.ceil(self.groups * min(held_s / step_s / 2, MOST_CUT))
-            self.groups = max(self.groups - cut, min(self.groups, self._start))
-            self._start_period()
         if self._steps < WINDOW or self._all_s <= 0:
             return
-        share = self._waited_s / self._all_s
+        share = self._wanting_s / self._all_s
         if share > WAITED_SHARE:
             self.groups = min(self.groups + math.ceil(self.groups * min(share, MOST_GROWTH)), self._most)
+            self._start_period()
+        elif -share > WAITED_SHARE:
+            cut = math.ceil(self.groups * min(-share / 2, MOST_CUT))
+            self.groups = max(self.groups - cut, min(self.groups, self._start))
             self._start_period()
         elif self._steps >= self._patience:
             unused = self._spare - math.ceil(self._per_step / 4)

@@ -228,7 +228,7 @@ class RolloutStream:
         self._fill()
         while self._failure is None and self._buffer.ready() is None and not self._stopping:
             began, only_scores = clock(), self._buffer.ready(but_for_scores=True) is not None
-            for_an_old_one = self._buffer.complete >= self._per_step
+            for_an_old_one = self._buffer.is_held()
             if self._tasks:
                 self._changed.clear()
                 await self._changed.wait()  # each group has its time limit
