@@ -89,9 +89,12 @@ class HostCopy:
         self._memory = torch.empty(starts[-1], dtype=torch.uint8)
         if self._pinned:
             _pin(self._memory)
-        self._targets = [
-            self._memory[start : start + size].view(dtype).view(shape)
-            for (shape, dtype), start, size in zip(layout, starts, sizes, strict=False)
+        block = self._memory.numpy()
+        self._targets = [  # each with a storage of its own: torch's writer copies a tensor that is a part of one
+            torch.frombuffer(block, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+            if shape.numel()
+            else torch.empty(shape, dtype=dtype)
+            for (shape, dtype), start in zip(layout, starts, strict=False)
         ]
         self._layout = layout
 
