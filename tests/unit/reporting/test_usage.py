@@ -9,7 +9,14 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
-from torchtitan.grpo.reporting.usage import Usage, highest_peaks, memory_peaks, own_server_gpus, speeds
+from torchtitan.grpo.reporting.usage import (
+    Usage,
+    highest_peaks,
+    memory_peaks,
+    own_server_gpus,
+    speeds,
+    tells_host_bound,
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +80,20 @@ def test_an_embedded_server_on_a_gpu_of_its_own_costs_that_gpu(gpus, flags, own,
 def test_a_cpu_has_no_memory_and_no_cost(usage):
     fleet = Fleet(["http://a:1"], lambda url: Server(url, None))
     assert usage.metrics({}, {"time/step_s": 1.0}, fleet) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "experts", "device", "peak_flops", "tells"),
+    [
+        ([], False, "NVIDIA H100 80GB HBM3", 989e12, True),
+        ([], False, "NVIDIA A100-SXM4-80GB", 312e12, True),
+        ([], False, "NVIDIA L4", 312e12, False),  # torchtitan's fallback
+        ([], True, "NVIDIA H100 80GB HBM3", 989e12, False),
+        (["--training.mixed_precision_param", "float32"], False, "NVIDIA H100 80GB HBM3", 989e12, False),
+    ],
+)
+def test_where_a_low_mfu_says_that_the_device_waits_for_its_host(flags, experts, device, peak_flops, tells):
+    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3), *flags])
+    layer = torch.nn.ModuleDict({"moe": torch.nn.ModuleDict({"experts": torch.nn.Linear(2, 2)})})
+    model = layer if experts else torch.nn.Linear(2, 2)
+    assert tells_host_bound(config, model, device, peak_flops) == tells

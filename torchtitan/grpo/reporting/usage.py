@@ -21,6 +21,7 @@ from torchtitan.tools.utils import device_module, get_peak_flops
 
 _GIB = 2**30
 _KINDS = ("allocated", "reserved")
+_A100_FLOPS = 312e12
 _STARTED = time.monotonic()
 
 
@@ -37,12 +38,15 @@ class Usage:
         self._flops = TrainingFlops.of(model)
         self._device, self._ranks = next(model.parameters()).device, ranks
         self._on_gpu = self._device.type != "cpu"
-        self._peak_flops = get_peak_flops(device_module.get_device_name(self._device)) if self._on_gpu else 0.0
+        name = device_module.get_device_name(self._device) if self._on_gpu else ""
+        self._peak_flops = get_peak_flops(name) if self._on_gpu else 0.0
         self._gpu_hours, self._counted_until = spent_gpu_hours, _STARTED
         self._servers_have_gpus = config.rollout.engine != "embedded"
         self._own_server_gpus = own_server_gpus(config, self._device, ranks)
         self._rows = 0
-        self._host_bound = HostBound(row_tokens(config), config.compile.enable, memory_gib(config, self._device))
+        self._host_bound = None
+        if self._on_gpu and tells_host_bound(config, model, name, self._peak_flops):
+            self._host_bound = HostBound(row_tokens(config), config.compile.enable, memory_gib(config, self._device))
 
     def work(self, minibatches: list[list[list[PackedRow]]]) -> dict[str, float]:
         """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`."""
@@ -61,7 +65,7 @@ class Usage:
             fleet: Whose GPU hours count too.
         """
         result = speeds(step, times, self._ranks, self._peak_flops)
-        if self._on_gpu and "throughput/mfu" in result:
+        if self._host_bound is not None and "throughput/mfu" in result:
             peak_gib = step.get("memory/reserved_peak_gib", 0.0)
             if hint := self._host_bound.look(result["throughput/mfu"], self._rows, peak_gib):
                 logger.warning(hint)
@@ -129,6 +133,14 @@ def memory_gib(config: JobConfig, device: torch.device) -> float:
         return 0.0
     total = device_module.get_device_properties(device).total_memory / _GIB
     return total * (1 - config.rollout.memory_share) if config.rollout.colocate else total
+
+
+def tells_host_bound(config: JobConfig, model: nn.Module, device_name: str, peak_flops: float) -> bool:
+    """Whether a low MFU says that the device waits for its host: not in float32, not with experts, which compute in
+    many small pieces, and not on a device whose peak torchtitan does not know. It takes an A100's then."""
+    known = peak_flops != _A100_FLOPS or "A100" in device_name
+    dense = not any(".experts." in name for name, _ in model.named_parameters())
+    return known and dense and config.training.mixed_precision_param == "bfloat16"
 
 
 def speeds(step: dict[str, Any], times: dict[str, float], ranks: int, peak_flops: float) -> dict[str, float]:
