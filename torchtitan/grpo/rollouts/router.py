@@ -111,8 +111,8 @@ class Router:
 
     Waiting: without such a server a request waits, first come, first served. Later turns and retries of groups under
     way go before new groups, and those that come `first` before other new ones. A request waits at most
-    `request_timeout_s` while no server is eligible for it. It fails at once if fewer servers than `[rollout] min_servers`
-    are left.
+    `request_timeout_s` while no server is eligible for it. It fails at once if fewer servers than `[rollout]
+    min_servers` are left.
 
     Retries: if a server fails a request (`EngineError`), that server becomes suspected and leaves traffic. The request
     is sent again with the same seed, to a server that has failed it less often if one has a place. How often one server
