@@ -15,12 +15,54 @@ import importlib.util
 import pkgutil
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 NAME = "torchtitan"
 _KERNELS = f"{NAME}.models.moe.kernels"
+_ATTENTION = f"{NAME}.models.attention"
+
+
+class _WithoutInductor(MetaPathFinder):
+    """Has `torchtitan.models.attention` compile its functions when they are called, if ever. `torch.compile` loads
+    Inductor, which takes a second of each process, and packed rows have attention of their own."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _ATTENTION:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_uncompiled(module: types.ModuleType) -> None:
+                import torch
+
+                compile_now, torch.compile = torch.compile, _compile_when_called
+                try:
+                    execute(module)
+                finally:
+                    torch.compile = compile_now
+
+            spec.loader.exec_module = execute_uncompiled  # type: ignore[method-assign]
+        return spec
+
+
+def _compile_when_called(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    compiled: list[Callable[..., Any]] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not compiled:
+            import torch
+
+            compiled.append(torch.compile(function, **options))
+        return compiled[0](*args, **kwargs)
+
+    return call
 
 
 class _BeforeUpstream(MetaPathFinder):
@@ -33,6 +75,7 @@ class _BeforeUpstream(MetaPathFinder):
         if name.startswith(f"{NAME}.") and not f"{name}.".startswith(f"{NAME}.grpo."):
             sys.meta_path.remove(self)
             _prepare_upstream()
+            sys.meta_path.insert(0, _WithoutInductor())
         return None
 
 
