@@ -43,7 +43,7 @@ def test_an_age_that_is_too_small_costs_throughput_and_still_no_long_steps():
     assert max(seconds) > 5 * statistics.median(seconds)
 
 
-@pytest.mark.parametrize("order_window", [0, 32, 64])
+@pytest.mark.parametrize("order_window", [0, 32])
 def test_servers_with_room_get_what_the_age_allows(order_window):
     two = replace(LONG_TAIL, sequences=1024, requests=1024, tokens_per_s=2 * 12600.0, order_window=order_window)
     auto, full = (row_of(replace(two, auto=auto), seeds=1) for auto in (True, False))
