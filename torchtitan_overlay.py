@@ -56,9 +56,11 @@ def _compile_when_called(function: Callable[..., Any], **options: Any) -> Callab
     compiled: list[Callable[..., Any]] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not compiled:
-            import torch
+        import torch
 
+        if torch.compiler.is_compiling():  # a part of what is compiled around it
+            return function(*args, **kwargs)
+        if not compiled:
             compiled.append(torch.compile(function, **options))
         return compiled[0](*args, **kwargs)
 

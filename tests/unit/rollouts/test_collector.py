@@ -41,10 +41,13 @@ class CountingClient(VllmClient):
         super().__init__(url, None, 30.0, lambda: VERSION)
         self.started = self.finished = self.most_in_flight = 0
         self.asked: list[tuple[str, tuple[str, int] | None]] = []
+        self.first: set[str] = set()
 
     async def generate(self, prompt_ids, params, request_id, cohort=None):
         self.started += 1
         self.asked.append((request_id, cohort))
+        if params.first:
+            self.first.add(request_id)
         self.most_in_flight = max(self.most_in_flight, self.started - self.finished)
         try:
             return await super().generate(prompt_ids, params, request_id, cohort)
@@ -402,8 +405,8 @@ def test_what_comes_first_does_not_delay_turns_under_way(make_collector, servers
     two_turns.per_sample = per_sample
     collector = make_collector([servers[0].url], max_concurrent_requests=1, environment=two_turns)
     (client,) = (server.client for server in collector.fleet.servers)
-    others = in_thread(collector.collect, prompts_of(20), PARAMS, "others")
-    wait_until(lambda: collector.router.waiting > 10)
+    others = in_thread(collector.collect, prompts_of(30), PARAMS, "others")
+    wait_until(lambda: collector.router.waiting > 20)
     collector.collect(prompts_of(8), replace(PARAMS, first=True), "first")
     others.result()
     asked = [request_id for request_id, _ in client.asked]
@@ -411,6 +414,7 @@ def test_what_comes_first_does_not_delay_turns_under_way(make_collector, servers
     between = [name for name in asked[first[0] : first[-1]] if name.startswith("others")]
     assert all(name.endswith("-turn1") for name in between), "no new group"
     assert len(asked) - first[-1] > 10, "those that waited come later"
+    assert client.first == {name for name in asked if name.startswith("first") or name.endswith("-turn1")}
     # A turn ends and gives its place to the next one before its own second turn can wait for one.
     apart = [asked.index(name + "-turn1") - asked.index(name) for name in asked if name + "-turn1" in asked]
     assert len(apart) == len(asked) / 2 and max(apart) <= 3, "neither theirs nor their own"

@@ -43,7 +43,7 @@ def test_an_old_group_that_holds_a_step_up_is_no_reason_to_grow_but_to_go_back()
 def test_what_counts_is_which_of_the_two_waits_is_longer() -> None:
     assert run(Pace(8, 2, 0), [(3.5, 0)] * 2, held_s=0.5)[-1] == 20  # 3 s and 0.5 s: a quarter of 10 s
     assert run(Pace(8, 8, 0), [(6.0, 0)] * 40, held_s=1.5)[-1] == 80  # 4.5 s and 1.5 s
-    assert run(Pace(8, 8, 0), [(6.0, 0)] * 40, held_s=3.0)[-1] == 16  # 3 s and 3 s
+    assert run(Pace(8, 8, 0), [(6.0, 20)] * 40, held_s=3.0)[-1] == 16  # 3 s and 3 s
     mixed = Pace(8, 8, 0)
     for _ in range(20):
         run(mixed, [(6.0, 0)])

@@ -241,6 +241,8 @@ class Collector:
         def client(params: SamplingParams, name: str, start: GroupStart) -> RolloutClient:
             async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
                 nonlocal last_server
+                if start.is_under_way:
+                    params = replace(params, first=True)
                 first = None if name or suffix else cohort
                 before = servers.get(session, servers.get("", "")) if session else ""
                 own_id = request_id + name + suffix

@@ -12,7 +12,7 @@ def answer_held_out(
 ) -> list[HeldOutAnswers]:
     """Answer every prompt of every set by its environment, greedily and sampled. Blocks, see `Collector.collect_all`.
 
-    Answers for training that are under way end. Those that wait for a server wait for these.
+    Groups for training that are under way end. Those that have not begun wait for these.
 
     Args:
         params: Stop tokens and seed. Number of answers, sampling and length are the set's.

@@ -13,15 +13,15 @@ MOST_GROWTH, MOST_CUT = 0.5, 0.3
 class Pace:
     """Bounds `groups`, the groups requested and not yet trained on, by how long the trainer waits.
 
-    A step waits because too few groups are complete, or because an old one must come first lest it become too old. The
-    one asks for more groups, the other for fewer: with fewer answers at once each is faster. What counts is which of
-    the two takes more time, and by how much.
+    A step waits because too few groups of the order window are complete, or because an old one must come first lest it
+    become too old. The one asks for more groups, the other for fewer: with fewer answers at once each is faster. What
+    counts is which of the two takes more time, and by how much.
 
     - Start: the groups of two steps. Servers have the next step's requests while the last answers of this one run.
     - Grow: by the share of the time that steps waited for too few groups, less that for an old one.
     - Cut: if an old one took more, by half of the difference; to the start at least.
-    - Shrink: if neither was so for as long as an answer may take, by the complete groups that lay unused all that time,
-      less a quarter of a step; to one step's groups at least.
+    - Shrink: if steps hardly waited for as long as an answer may take, by the complete groups that lay unused all that
+      time, less a quarter of a step; to one step's groups at least.
 
     So rollouts that are the bottleneck run ahead as far as staleness allows. If they are not, answers are hardly older
     than one step.
@@ -37,7 +37,7 @@ class Pace:
         self._start_period()
 
     def _start_period(self) -> None:
-        self._steps, self._wanting_s, self._all_s = 0, 0.0, 0.0
+        self._steps, self._wanting_s, self._waited_s, self._all_s = 0, 0.0, 0.0, 0.0
         self._spare = self._most
 
     def step(self, waited_s: float, step_s: float, spare: int, held_s: float = 0.0) -> None:
@@ -51,6 +51,7 @@ class Pace:
         """
         self._steps += 1
         self._wanting_s += (waited_s - held_s) - held_s
+        self._waited_s += waited_s
         self._all_s += step_s
         self._spare = min(self._spare, spare)
         if self._steps < WINDOW or self._all_s <= 0:
@@ -64,6 +65,7 @@ class Pace:
             self.groups = max(self.groups - cut, min(self.groups, self._start))
             self._start_period()
         elif self._steps >= self._patience:
-            unused = self._spare - math.ceil(self._per_step / 4)
-            self.groups = max(self.groups - max(unused, 0), self._least)
+            if self._waited_s <= WAITED_SHARE * self._all_s:
+                unused = self._spare - math.ceil(self._per_step / 4)
+                self.groups = max(self.groups - max(unused, 0), self._least)
             self._start_period()
