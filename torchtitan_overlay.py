@@ -41,6 +41,8 @@ class _WithoutInductor(MetaPathFinder):
 
             def execute_uncompiled(module: types.ModuleType) -> None:
                 import torch
+                import torch.nn.attention.flex_attention
+                import torch.nn.attention.varlen  # what they compile themselves is not our business
 
                 compile_now, torch.compile = torch.compile, _compile_when_called
                 try:

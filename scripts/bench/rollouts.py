@@ -96,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     simulate.add_argument("--mean", type=seconds, default=256.0, help="answer tokens on average (default 256)")
     simulate.add_argument("--sigma", type=seconds, default=1.0, help="of their logarithm (default 1)")
     simulate.add_argument("--max-answer", type=positive, default=2048, metavar="TOKENS", help="default 2048")
+    simulate.add_argument("--order-window", type=positive, default=0, metavar="GROUPS", help="default all of the age")
     simulate.add_argument("--json", type=Path, metavar="FILE", help="append the table's rows as JSON lines")
     simulate.set_defaults(time_limit_s=600.0)
     return parser
