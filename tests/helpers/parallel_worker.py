@@ -15,6 +15,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.grpo.model import parallelize
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
@@ -33,9 +34,18 @@ def make_samples(vocabulary: int) -> list[PackedSample]:
 
 
 def train(
-    folder: str, tp: int, ep: int, replicas: int, checkpointing: str, row_tokens: int, reduce_once: bool, computed: str
+    folder: str,
+    tp: int,
+    ep: int,
+    replicas: int,
+    checkpointing: str,
+    row_tokens: int,
+    reduce_once: bool,
+    computed: str,
+    together: bool,
 ) -> list[list[float]]:
-    """[[loss, gradient norm]] of each step."""
+    """[[loss, gradient norm]] of each step. `together`: all blocks are one FSDP2 group."""
+    parallelize.TOGETHER_BYTES = (1 << 30) * together
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32",

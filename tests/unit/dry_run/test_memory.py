@@ -108,6 +108,12 @@ def gpu_kernels(monkeypatch) -> None:
     monkeypatch.setattr(parallelize, "KEPT_BY_SELECTIVE_CHECKPOINTING", torch.ops.memory_test.flash.default)
 
 
+@pytest.fixture(autouse=True)
+def every_block_by_itself(monkeypatch) -> None:
+    """As blocks of real models are; these are small."""
+    monkeypatch.setattr(parallelize, "TOGETHER_BYTES", 1)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     made = {}
@@ -342,6 +348,9 @@ STEPS = {
         None,
     ),
     "experts": ("qwen3_moe-small", 4, 512, 2, CHECKPOINTING["full"], None),
+    "three blocks together": ("qwen3-small", 4, 1024, 2, [], None),
+    "three blocks together, a short row": ("qwen3-small", 4, 64, 2, [], "second group's backward"),
+    "three blocks together, no checkpointing": ("llama-small", 4, 512, 2, CHECKPOINTING["none"], None),
     "without FSDP": (
         "llama-small",
         1,
@@ -359,6 +368,8 @@ def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
     name, world, tokens, rows, flags, moment = STEPS[case]
     config = read(folders[name], world, tokens, rows, *flags, monkeypatch=monkeypatch)
     config.lora.enable = case.startswith("adapters")
+    if case.startswith("three blocks together"):
+        monkeypatch.setattr(parallelize, "blocks_together", lambda *_: 3)
 
     def three_steps() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, row = build(config, world)

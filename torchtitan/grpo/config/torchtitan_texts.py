@@ -15,8 +15,8 @@ TORCHTITAN_TEXTS: dict[str, str] = {
     "training.mixed_precision_reduce": "Type in which gradients are reduced over ranks.",
     "parallelism.data_parallel_shard_degree": "Ranks that shard weights, gradients and optimizer state (FSDP2): 1 or "
     "more. -1 takes all ranks that the other degrees leave.",
-    "parallelism.fsdp_reshard_after_forward": "Free gathered weights after each block's forward pass. `never` keeps "
-    "them, which saves traffic and costs memory. `default` equals `always`.",
+    "parallelism.fsdp_reshard_after_forward": "Free gathered weights after the forward pass of their blocks. `never` "
+    "keeps them, which saves traffic and costs memory. `default` equals `always`.",
     "checkpoint.export_dtype": "Type of the weights in the Hugging Face folder.",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": 'With `selective_ac_option = "op"`, linear '
     "layers by name. Matrix multiplications of their shapes are always recomputed.",

@@ -204,6 +204,7 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     moments = {
         "log-probabilities' backward": rank.logprobs_backward(),
         "last block's backward": rank.block_backward(rank.layers),
+        "second group's backward": rank.block_backward(max(1, rank.layers - rank.together)),
         "first block's backward": rank.block_backward(1),
         "embedding's backward": rank.embedding_backward(),
         "optimizer step": rank.optimizer_step(),
@@ -221,6 +222,8 @@ class _Rank:
     def __init__(
         self, config: JobConfig, world_size: int, source: "ModelSource", model: nn.Module, target: Target, job: Job
     ) -> None:
+        from torchtitan.grpo.model.parallelize import blocks_together
+
         training, parallelism, args, lora = config.training, config.parallelism, source.model_args, source.lora
         self.config, self.args, self.target, self.frozen = config, args, target, lora is not None
         self.publishes = job == "grpo"
@@ -256,10 +259,12 @@ class _Rank:
         self.trained_here = math.ceil(self.trained / shards) if lora else self.local
         self.published = self.trained or self.parameters
         self.block = math.ceil(sum(parameter.numel() for parameter in block.parameters()) / tensor) - elsewhere
+        with_adapters = self.block + self.adapter // tensor
+        self.together = 1 if elsewhere else blocks_together(self.layers, with_adapters, self.computed)
         self.outside = self.whole - self.block * self.layers  # embedding, last norm, output
         self.vocabulary = math.ceil(args.vocab_size / tensor)
-        # FSDP2 prefetches a block and frees a gathered buffer late. One rank gathers nothing.
-        self.ahead = 1 if shards > 1 else 0
+        # FSDP2 prefetches a group and frees a gathered buffer late. One rank gathers nothing.
+        self.ahead = self.together if shards > 1 else 0
 
         # Activations of one row, bytes.
         self.tokens = row_tokens(config)
@@ -312,6 +317,7 @@ class _Rank:
         """In the backward pass of block `number`, counted from 1, after the backward of all later blocks."""
         first = number == 1
         stay_gathered = self.reduced_once and first  # all blocks do, in a row that is not the last
+        gathered = self.together + self.ahead * (not first)
         return (
             self.always()
             | (self._all_gradients() if first else self._earlier_gradients())
@@ -319,9 +325,9 @@ class _Rank:
                 "activations": self.kept * number // self.layers + self.rope,
                 "recomputed activations": self.recomputed,
                 "activations' gradients": self.activations.gradients,
-                "gathered weights": self._gathered(self.layers if stay_gathered else 1 + self.ahead * (not first)),
+                "gathered weights": self._gathered(self.layers if stay_gathered else gathered),
                 "output weight's gradient": self._output_gradient(),
-                "gradients to reduce": self._of_block() * self.reduced if self.uses_fsdp and not stay_gathered else 0,
+                "gradients to reduce": self._to_reduce(number) if self.uses_fsdp and not stay_gathered else 0,
             }
         )
 
@@ -359,7 +365,7 @@ class _Rank:
             "gradients": self.trained_here * self.held,
             "activations": self.hidden + self.activations.gradients + self.rope,
             "logits chunk": self._logits_chunk(backward=False),
-            "gathered weights": self._gathered(1 + self.ahead) - self._gathered(0),
+            "gathered weights": self._gathered(self.together + self.ahead) - self._gathered(0),
         }
 
     def _earlier_gradients(self) -> Parts:
@@ -383,9 +389,12 @@ class _Rank:
         """Of one tensor-parallel rank."""
         return self.trained if self.frozen else self.whole
 
-    def _of_block(self) -> int:
-        """Trained parameters of a block."""
-        return self.adapter if self.frozen else self.block
+    def _to_reduce(self, number: int) -> int:
+        """The gradients of one group of blocks on their way, and those of the next group's other blocks."""
+        trained = self.adapter if self.frozen else self.block
+        if number == self.layers:
+            return trained * self.reduced
+        return trained * (self.together * self.reduced + (self.together - 1) * self.computed)
 
     def _gathered(self, blocks: int) -> int:
         """Unsharded weights in compute dtype: `blocks` blocks, and the embedding, last norm and output."""

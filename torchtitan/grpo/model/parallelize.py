@@ -33,6 +33,21 @@ from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.utils import set_default_dtype
 
+TOGETHER_BYTES = 128 << 20
+"""Blocks are gathered, and their gradients reduced, together up to this size in the compute dtype. FSDP2's hooks take
+the host milliseconds each time, which the device's work on smaller blocks does not cover (docs/performance.md)."""
+
+
+def blocks_together(layers: int, parameters: int, itemsize: int) -> int:
+    """Largest number of blocks that are one FSDP2 group. All groups have about that many.
+
+    Args:
+        parameters: Of one block, of one tensor-parallel rank.
+        itemsize: Bytes of one in the compute dtype.
+    """
+    groups = -(-layers // max(1, TOGETHER_BYTES // (parameters * itemsize)))
+    return -(-layers // groups)
+
 
 def parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
     """The run's mesh: data parallelism (sharded, replicated or both), tensor and expert parallelism.
@@ -165,7 +180,7 @@ def _hide_hooks(module: nn.Module) -> None:
 
 
 def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
-    """One group per block, and one for embedding, final norm and output: tied weights must be in one group."""
+    """Groups of blocks, and one for embedding, final norm and output: tied weights must be in one group."""
     names = ("dp_replicate", "fsdp") if dims.dp_replicate_enabled else ("fsdp",)
     if dims.dp_shard_enabled:
         mesh = dims.get_mesh(list(names))
@@ -177,15 +192,20 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
         reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
     )
     reshard = config.parallelism.fsdp_reshard_after_forward != "never"
-    for block in model.layers.values():
-        if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
+    blocks = list(model.layers.values())
+    together = 1
+    if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
+        for block in blocks:
             experts, experts_mesh = block.moe.experts, dims.get_mesh([*names[:-1], "efsdp"])
             own = dataclasses.replace(policy, cast_forward_inputs=False)  # routing weights stay float32
             fully_shard(experts, mesh=experts_mesh, mp_policy=own, reshard_after_forward=reshard)
             _hide_hooks(experts)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    else:
+        parameters = sum(parameter.numel() for parameter in blocks[0].parameters()) // dims.tp
+        together = blocks_together(len(blocks), parameters, policy.param_dtype.itemsize)
+    for first in range(0, len(blocks), together):
+        fully_shard(blocks[first : first + together], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if dims.ep_enabled:  # the host waits for numbers of rows in every block, so it cannot run ahead
-        blocks = list(model.layers.values())
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following, following.moe.experts])
             following.set_modules_to_backward_prefetch([block, block.moe.experts])
