@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
-from torchtitan.grpo.config.machine import default_to_one_process, raise_file_limit
+from torchtitan.grpo.config.machine import default_to_one_process, one_cpu_thread, raise_file_limit
 from torchtitan.grpo.disk_full import disk_full_in_one_line
 from torchtitan.grpo.stopping import stop_in_time
 
@@ -26,5 +26,6 @@ def running(config: JobConfig, make: Callable[[JobConfig], T]) -> Iterator[T]:
     default_to_one_process()
     stop_in_time(config.checkpoint.stop_seconds)
     raise_file_limit()
+    one_cpu_thread()
     with disk_full_in_one_line(config.job.dump_folder), make(config) as trainer, save_when_stopped(trainer):
         yield trainer

@@ -17,7 +17,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.grpo.config import data_contradictions, job_config
 from torchtitan.grpo.config.keys import check_ranges, keys
 from torchtitan.grpo.config.load import ELSEWHERE, load_config
-from torchtitan.grpo.config.machine import check_machine, default_to_one_process, raise_file_limit
+from torchtitan.grpo.config.machine import check_machine, default_to_one_process, one_cpu_thread, raise_file_limit
 from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.dry_run.describe import describe
@@ -731,6 +731,21 @@ def test_the_limit_of_open_files_is_raised():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("gpu", "variable", "threads"), [(True, None, 1), (True, "3", 3), (False, None, 3)])
+def test_with_a_gpu_the_cpu_computes_in_one_thread(gpu, variable, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        one_cpu_thread()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_a_launcher_the_run_is_one_process(monkeypatch):

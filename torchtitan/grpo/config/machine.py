@@ -255,6 +255,16 @@ def default_to_one_process() -> None:
         os.environ.update(alone)
 
 
+def one_cpu_thread() -> None:
+    """With a GPU, PyTorch's operations on the CPU take one thread, unless OMP_NUM_THREADS says otherwise.
+
+    They are small: they pack rows. On a machine that serves too, threads that wait for each other take longer.
+    torchrun sets the variable only if it starts several ranks.
+    """
+    if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def raise_file_limit() -> None:
     """Let this process, and those that it starts, open as many files as the hard limit allows.
 
