@@ -204,11 +204,12 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
     moments = {
         "log-probabilities' backward": rank.logprobs_backward(),
         "last block's backward": rank.block_backward(rank.layers),
-        "second group's backward": rank.block_backward(max(1, rank.layers - rank.together)),
         "first block's backward": rank.block_backward(1),
         "embedding's backward": rank.embedding_backward(),
         "optimizer step": rank.optimizer_step(),
     }
+    if 1 < rank.together < rank.layers:
+        moments["second group's backward"] = rank.block_backward(rank.layers - rank.together)
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
     kept = sum(rank.always().values())
