@@ -37,9 +37,6 @@ OWN_FLAGS = {
 """Flags that only this file sets, from other arguments."""
 CPU_MODEL_LEN = 1024
 """Longest request on a CPU, if nothing else is said and the model can take it: vLLM reserves memory for one."""
-VLLM_SEQUENCES = 512
-"""Answers that vLLM computes at once on a GPU. Its CUDA graphs end there. With its own default of 1,024 small models
-generate more slowly (docs/performance.md)."""
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block, in every model family."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -168,7 +165,7 @@ class ServerCommand:
             max_model_len = max_model_len or min(CPU_MODEL_LEN, self._positions())
             flags += self._without_tokenizer()
         else:
-            flags += ["--dtype", "bfloat16", "--max-num-seqs", str(VLLM_SEQUENCES)]
+            flags += ["--dtype", "bfloat16"]
         if self.gpus:
             flags += ["--tensor-parallel-size", str(len(self.gpus))]
         if max_model_len:
