@@ -39,7 +39,7 @@ the host milliseconds each time, which the device's work on smaller blocks does 
 
 
 def blocks_together(layers: int, parameters: int, itemsize: int) -> int:
-    """Largest number of blocks that are one FSDP2 group. All groups have about that many.
+    """How many blocks are one FSDP2 group. The last group may have fewer.
 
     Args:
         parameters: Of one block, of one tensor-parallel rank.
