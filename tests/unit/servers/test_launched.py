@@ -10,7 +10,7 @@ import pytest
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers import launched
 from torchtitan.grpo.servers.launched import LaunchedServers, Notices
-from torchtitan.grpo.servers.supervisor import ServerState
+from torchtitan.grpo.servers.state import ServerState
 
 FIRST, SECOND = ServerState("http://a:1"), ServerState("http://b:1")
 

@@ -16,9 +16,10 @@ from tests.helpers.servers import group_members, processes_of, server_pids
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.servers import restarts
-from torchtitan.grpo.servers import supervisor as supervisor_module
-from torchtitan.grpo.servers.supervisor import PORTS, Launch, Supervisor
+from torchtitan.grpo.servers import kept_server, restarts
+from torchtitan.grpo.servers.kept_server import Launch
+from torchtitan.grpo.servers.ports import PORTS
+from torchtitan.grpo.servers.supervisor import Supervisor
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
 
@@ -61,7 +62,7 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         "HEALTH_S": 0.2,
         "RETURN_S": 0.0,
     }.items():
-        monkeypatch.setattr(supervisor_module, name, seconds)
+        monkeypatch.setattr(kept_server, name, seconds)
     started: list[Supervisor] = []
 
     def start(*roles: str, start_timeout_s: float = 20.0) -> Supervisor:
@@ -143,7 +144,7 @@ def test_a_guard_that_is_killed_leaves_no_server_behind(supervise, tmp_path):
 def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     """The guard alone: nobody is left to tell it."""
     (tmp_path / "server.py").write_text(PROGRAM)
-    guard = Path(supervisor_module.__file__).with_name("guard.py")
+    guard = Path(kept_server.__file__).with_name("guard.py")
     words = [sys.executable, "-I", "-S", str(tmp_path / "server.py"), "workers", str(tmp_path), "0"]
     owner = (
         "import os, subprocess, sys, time\n"
@@ -203,7 +204,7 @@ def test_a_server_that_crashes_again_and_again_stays_down_and_ends_the_run(super
 
 def test_a_lost_server_that_is_well_counts_as_left_for_a_while(supervise, monkeypatch):
     """What is wrong may show first in a request, and its feeding takes time."""
-    monkeypatch.setattr(supervisor_module, "RETURN_S", 1.0)
+    monkeypatch.setattr(kept_server, "RETURN_S", 1.0)
     keeps = supervise("plain")
     keeps.wait_healthy()
     (url,), now = keeps.urls, time.monotonic()
@@ -213,7 +214,7 @@ def test_a_lost_server_that_is_well_counts_as_left_for_a_while(supervise, monkey
 
 
 def test_a_server_that_hangs_is_started_again(supervise, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor_module, "HUNG_S", 0.5)
+    monkeypatch.setattr(kept_server, "HUNG_S", 0.5)
     monkeypatch.setattr("torchtitan.grpo.engines.http_control._HEALTH_REQUEST_S", 0.3)
     keeps = supervise("plain")
     keeps.wait_healthy()

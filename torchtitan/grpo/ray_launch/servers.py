@@ -28,7 +28,7 @@ from torchtitan.grpo.server_commands import LOOPBACK
 from torchtitan.grpo.servers.launched import TOKEN, Notices
 from torchtitan.grpo.servers.plan import LOG_FOLDER, on_cuda
 from torchtitan.grpo.servers.restarts import Restarts
-from torchtitan.grpo.servers.supervisor import ServerState
+from torchtitan.grpo.servers.state import ServerState
 
 logger = logging.getLogger(__name__)
 CORES = 1

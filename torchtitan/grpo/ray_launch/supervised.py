@@ -13,7 +13,8 @@ from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.ray_launch.rank import KEPT_FROM_RAY
 from torchtitan.grpo.server_commands import ServerCommandError
 from torchtitan.grpo.servers.plan import LOG_FOLDER, launches, planned_servers
-from torchtitan.grpo.servers.supervisor import ServerState, Supervisor
+from torchtitan.grpo.servers.state import ServerState
+from torchtitan.grpo.servers.supervisor import Supervisor
 
 
 class SupervisedServer:

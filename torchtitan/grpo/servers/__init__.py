@@ -2,7 +2,10 @@
 
     plan.py            `[rollout]` to one command, GPUs and environment per server; `--dry_run` prints it
     own.py             what a run starts: these servers, or one embedded server without supervision, or none
-    supervisor.py      a thread per server: start, wait for health, restart with backoff, write the list of addresses
+    supervisor.py      all servers of one owner: start, wait until they serve, write the list of addresses, close
+    kept_server.py     the thread of one of them: start, ask for health, restart with backoff
+    ports.py           a server's port, reserved against other supervisors of the machine
+    state.py           how a server is, for whoever asks its supervisor
     restarts.py        how often a server is started again, and after which pauses
     launched.py        servers that the run's launcher keeps alive (`[ray]`): what it and rank 0 tell one another
     guard.py           the process between a supervisor and a server, which leaves no process behind

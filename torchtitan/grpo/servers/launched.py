@@ -22,8 +22,9 @@ from pathlib import Path
 
 from torchtitan.grpo.engines.fleet import Keeper
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.servers.kept_server import RETURN_S
 from torchtitan.grpo.servers.plan import URLS_FILE
-from torchtitan.grpo.servers.supervisor import RETURN_S, ServerState
+from torchtitan.grpo.servers.state import ServerState
 
 TOKEN = "TORCHTITAN_GRPO_SERVERS"
 _WANTED, _STATE = "wanted", "state.json"

@@ -20,7 +20,8 @@ from torchtitan.grpo.server_commands import (
     engine_python,
     is_loopback,
 )
-from torchtitan.grpo.servers.supervisor import PORTS, Launch
+from torchtitan.grpo.servers.kept_server import Launch
+from torchtitan.grpo.servers.ports import PORTS
 
 MODEL_FOLDER = "served_model"
 LOG_FOLDER = "servers"

@@ -1,0 +1,65 @@
+"""The ports of servers, each reserved against other supervisors of the machine."""
+
+import socket
+import sys
+
+from torchtitan.grpo.errors import UserError
+
+PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to outgoing connections (net.ipv4.ip_local_port_range), which would take them first."""
+
+
+class ReservedPort:
+    """A port for one server: the first that is free, so addresses, and with them names of metrics, seldom change.
+
+    Another run may be starting servers too, which listen only after a while. So a socket without a file, whose name
+    has the port, is held until `close` or the end of this process (Linux).
+
+    Args:
+        host: Address that the server will listen on.
+
+    Raises:
+        UserError: No port is free.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        for port in PORTS:
+            if (reserved := _reserve(port)) is not None:
+                self.port, self._reserved = port, reserved
+                if self.is_free():
+                    return
+                reserved.close()
+        raise UserError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host}")
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    def is_free(self) -> bool:
+        """Whether a server could listen at it now."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
+            try:
+                probe.bind((self._host, self.port))
+            except OSError:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Let others have it."""
+        self._reserved.close()
+
+
+def _reserve(port: int) -> socket.socket | None:
+    """Keep other supervisors of this machine from a port. None: one of them has it."""
+    reserved = socket.socket(socket.AF_UNIX)
+    if sys.platform.startswith("linux"):
+        try:
+            reserved.bind(f"\0torchtitan-grpo-server-{port}")
+        except OSError:
+            reserved.close()
+            return None
+    return reserved
