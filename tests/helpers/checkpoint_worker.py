@@ -37,6 +37,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.together import Together
+from torchtitan.grpo.checkpoint.writing import Taken, Writer
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
@@ -162,13 +163,13 @@ def saved_at(dump: Path, *steps: int, **checkpoint) -> TinyTrainer:
 def slow_disk() -> Iterator[threading.Event]:
     """Nothing of a checkpoint is written until the event is set."""
     may_write = threading.Event()
-    clear = Checkpointer._clear
+    clear = Writer._clear
 
-    def clear_later(self: Checkpointer, unfinished: Path) -> None:
+    def clear_later(self: Writer, unfinished: Path) -> None:
         assert may_write.wait(60)
         clear(self, unfinished)
 
-    with patch.object(Checkpointer, "_clear", clear_later):
+    with patch.object(Writer, "_clear", clear_later):
         yield may_write
 
 
@@ -203,16 +204,16 @@ def save_forever(dump: Path) -> None:
 
 
 def stop_in_save(dump: Path, async_mode: str) -> None:
-    complete = Checkpointer._complete
+    complete = Writer._complete
 
-    def hang(self: Checkpointer, unfinished: Path, path: Path, step: int, *rest: Any) -> None:
-        if step == 2:
+    def hang(self: Writer, unfinished: Path, path: Path, taken: Taken, *rest: Any) -> None:
+        if taken.step == 2:
             print("in the save", flush=True)
             time.sleep(600)
-        complete(self, unfinished, path, step, *rest)
+        complete(self, unfinished, path, taken, *rest)
 
     trainer = TinyTrainer(dump, async_mode=async_mode)
-    with patch.object(Checkpointer, "_complete", hang):
+    with patch.object(Writer, "_complete", hang):
         for step in (1, 2, 3):
             trainer.train_step()
             print(f"trained step {step}", flush=True)

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from tests.helpers.checkpoint_worker import WORKER, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import attempt, embedded_url, steps, train
-from torchtitan.grpo.checkpoint.checkpointer import Checkpointer, complete_steps
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.checkpoint.marker import damages, read_marker
 from torchtitan.grpo.checkpoint.together import StageFailed
+from torchtitan.grpo.checkpoint.writing import Writer
 from torchtitan.grpo.errors import UserError
 
 
@@ -203,14 +204,14 @@ def fails_then_succeeds(
 )
 def test_a_full_disk_in_any_stage_of_a_save(trainer, name, stage, monkeypatch, caplog):
     """What is written to /dev/full is refused by the kernel, as by a full disk."""
-    clear = Checkpointer._clear
+    clear = Writer._clear
 
-    def clear_and_aim(self: Checkpointer, unfinished: Path) -> None:
+    def clear_and_aim(self: Writer, unfinished: Path) -> None:
         clear(self, unfinished)
         (unfinished / name).parent.mkdir(exist_ok=True)
         (unfinished / name).symlink_to("/dev/full")
 
-    monkeypatch.setattr(Checkpointer, "_clear", clear_and_aim)
+    monkeypatch.setattr(Writer, "_clear", clear_and_aim)
     unfinished = trainer.checkpointer.folder / f"step-{trainer.step + 1}.tmp"
     fails_then_succeeds(trainer, f"checkpoint: {stage.format(unfinished)}", monkeypatch.undo, caplog)
 
@@ -268,14 +269,14 @@ def test_a_full_disk_in_the_background_is_said_at_the_next_step(tmp_path, monkey
     trainer = saved_at(tmp_path, 1, async_mode="async", export_hf=True)
     checkpointer = trainer.checkpointer
     checkpointer.finish()
-    clear = Checkpointer._clear
+    clear = Writer._clear
 
-    def clear_and_aim(self: Checkpointer, unfinished: Path) -> None:
+    def clear_and_aim(self: Writer, unfinished: Path) -> None:
         clear(self, unfinished)
         (unfinished / "dcp").mkdir()
         (unfinished / "dcp" / "__0_0.distcp").symlink_to("/dev/full")
 
-    monkeypatch.setattr(Checkpointer, "_clear", clear_and_aim)
+    monkeypatch.setattr(Writer, "_clear", clear_and_aim)
     trainer.train_step()
     checkpointer.save(2)
     trainer.train_step()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -19,20 +18,17 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.grpo.checkpoint.adapters import BASE, AdapterState, BaseState
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
-from torchtitan.grpo.checkpoint.export import read_full, read_hf
 from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
-from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured, step_of
-from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
+from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
 from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
+from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
-from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
+from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.logging import logger
 
 _LEFT_S = 30.0
@@ -53,24 +49,6 @@ class _ModelState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_model_state_dict(self.model, state_dict)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a rank saves of one step, as it was at the end of that step.
-
-    Attributes:
-        states: What DCP writes.
-        on_host: Its tensors are copies on the host, so training may go on.
-        random_states: The content of this rank's file.
-        texts: Further files: name and content. Empty on ranks other than 0.
-    """
-
-    step: int
-    states: dict[str, Any]
-    on_host: bool
-    random_states: bytes
-    texts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -126,11 +104,9 @@ class Checkpointer:
     ) -> None:
         self.cfg = checkpoint_cfg
         self.folder = Path(dump_folder) / checkpoint_cfg.folder
-        self.model, self.source, self.tokenizer, self.seed = model, source, tokenizer, seed
-        self.timeout_s = timeout_s
+        self.seed, self.timeout_s = seed, timeout_s
         self.trainer_state, self.run_config = trainer_state, run_config or {}
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
-        self.exports_model = source.lora is None or merge
         of_model: Stateful = _ModelState(model) if source.lora is None else AdapterState(model)
         self.states = {"model": of_model, "optimizer": optimizers, "lr_scheduler": lr_schedulers}
         if source.lora is not None:
@@ -138,8 +114,7 @@ class Checkpointer:
         if reference is not None:
             self.states["reference"] = _ModelState(reference)
         self.together = Together(timeout_s)
-        self.rank, self.world_size = self.together.rank, self.together.world_size
-        self.device = next(model.parameters()).device
+        self.rank, self.device = self.together.rank, next(model.parameters()).device
         self.loader = Loader(
             self.folder, checkpoint_cfg.load_step, self.together, trainer_state, self.run_config, seed, self.device
         )
@@ -151,10 +126,11 @@ class Checkpointer:
         self._copy: HostCopy | None = None
         if checkpoint_cfg.async_mode != "disabled":
             self._copy = HostCopy(self.device, pinned=checkpoint_cfg.async_mode == "async_with_pinned_mem")
-            self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer", self._enter_thread)
-            self.tokenizer = copy.deepcopy(tokenizer)  # fast tokenizers refuse two threads at once
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer", enter_thread, (self.device,))
+            tokenizer = copy.deepcopy(tokenizer)  # fast tokenizers refuse two threads at once
             for optimizer in optimizers:
                 optimizer.register_step_pre_hook(lambda *_: self._copy.order_writes_after())
+        self.writer = Writer(checkpoint_cfg, self.together, model, source, tokenizer, merge, self._copy, self.device)
 
     def save(self, step: int, last: bool = False) -> None:
         """Write the checkpoint of `step`, then drop those beyond `[checkpoint] keep_latest_k`.
@@ -182,7 +158,7 @@ class Checkpointer:
         try:
             taken = self._take(step, in_thread)
             if in_thread:
-                written = self._writer.submit(self._write, taken)
+                written = self._thread.submit(self._write, taken)
                 self._pending = _Pending(step, time.monotonic() - started, waited_s, written)
                 return
             write_s = self._write(taken)
@@ -344,117 +320,21 @@ class Checkpointer:
         self.together.locally("collecting weights and optimizer state", collect)
         return states
 
-    def _enter_thread(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread begins with device 0
-
     def _write(self, taken: Taken) -> float:
-        """Write a checkpoint, drop older ones, and say so; of one that fails, nothing is left.
+        """Write a checkpoint, drop older ones, and say so.
 
         Returns:
             Seconds.
         """
         started = time.monotonic()
         path = self._folder_of(taken.step)
-        unfinished = path.with_name(path.name + ".tmp")
-        try:
-            self._write_stages(taken, unfinished, path)
-        except StageFailed:
-            if self.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
-            raise
+        self.writer.write(taken, path)
         write_s = time.monotonic() - started
         self.loader.torn_steps.discard(taken.step)
         if self.rank == 0:
             self._drop_old(taken.step)
             logger.info(f"Saved checkpoint {path} in {write_s:.1f} s")
         return write_s
-
-    def _write_stages(self, taken: Taken, unfinished: Path, path: Path) -> None:
-        """Each stage is of one rank's files, or of collectives, so that a rank that fails keeps nobody waiting."""
-        together = self.together
-        together.locally(f"clearing {unfinished}", lambda: self._clear(unfinished))
-        if taken.on_host:
-            together.locally("copying weights and optimizer state to the host", self._copy.wait)
-        together.collectively(
-            f"writing {unfinished / 'dcp'}",
-            lambda: dcp.save(
-                taken.states,
-                storage_writer=ParallelWriter(unfinished / "dcp", self._enter_thread),
-                process_group=together.group,
-            ),
-        )
-        if self.cfg.export_hf and self.source.lora is not None:
-            self._export_adapter(taken, unfinished)
-        if self.cfg.export_hf and self.exports_model:
-            self._export(taken, unfinished)
-        rng_path = unfinished / f"rng-rank-{self.rank}.pt"
-        together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
-        together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_texts(unfinished, taken.texts))
-        files = together.locally(f"reading back {unfinished}", lambda: measured(unfinished, self.rank))
-        written = {name: size_and_sum for of_rank in files for name, size_and_sum in sorted(of_rank.items())}
-        together.locally(f"completing {path}", lambda: self._complete(unfinished, path, taken.step, written))
-
-    def _clear(self, unfinished: Path) -> None:
-        if self.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-
-    def _export_adapter(self, taken: Taken, unfinished: Path) -> None:
-        """The PEFT folder, as `_export`."""
-        together, folder, dtype = self.together, unfinished / "adapter", TORCH_DTYPE_MAP[self.cfg.export_dtype]
-
-        def write(full: dict[str, torch.Tensor]) -> None:
-            if self.rank == 0:
-                write_adapter(full, self.source, folder, dtype)
-
-        def read_and_write() -> None:
-            if self.rank == 0:
-                write(read_full(unfinished / "dcp", taken.states["model"]))
-
-        if taken.on_host:
-            together.locally(f"writing {folder}", read_and_write)
-        else:
-            full = together.collectively("gathering the adapters", lambda: gather_adapter(self.model))
-            together.locally(f"writing {folder}", lambda: write(full))
-
-    def _export(self, taken: Taken, unfinished: Path) -> None:
-        """The Hugging Face folder. A thread reads the weights back: the model's process groups are not its own."""
-        together, dtype = self.together, TORCH_DTYPE_MAP[self.cfg.export_dtype]
-
-        def write(full: dict[str, torch.Tensor]) -> None:
-            write_hf(full, self.source, unfinished / "hf", self.tokenizer)
-
-        def read_and_write() -> None:
-            if self.rank == 0:
-                write(read_hf(unfinished / "dcp", taken.states["model"], self.source, dtype))
-
-        if taken.on_host:
-            together.locally(f"writing {unfinished / 'hf'}", read_and_write)
-        else:
-            full = together.collectively("gathering the model", lambda: gather_hf(self.model, self.source, dtype))
-            together.locally(f"writing {unfinished / 'hf'}", lambda: write(full))
-
-    def _write_texts(self, unfinished: Path, texts: dict[str, str]) -> None:
-        for name, text in texts.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
-
-    def _complete(self, unfinished: Path, path: Path, step: int, written: dict[str, tuple[int, str]]) -> None:
-        if self.rank != 0:
-            return
-        number = 1 + max((marker.number for marker in markers(self.folder)[0]), default=0)
-        sizes = {name: size for name, (size, _) in written.items()}
-        sums = {name: of_file for name, (_, of_file) in written.items()}
-        Marker(step, self.world_size, time.time(), list(self.states), sizes, number, sums).write(unfinished)
-        flush(unfinished / MARKER)
-        for folder in (*(entry for entry in unfinished.rglob("*") if entry.is_dir()), unfinished):
-            flush(folder)
-        if path.exists():  # an older branch of the run, torn or incomplete; a rename cannot replace a folder
-            replaced = path.with_name(path.name + ".replaced.tmp")
-            shutil.rmtree(replaced, ignore_errors=True)
-            path.rename(replaced)
-        unfinished.rename(path)
-        flush(self.folder)
 
     def _drop_old(self, saved: int) -> None:
         """Torn checkpoints do not count: a whole one must not make room for them."""

@@ -1,0 +1,177 @@
+"""Writing one checkpoint."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.grpo.checkpoint.export import read_full, read_hf
+from torchtitan.grpo.checkpoint.host_copy import HostCopy
+from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured
+from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
+from torchtitan.grpo.checkpoint.together import StageFailed, Together
+from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
+from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a rank saves of one step, as it was at the end of that step.
+
+    Attributes:
+        states: What DCP writes.
+        on_host: Its tensors are copies on the host, so training may go on.
+        random_states: The content of this rank's file.
+        texts: Further files: name and content. Empty on ranks other than 0.
+    """
+
+    step: int
+    states: dict[str, Any]
+    on_host: bool
+    random_states: bytes
+    texts: dict[str, str]
+
+
+def enter_thread(device: torch.device) -> None:
+    """Call it first in each thread that writes."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins with device 0
+
+
+class Writer:
+    """Writes one checkpoint at a time: its files under another name, then the marker; one rename completes it.
+
+    Args:
+        checkpoint_cfg: The `[checkpoint]` section. `export_hf` and `export_dtype` are read.
+        model: It is gathered for the export, unless what was taken is on the host.
+        source, tokenizer, merge: See `Checkpointer`.
+        host_copy: It holds what was taken with `Taken.on_host`. None: nothing is.
+        device: Of the model.
+    """
+
+    def __init__(
+        self,
+        checkpoint_cfg: Any,
+        together: Together,
+        model: nn.Module,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase | None,
+        merge: bool,
+        host_copy: HostCopy | None,
+        device: torch.device,
+    ) -> None:
+        self._cfg, self._together = checkpoint_cfg, together
+        self._model, self._source, self._tokenizer = model, source, tokenizer
+        self._copy, self._device = host_copy, device
+        self._exports_model = source.lora is None or merge
+
+    def write(self, taken: Taken, path: Path) -> None:
+        """Write what was taken to the folder `path`, in place of what is there. Collective.
+
+        With `taken.on_host` any thread may call it: it uses no process group but `Together.group`.
+
+        Raises:
+            StageFailed: On every rank. Nothing of the checkpoint is left.
+            RuntimeError: A rank failed inside a collective, or ended. The run cannot go on.
+        """
+        unfinished = path.with_name(path.name + ".tmp")
+        try:
+            self._write_stages(taken, unfinished, path)
+        except StageFailed:
+            if self._together.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
+            raise
+
+    def _write_stages(self, taken: Taken, unfinished: Path, path: Path) -> None:
+        """Each stage is of one rank's files, or of collectives, so that a rank that fails keeps nobody waiting."""
+        together = self._together
+        together.locally(f"clearing {unfinished}", lambda: self._clear(unfinished))
+        if taken.on_host:
+            together.locally("copying weights and optimizer state to the host", self._copy.wait)
+        together.collectively(
+            f"writing {unfinished / 'dcp'}",
+            lambda: dcp.save(
+                taken.states,
+                storage_writer=ParallelWriter(unfinished / "dcp", lambda: enter_thread(self._device)),
+                process_group=together.group,
+            ),
+        )
+        if self._cfg.export_hf and self._source.lora is not None:
+            self._export_adapter(taken, unfinished)
+        if self._cfg.export_hf and self._exports_model:
+            self._export(taken, unfinished)
+        rng_path = unfinished / f"rng-rank-{together.rank}.pt"
+        together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
+        together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_texts(unfinished, taken.texts))
+        files = together.locally(f"reading back {unfinished}", lambda: measured(unfinished, together.rank))
+        written = {name: size_and_sum for of_rank in files for name, size_and_sum in sorted(of_rank.items())}
+        together.locally(f"completing {path}", lambda: self._complete(unfinished, path, taken, written))
+
+    def _clear(self, unfinished: Path) -> None:
+        if self._together.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+    def _export_adapter(self, taken: Taken, unfinished: Path) -> None:
+        """The PEFT folder, as `_export`."""
+        together, folder, dtype = self._together, unfinished / "adapter", TORCH_DTYPE_MAP[self._cfg.export_dtype]
+
+        def write(full: dict[str, torch.Tensor]) -> None:
+            if together.rank == 0:
+                write_adapter(full, self._source, folder, dtype)
+
+        def read_and_write() -> None:
+            if together.rank == 0:
+                write(read_full(unfinished / "dcp", taken.states["model"]))
+
+        if taken.on_host:
+            together.locally(f"writing {folder}", read_and_write)
+        else:
+            full = together.collectively("gathering the adapters", lambda: gather_adapter(self._model))
+            together.locally(f"writing {folder}", lambda: write(full))
+
+    def _export(self, taken: Taken, unfinished: Path) -> None:
+        """The Hugging Face folder. A thread reads the weights back: the model's process groups are not its own."""
+        together, dtype = self._together, TORCH_DTYPE_MAP[self._cfg.export_dtype]
+
+        def write(full: dict[str, torch.Tensor]) -> None:
+            write_hf(full, self._source, unfinished / "hf", self._tokenizer)
+
+        def read_and_write() -> None:
+            if together.rank == 0:
+                write(read_hf(unfinished / "dcp", taken.states["model"], self._source, dtype))
+
+        if taken.on_host:
+            together.locally(f"writing {unfinished / 'hf'}", read_and_write)
+        else:
+            full = together.collectively("gathering the model", lambda: gather_hf(self._model, self._source, dtype))
+            together.locally(f"writing {unfinished / 'hf'}", lambda: write(full))
+
+    def _write_texts(self, unfinished: Path, texts: dict[str, str]) -> None:
+        for name, text in texts.items():
+            (unfinished / name).write_text(text, encoding="utf-8")
+
+    def _complete(self, unfinished: Path, path: Path, taken: Taken, written: dict[str, tuple[int, str]]) -> None:
+        if self._together.rank != 0:
+            return
+        number = 1 + max((marker.number for marker in markers(path.parent)[0]), default=0)
+        sizes = {name: size for name, (size, _) in written.items()}
+        sums = {name: of_file for name, (_, of_file) in written.items()}
+        world_size, states = self._together.world_size, list(taken.states)
+        Marker(taken.step, world_size, time.time(), states, sizes, number, sums).write(unfinished)
+        flush(unfinished / MARKER)
+        for folder in (*(entry for entry in unfinished.rglob("*") if entry.is_dir()), unfinished):
+            flush(folder)
+        if path.exists():  # an older branch of the run, torn or incomplete; a rename cannot replace a folder
+            replaced = path.with_name(path.name + ".replaced.tmp")
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
+        unfinished.rename(path)
+        flush(path.parent)
