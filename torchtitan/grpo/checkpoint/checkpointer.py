@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.grpo.checkpoint.adapters import BASE, AdapterState, BaseState
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
 from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
 from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
 from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
+from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread
 from torchtitan.grpo.errors import UserError
@@ -38,17 +36,6 @@ _LEFT_S = 30.0
 def complete_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in `folder`, in the order they were written."""
     return [marker.step for marker in markers(folder)[0]]
-
-
-class _ModelState(Stateful):
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state_dict)
 
 
 @dataclass(frozen=True)
@@ -107,12 +94,7 @@ class Checkpointer:
         self.seed, self.timeout_s = seed, timeout_s
         self.trainer_state, self.run_config = trainer_state, run_config or {}
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
-        of_model: Stateful = _ModelState(model) if source.lora is None else AdapterState(model)
-        self.states = {"model": of_model, "optimizer": optimizers, "lr_scheduler": lr_schedulers}
-        if source.lora is not None:
-            self.states[BASE] = BaseState(model, source.lora)
-        if reference is not None:
-            self.states["reference"] = _ModelState(reference)
+        self.states = states_of(model, optimizers, lr_schedulers, source.lora, reference)
         self.together = Together(timeout_s)
         self.rank, self.device = self.together.rank, next(model.parameters()).device
         self.loader = Loader(
@@ -267,7 +249,7 @@ class Checkpointer:
         self.finish()
         step = 0
         if self.cfg.enable and self.cfg.resume:
-            step = self.loader.load(self.states, self._collect_states, self.optimizers, self.lr_schedulers)
+            step = self.loader.load(self.states, self.optimizers, self.lr_schedulers)
         if step:
             self._saved_step = step
         else:  # torch's generators are seeded already: weights may have been drawn
@@ -305,20 +287,9 @@ class Checkpointer:
                 if self._validated[0] == step:
                     texts[VALIDATION] = json.dumps(self._validated[1])
 
-        states = self._collect_states(to_host)
+        states = collect(self.states, self.together, self._copy if to_host else None)
         self.together.locally("collecting random states and the trainer's state", rest)
         return Taken(step, states, to_host, content.getvalue(), texts)
-
-    def _collect_states(self, to_host: bool = False) -> dict[str, Any]:
-        """What DCP writes and reads. DCP would collect it itself, but its ranks do not learn of a failure there."""
-        states: dict[str, Any] = {}
-
-        def collect() -> None:
-            own = {name: state.state_dict() for name, state in self.states.items()}
-            states.update(self._copy.take(own) if to_host else own)
-
-        self.together.locally("collecting weights and optimizer state", collect)
-        return states
 
     def _write(self, taken: Taken) -> float:
         """Write a checkpoint, drop older ones, and say so.

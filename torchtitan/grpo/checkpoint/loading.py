@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torchtitan.grpo.checkpoint.hyperparameters import kept
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, step_of
 from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes
+from torchtitan.grpo.checkpoint.states import collect
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.errors import UserError
 from torchtitan.tools.logging import logger
@@ -63,14 +63,10 @@ class Loader:
     def load(
         self,
         states: dict[str, Stateful],
-        collect: Callable[[], dict[str, Any]],
         optimizers: OptimizersContainer,
         lr_schedulers: LRSchedulersContainer,
     ) -> int:
         """Restore `states` and the trainer's state. Collective.
-
-        Args:
-            collect: The state dictionaries of `states`, which DCP reads into. Called on every rank.
 
         Returns:
             The step of the checkpoint; 0 if there is none.
@@ -88,7 +84,8 @@ class Loader:
         if (BASE in states) != (BASE in marker.states):
             holds, key = ("all weights", "false") if BASE in states else ("adapters only", "true")
             raise UserError(f"checkpoint {path} holds {holds}: set [lora] enable = {key}, as when it was written")
-        read, together = collect(), self._together
+        together = self._together
+        read = collect(states, together)  # DCP reads into it
         try:
             if BASE in states:  # first: a refusal names keys of [lora], where DCP would name tensors
                 base = {BASE: read.pop(BASE)}
