@@ -150,8 +150,13 @@ def _one_run(
     sync, fleet = connected(loop.model, source, settings, servers.urls, loop.ranks)
 
     def spoil() -> None:
-        if loop.ranks.rank == 0:
+        if loop.ranks.rank != 0:
+            return
+        try:
             requests.post(f"{servers.faulty}/fault", json=fault, timeout=args.timeout_s).raise_for_status()
+        except requests.ConnectionError:
+            if "kill" not in fault:  # a bucket on its way may kill it before it has answered
+                raise
 
     try:
         sync.publish(loop.version, wait=True)  # connections are warm, all servers are in traffic

@@ -19,10 +19,9 @@ STAND_INS = {
         while [[ $1 == -* ]]; do
             case $1 in --nodes) number=$2; shift 2 ;; --*=*) shift ;; *) shift 2 ;; esac
         done
-        pids=()
+        pids=() status=0
+        trap 'kill -TERM $(jobs -p)' TERM # before any task can tell the test that it runs
         for ((task = 0; task < number; task++)); do setsid "$@" & pids+=($!); done
-        trap 'for pid in "${pids[@]}"; do kill -TERM "$pid"; done' TERM
-        status=0
         for pid in "${pids[@]}"; do
             while kill -0 "$pid" 2>/dev/null; do code=0; wait "$pid" || code=$?; done
             [ "$code" -gt "$status" ] && status=$code
@@ -34,6 +33,7 @@ STAND_INS = {
         echo "scontrol $*" >> "$RECORD" """,
     "getent": "echo 10.0.0.${2#gpu} STREAM $2",
     "python": """
+        trap 'rm -f "${list:-}"; exit 75' TERM
         echo "$2 $* key of ${#VLLM_API_KEY}" >> "$RECORD"
         if [ "$2" = torchtitan.grpo.servers ]; then
             [ -z "${REFUSED:-}" ] || exit 2
@@ -41,7 +41,6 @@ STAND_INS = {
             echo "http://$2:20000" > "$list"
             unset ENDS
         fi
-        trap 'rm -f "${list:-}"; exit 75' TERM
         [ -z "${ENDS:-}" ] || exit "$ENDS"
         while :; do sleep 0.05; done""",
 }
