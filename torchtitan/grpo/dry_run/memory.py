@@ -1,15 +1,15 @@
 """Peak device memory of a rank, computed from shapes. Nothing is allocated.
 
-The peak is the largest of a few moments, not the sum of everything. What autograd saves for a block follows from
-torchtitan's blocks, the attention kernel and `[activation_checkpoint]`. What FSDP2 holds follows from the order in
-which it gathers, frees and reduces. The estimate is of `torch.cuda.max_memory_allocated`. The allocator's reserve, the
-CUDA context, NCCL's buffers and a server on the same device come on top.
+The peak is the largest of a few moments, not the sum of everything. What autograd saves for a block is
+`activations.py`'s. What FSDP2 holds follows from the order in which it gathers, frees and reduces. The estimate is of
+`torch.cuda.max_memory_allocated`. The allocator's reserve, the CUDA context, NCCL's buffers and a server on the same
+device come on top.
 """
 
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,11 +18,10 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import Target, this_machine
+from torchtitan.grpo.dry_run.activations import block_activations, kept_activations
 from torchtitan.grpo.policy.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
-    from torchtitan.grpo.model.families import ModelArgs
-    from torchtitan.grpo.model.lora import Lora
     from torchtitan.grpo.model.source import ModelSource
 
 Parts = dict[str, int]
@@ -58,126 +57,6 @@ class Memory:
         return max(self.moments, key=self.total)
 
 
-@dataclass(frozen=True)
-class BlockActivations:
-    """Bytes that one row takes in one block.
-
-    Attributes:
-        input: The block's input. Full checkpointing keeps nothing else.
-        selected: What selective checkpointing keeps by torchtitan's list of operations, the input included.
-        matmuls: The same with all matrix multiplications kept, not every second one.
-        saved: What autograd saves for the backward pass, the input included.
-        gradients: The most gradients that are alive at once in the backward pass.
-    """
-
-    input: int
-    selected: int
-    matmuls: int
-    saved: int
-    gradients: int
-
-
-def block_activations(
-    args: "ModelArgs",
-    block: nn.Module,
-    tokens: int,
-    itemsize: int,
-    tensor_degree: int,
-    compiled: bool,
-    mode: str,
-    lora: "Lora | None" = None,
-) -> BlockActivations:
-    """Activations of one of torchtitan's blocks for a row of `tokens`. Those of experts are `_experts`'.
-
-    All widths are those of one tensor-parallel rank. Between blocks and in the norms the rank holds its part of the
-    tokens. In attention and feed-forward it holds its part of the heads and of the width; their inputs are whole.
-
-    Args:
-        args: The model's arguments.
-        block: One of its blocks, on any device; it shows which norms and biases exist.
-        itemsize: Bytes of an element in compute dtype.
-        mode: `[activation_checkpoint] mode`.
-        lora: The block's adapters. A frozen layer without one does not save its input.
-    """
-    heads, kv_heads, has_experts = args.n_heads, args.n_kv_heads, hasattr(block, "moe")
-    residual, width = args.dim / tensor_degree, 0 if has_experts else args.hidden_dim / tensor_degree
-    query, key = heads * args.head_dim / tensor_degree, kv_heads * args.head_dim / tensor_degree
-    log_sum_exp = 4 * heads / tensor_degree  # of flash attention, float32
-
-    adapted = {path.partition(".")[2] for path in lora.layers.values()} if lora else {"wq", "w1", "w2"}
-    # Inputs of the norms, and their outputs, which the projections save.
-    norms = 2 * residual + args.dim * (bool(adapted & {"wq", "wk", "wv"}) + bool(adapted & {"w1", "w3"}))
-    norms += args.dim * (has_experts and bool(lora))  # the router and the experts pass gradients on
-    attention = 2 * query + 2 * key  # queries and keys after RoPE, values, and attention's output
-    statistics = 2 * 4 / tensor_degree + log_sum_exp  # of the norms, float32
-    if getattr(block.attention, "q_norm", None) is not None:
-        attention += query + key  # before the norm
-        statistics += 4 * (heads + kv_heads) / tensor_degree
-    gate = 3 if compiled else 4  # w1, w3, silu(w1) * w3, and silu(w1), which a compiled block recomputes
-    gate -= "w2" not in adapted
-    inner = lora.rank * len(lora.layers) if lora else 0  # x A^T of each adapter
-    saved = (norms + attention + gate * width + inner) * itemsize + statistics
-
-    # All matrix multiplications and attention; under tensor parallelism also the reduce-scattered sums.
-    of_wo = 0 if compiled and tensor_degree > 1 else args.dim  # the reduce-scattered sum is kept in its place
-    of_w2 = 0 if compiled or has_experts else args.dim  # no backward reads it, so a compiled block drops it
-    reduced = 2 * residual if tensor_degree > 1 else 0
-    matmuls = residual + 2 * query + 2 * key + 2 * width + of_wo + of_w2 + reduced + inner
-    # torchtitan drops every second matrix multiplication without a bias: wk, wo and w3, or w1 and w2.
-    biased = block.attention.wq.bias is not None
-    selected = matmuls - (width + of_w2 if biased else key + of_wo + width)
-    if lora:  # with an adapter on each layer, every second product is x A^T
-        sizes = {"wq": query, "wk": key, "wv": key, "wo": args.dim, "w1": width, "w3": width, "w2": args.dim}
-        matmuls += sum(sizes[name] for name in adapted) if biased else 0  # the update is an addmm, as a biased layer is
-        selected = matmuls
-
-    # At silu(w1) * w3. A compiled block computes both gradients in place.
-    gradients = residual + (1 if compiled and mode == "none" else 2) * width
-    if has_experts:
-        of_experts = _experts(args, itemsize, compiled, frozen=lora is not None)
-        saved += of_experts.saved
-        matmuls += of_experts.matmuls / itemsize
-        gradients += of_experts.gradients / itemsize
-    return BlockActivations(
-        input=int(tokens * residual * itemsize),
-        selected=int(tokens * (selected * itemsize + log_sum_exp)),
-        matmuls=int(tokens * (matmuls * itemsize + log_sum_exp)),
-        saved=int(tokens * saved),
-        gradients=int(tokens * gradients * itemsize),
-    )
-
-
-def _experts(args: Any, itemsize: int, compiled: bool, frozen: bool) -> BlockActivations:
-    """Bytes of one token in the router and its experts, beside their input."""
-    moe, width = args.moe_args, args.moe_inter_dim
-    scores = 4 * moe.num_experts + (4 + 3 * 8 + 4) * moe.top_k  # float32; weights twice, int64 choices and two orders
-    # Of each expert, for gradients of its weights: its input and the gated product. For those of its input: w1 and w3;
-    # an uncompiled block keeps both in float32, and two more products.
-    inputs = 0 if frozen else args.dim + width
-    saved = moe.top_k * (inputs * itemsize + (2 * itemsize if compiled else 4 * 4) * width) + scores
-    outputs = moe.top_k * (2 * width + (0 if compiled else args.dim)) + moe.num_experts
-    gradients = moe.top_k * (2 * args.dim + width)  # of the inputs through w1 and w3, before they are added
-    return BlockActivations(0, 0, outputs * itemsize, saved, gradients * itemsize)
-
-
-def kept_activations(config: JobConfig, block: BlockActivations, layers: int) -> tuple[int, int]:
-    """Bytes that all blocks keep from forward to backward, and bytes that one block recomputes in its backward."""
-    checkpoint = config.activation_checkpoint
-    if checkpoint.mode == "none":
-        return layers * block.saved, 0
-    if checkpoint.mode == "full":
-        return layers * block.input, block.saved - block.input
-    if checkpoint.mode == "memory_budget":  # torch.compile saves this share of what it could recompute
-        each = block.input + int(checkpoint.memory_budget * (block.saved - block.input))
-        return layers * each, block.saved - each
-    if checkpoint.selective_ac_option in ("op", "matmul"):
-        each = block.selected if checkpoint.selective_ac_option == "op" else block.matmuls
-        return layers * each, block.saved - each
-    interval = int(checkpoint.selective_ac_option)
-    whole = layers // interval if interval else layers  # every n-th block is fully checkpointed
-    return whole * block.input + (layers - whole) * block.saved, block.saved - block.input if whole else 0
-
-
 def memory_bytes(config: JobConfig, world_size: int, target: Target | None = None, job: Job = "grpo") -> Memory:
     """What one of `world_size` ranks holds at each moment of a step.
 
@@ -208,7 +87,9 @@ def memory_bytes(config: JobConfig, world_size: int, target: Target | None = Non
         "embedding's backward": rank.embedding_backward(),
         "optimizer step": rank.optimizer_step(),
     }
-    if 1 < rank.together < rank.layers:
+    if rank.together == rank.layers:
+        moments["blocks' reduction"] = rank.only_reduction()
+    elif rank.together > 1:
         moments["second group's backward"] = rank.block_backward(rank.layers - rank.together)
     if config.grpo.kl_coef:
         moments["reference's log-probabilities"] = rank.reference_logprobs()
@@ -234,7 +115,7 @@ class _Rank:
         )
         ranks, tensor = data_ranks(config, world_size), parallelism.tensor_parallel_degree
         copies = parallelism.data_parallel_replicate_degree or 1
-        shards = ranks // copies
+        self.shards = shards = ranks // copies
         self.replicated = copies > 1
         self.uses_fsdp = ranks > 1 or training.mixed_precision_param != training.dtype
         self.never_resharded = parallelism.fsdp_reshard_after_forward == "never"
@@ -328,7 +209,22 @@ class _Rank:
                 "activations' gradients": self.activations.gradients,
                 "gathered weights": self._gathered(self.layers if stay_gathered else gathered),
                 "output weight's gradient": self._output_gradient(),
-                "gradients to reduce": self._to_reduce(number) if self.uses_fsdp and not stay_gathered else 0,
+                "gradients to reduce": self._to_reduce(number),
+            }
+        )
+
+    def only_reduction(self) -> Parts:
+        """All blocks are one group. It frees its weights, then copies its gradients to reduce them."""
+        # Those summed before are among the whole gradients. Else copies of new ones, and then what comes of them.
+        new = 0 if self.reduced_once else max(self.computed, self.reduced // self.shards)
+        return (
+            self.always()
+            | self._earlier_gradients()
+            | {
+                "activations": self.hidden + self.rope,
+                "gathered weights": self._gathered(0),
+                "output weight's gradient": self._output_gradient(),
+                "gradients to reduce": self._of_blocks(self.layers) * (self.reduced + new) * self.uses_fsdp,
             }
         )
 
@@ -390,12 +286,19 @@ class _Rank:
         """Of one tensor-parallel rank."""
         return self.trained if self.frozen else self.whole
 
+    def _of_blocks(self, number: int) -> int:
+        """Trained parameters of `number` blocks."""
+        return number * (self.adapter if self.frozen else self.block)
+
     def _to_reduce(self, number: int) -> int:
-        """The gradients of one group of blocks on their way, and those of the next group's other blocks."""
-        trained = self.adapter if self.frozen else self.block
+        """Gradients of the group of blocks before, on their way, and of this group's other blocks."""
+        if not self.uses_fsdp:
+            return 0
         if number == self.layers:
-            return trained * self.reduced
-        return trained * (self.together * self.reduced + (self.together - 1) * self.computed)
+            return self._of_blocks(1) * self.reduced
+        # Those of a whole step have left the whole gradients for it.
+        before = 0 if self.reduced_once or self.together == self.layers else self.together
+        return self._of_blocks(before) * self.reduced + self._of_blocks(self.together - 1) * self.computed
 
     def _gathered(self, blocks: int) -> int:
         """Unsharded weights in compute dtype: `blocks` blocks, and the embedding, last norm and output."""
