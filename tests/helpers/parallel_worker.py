@@ -42,10 +42,10 @@ def train(
     row_tokens: int,
     reduce_once: bool,
     computed: str,
-    together: bool,
+    together: int,
 ) -> list[list[float]]:
-    """[[loss, gradient norm]] of each step. `together`: all blocks are one FSDP2 group."""
-    parallelize.TOGETHER_BYTES = (1 << 30) * together
+    """[[loss, gradient norm]] of each step. `together`: how many blocks are one FSDP2 group."""
+    parallelize.blocks_together = lambda *_: together
     config = JobConfig()
     config.training = SimpleNamespace(
         dtype="float32",

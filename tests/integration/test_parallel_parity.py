@@ -29,7 +29,7 @@ SHAPE = dict(
     pad_token_id=PAD,
     hidden_size=64,
     intermediate_size=96,
-    num_hidden_layers=2,
+    num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=64,
@@ -67,7 +67,7 @@ WAY = {
     "row_tokens": 64,
     "reduce_once": False,
     "computed": "float32",
-    "together": True,
+    "together": 3,
 }
 
 
@@ -94,7 +94,7 @@ def alone(folders, tmp_path_factory) -> Callable[..., torch.Tensor]:
 def test_sharded_training_equals_one_process(folders, alone, model, tmp_path):
     alone = alone(model)
     assert (alone[0] - alone[2]).abs().max() > 1e-3  # the weights do move
-    ways = [{"tp": 1}, {"tp": 1, "together": False}, {"tp": 2}]
+    ways = [{"tp": 1, "together": together} for together in (1, 2, 3)] + [{"tp": 2}]
     for way, sharded in zip(ways, run(folders[model], 2, tmp_path / "2", *ways), strict=True):
         torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
@@ -111,7 +111,7 @@ def test_experts_on_four_ranks_equal_one_process(folders, alone, tmp_path):
 
 def test_four_ranks_equal_one_process(folders, alone, tmp_path):
     """FSDP2 and TP with activation checkpointing, replicas of shards, and replicas of tensor-parallel ranks."""
-    ways = [{"tp": 2, "checkpointing": kind, "together": kind == "full"} for kind in ("full", "selective")]
+    ways = [{"tp": 2, "checkpointing": kind, "together": 2 if kind == "full" else 1} for kind in ("full", "selective")]
     ways += [{"tp": tp, "replicas": 2} for tp in (1, 2)]
     for way, found in zip(ways, run(folders["qwen3-tied"], 4, tmp_path / "4", *ways), strict=True):
         torch.testing.assert_close(found, alone("qwen3-tied"), atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
@@ -133,9 +133,9 @@ def test_gradients_that_are_reduced_once_a_step_are_the_same(folders, alone, ran
     alone = alone("qwen3-tied")
     torch.testing.assert_close(split, alone, atol=1e-5, rtol=0)
     way = {"tp": tp, "replicas": replicas, "row_tokens": 32}
-    ways = [way | {"reduce_once": once, "together": once} for once in (False, True)]
-    for once, both in zip((False, True), run(folders["qwen3-tied"], ranks, tmp_path / "both", *ways), strict=True):
-        torch.testing.assert_close(both, alone, atol=1e-5, rtol=0, msg=lambda m, o=once: f"once={o}: {m}")
+    ways = [way | {"reduce_once": once, "together": together} for once, together in ((False, 1), (True, 2), (True, 3))]
+    for way, found in zip(ways, run(folders["qwen3-tied"], ranks, tmp_path / "2", *ways), strict=True):
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0, msg=lambda m, w=way: f"{w}: {m}")
 
 
 def test_bfloat16_gradients_that_are_reduced_once_are_summed_in_float32(alone):

@@ -214,6 +214,7 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Token weights include the global normaliser, so gradients are summed, never averaged.
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # of one rank FSDP2 would copy them
+                module.set_gradient_divide_factor(1.0)
             if device.type == "cpu":  # gloo has no premultiplied sum
                 module.set_force_sum_reduction_for_comms(True)
