@@ -2,11 +2,12 @@
 
     spawn.py           starts it as a child of the trainer
     __main__.py        its command line
-    server.py          HTTP: parses requests, gathers cohorts, takes weight updates (weight_wire/receiver.py)
+    server.py          HTTP routes: answers requests, gathers cohorts, takes weight updates (weight_wire/receiver.py)
+    bodies.py          what is in a request's body, checked, and in a reply's
     worker.py          the thread that owns generator and model; a pause takes effect between two of its steps
     generator.py       continuous batching: rows join and leave between two forward passes
     scoring.py         log-probabilities of given tokens, for a trainer to which this server is a teacher
-    kv_cache.py        keys and values of the running rows
+    kv_cache.py        keys and values of the running rows, and how much memory they may take
     routing.py         which experts a mixture of experts has chosen, for routing replay
     sampling.py        noise per row and position, so that seeded answers repeat in any batch
     model.py           loads the model, and takes one version's tensors into it

@@ -1,5 +1,6 @@
-"""Keys and values of the running rows, in transformers' cache interface."""
+"""Keys and values of the running rows, in transformers' cache interface, and how much memory they may take."""
 
+import os
 from typing import Any
 
 import torch
@@ -110,3 +111,18 @@ class RowCache(Cache):
         self.row_capacity = self.token_capacity = 0
         for layer in self.layers:
             layer.keys = layer.values = None
+
+
+def cache_budget_bytes(device: torch.device, memory_share: float = 0.0) -> int:
+    """Memory for keys and values: half of what is free, now that the model is loaded.
+
+    Args:
+        memory_share: The process's share of a GPU's memory, to which it is held from now on; 0 for no limit.
+    """
+    if device.type == "cuda" and memory_share:
+        torch.cuda.set_per_process_memory_fraction(memory_share, device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return max(0, int(memory_share * total) - torch.cuda.memory_allocated(device)) // 2
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

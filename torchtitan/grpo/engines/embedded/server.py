@@ -5,25 +5,22 @@ import hmac
 import logging
 import os
 import re
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-import torch
 from aiohttp import web
 from transformers import AutoTokenizer
 
-from torchtitan.grpo.data.routes import to_npy
+from torchtitan.grpo.engines.embedded import bodies
 from torchtitan.grpo.engines.embedded.adapters import check_adapters
-from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
+from torchtitan.grpo.engines.embedded.bodies import BadRequest
+from torchtitan.grpo.engines.embedded.generator import Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
-from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.embedded.scoring import completions, token_logprobs
 from torchtitan.grpo.engines.embedded.sleep import sleep_routes
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
-from torchtitan.grpo.engines.protocol import COHORT_HEADER, SamplingParams
+from torchtitan.grpo.engines.protocol import COHORT_HEADER
 from torchtitan.grpo.model_identity import KEY, identity
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 
@@ -31,24 +28,6 @@ logger = logging.getLogger(__name__)
 
 COHORT_TIMEOUT_S = 10.0
 BODY_BYTES_MAX = 64 << 20
-TOP_LOGPROBS_MAX = 20
-ANSWERS_MAX = 1 << 16
-"""Most answers to one request. Each is a row in the queue at once."""
-INT64 = range(-(1 << 63), 1 << 63)
-
-NEUTRAL = {
-    "top_k": (0, -1),
-    "repetition_penalty": (1, 1.0),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "detokenize": (False, True),
-    "output_kind": (0, 1, 2),
-}
-"""Sampling parameters that are accepted only at values that have no effect."""
-
-
-class BadRequest(ValueError):
-    """Answered with HTTP 400."""
 
 
 class Cohort:
@@ -138,7 +117,7 @@ class EmbeddedApp:
     # Generation
 
     async def generate(self, http: web.Request) -> web.Response:
-        request = self._parse(await _json(http))
+        request = bodies.generation(await bodies.json_of(http), self.generator)
         done = asyncio.get_running_loop().create_future()
         self._waiting[request] = done
         try:
@@ -154,66 +133,21 @@ class EmbeddedApp:
             request.cancelled = True
         if request.error:
             return _error(500, request.error)
-        return web.json_response(self._reply(request))
-
-    def _parse(self, body: dict) -> Request:
-        token_ids, sampling = self._token_ids(body.get("token_ids"), "token_ids"), body.get("sampling_params", {})
-        vocab_size = self.generator.model.config.vocab_size
-        if not isinstance(sampling, dict):
-            raise BadRequest("sampling_params must be an object")
-        if body.get("stream"):
-            raise BadRequest("stream is not supported")
-        sampling = {name: value for name, value in sampling.items() if value is not None}
-        stop_token_ids = sampling.pop("stop_token_ids", [])
-        if not isinstance(stop_token_ids, list) or not all(type(t) is int for t in stop_token_ids):
-            raise BadRequest("stop_token_ids must be a list of integers")
-        stop = sampling.pop("stop", [])
-        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-            raise BadRequest("stop must be a list of texts, none of them empty")
-        if stop and self.generator.decode is None:
-            raise BadRequest("stop needs a tokenizer, and the model's folder has no tokenizer.json")
-        room = max(1, self.generator.max_model_len - len(token_ids))
-        params = SamplingParams(
-            n=_whole(sampling, "n", 1, 1, ANSWERS_MAX),
-            temperature=_temperature(sampling),
-            max_tokens=_whole(sampling, "max_tokens", room, 1, INT64.stop - 1),
-            stop_token_ids=tuple(stop_token_ids),
-            seed=_whole(sampling, "seed", None, INT64.start, INT64.stop - 1),
-            ignore_eos=bool(sampling.pop("ignore_eos", False)),
-            stop=tuple(stop),
-            top_p=_share(sampling, "top_p", 1.0),
-            min_p=_share(sampling, "min_p", 0.0),
-        )
-        flat_logprobs = bool(sampling.pop("flat_logprobs", False))
-        top_logprobs = _whole(sampling, "logprobs", 0, 0, min(TOP_LOGPROBS_MAX, vocab_size))
-        for name, value in sampling.items():
-            if name not in NEUTRAL:
-                raise BadRequest(f"sampling parameter {_short(name)} is not supported by the embedded server")
-            if value not in NEUTRAL[name]:
-                raise BadRequest(f"sampling parameter {name!r} must be one of {NEUTRAL[name]}, not {_short(value)}")
-        try:
-            self.generator.check(len(token_ids), params.max_tokens)
-        except ValueError as error:
-            raise BadRequest(str(error)) from error
-        request_id = str(body.get("request_id") or uuid.uuid4().hex)
-        routes = bool(body.get("return_routed_experts"))
-        if routes and self.generator.routing.shape is None:
-            raise BadRequest("return_routed_experts: the model has no experts")
-        return Request(request_id, token_ids, params, top_logprobs, flat_logprobs and not top_logprobs, routes)
+        return web.json_response(bodies.reply(request, self.model_name))
 
     async def completions(self, http: web.Request) -> web.Response:
         """Scores given tokens and completes nothing. The temperature is that of vLLM's pull request 37082."""
-        body = await _json(http)
+        body = await bodies.json_of(http)
         asked = body.get("prompt")
         if body.get("prompt_logprobs") != 0:
             raise BadRequest("this server only scores here: set prompt_logprobs = 0, or use /inference/v1/generate")
         if not isinstance(asked, list) or not asked:
             raise BadRequest("prompt must be a list of lists of token ids")
-        sequences = [self._token_ids(ids, "prompt") for ids in asked]
+        sequences = [bodies.token_ids_of(ids, "prompt", self.generator) for ids in asked]
         for ids in sequences:
             if len(ids) > self.generator.max_model_len:
                 raise BadRequest(f"a prompt has {len(ids)} tokens, --max-model-len is {self.generator.max_model_len}")
-        temperature = _temperature({"temperature": body.get("prompt_logprobs_temperature", 1.0)})
+        temperature = bodies.temperature_of({"temperature": body.get("prompt_logprobs_temperature", 1.0)})
         if not temperature:
             raise BadRequest("prompt_logprobs_temperature must be over 0")
         if self.torn:
@@ -223,7 +157,7 @@ class EmbeddedApp:
         return web.json_response(completions(self.model_name, sequences, logprobs))
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        text = (await _json(http)).get("prompt")
+        text = (await bodies.json_of(http)).get("prompt")
         if not isinstance(text, str):
             raise BadRequest("prompt must be a text")
         if self._tokenizer is None:
@@ -233,28 +167,6 @@ class EmbeddedApp:
             self._tokenizer = await asyncio.to_thread(load, self.model_name, local_files_only=True)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": self.generator.max_model_len})
-
-    def _token_ids(self, token_ids: Any, name: str) -> list[int]:
-        if not isinstance(token_ids, list) or not token_ids or not all(type(t) is int for t in token_ids):
-            raise BadRequest(f"{name} must be a list of at least one integer")
-        vocab_size = self.generator.model.config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            raise BadRequest(f"{name} must lie in 0..{vocab_size - 1}")
-        return token_ids
-
-    def _reply(self, request: Request) -> dict:
-        prompt_tokens = len(request.prompt_ids)
-        answer_tokens = sum(len(row.token_ids) for row in request.rows)
-        return {
-            "request_id": request.request_id,
-            "model": self.model_name,
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": answer_tokens,
-                "total_tokens": prompt_tokens + answer_tokens,
-            },
-            "choices": [_choice(i, row) for i, row in enumerate(request.rows)],
-        }
 
     def _on_finished(self, requests: list[Request]) -> None:
         """Runs on the generation thread. Wakes the event loop once for all requests that a step has finished."""
@@ -270,7 +182,7 @@ class EmbeddedApp:
     def _join(self, header: str, request: Request) -> None:
         name, _, size = header.rpartition("/")
         if not name or not re.fullmatch("[1-9][0-9]{0,8}", size):
-            raise BadRequest(f"{COHORT_HEADER} must be <name>/<size>, not {_short(header)}")
+            raise BadRequest(f"{COHORT_HEADER} must be <name>/<size>, not {bodies.short(header)}")
         cohort = self._cohorts.setdefault(name, Cohort(int(size)))
         cohort.requests.append(request)
         if cohort.timer is None:
@@ -305,7 +217,7 @@ class EmbeddedApp:
         from torchtitan.grpo.weight_wire.receiver import Receiver
         from torchtitan.grpo.weight_wire.transport import in_thread
 
-        init_info = (await _json(http)).get("init_info")
+        init_info = (await bodies.json_of(http)).get("init_info")
         if not isinstance(init_info, dict):
             raise BadRequest("init_info must be an object")
         before = self._receiver
@@ -343,7 +255,7 @@ class EmbeddedApp:
         return web.json_response({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        update_info = (await _json(http)).get("update_info")
+        update_info = (await bodies.json_of(http)).get("update_info")
         update, receiver = self._update, self._receiver
         if update is None or receiver is None:
             raise BadRequest("call /start_weight_update first")
@@ -359,7 +271,7 @@ class EmbeddedApp:
         return web.json_response({"message": "Weights updated"})
 
     async def finish_weight_update(self, http: web.Request) -> web.Response:
-        body = await _json(http) if http.can_read_body else {}
+        body = await bodies.json_of(http) if http.can_read_body else {}
         update, self._update = self._update, None
         if update is None:
             raise BadRequest("call /start_weight_update first")
@@ -403,95 +315,5 @@ def _close_late(joining: Future) -> None:
         joining.result().close()
 
 
-def _choice(index: int, row: AnswerRow) -> dict:
-    ends = [start for _, start in row.version_starts[1:]] + [len(row.token_ids)]
-    return {
-        "index": index,
-        "finish_reason": row.finish_reason,
-        "stop_reason": row.token_ids[-1]
-        if row.token_ids[-1:] and row.token_ids[-1] in row.request.params.stop_token_ids
-        else None,
-        "token_ids": row.token_ids,
-        "weight_versions": [
-            {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(row.version_starts, ends, strict=True)
-        ]
-        if row.token_ids
-        else [],
-        **_logprobs(row),
-        **({"routed_experts": to_npy(np.concatenate(row.routes))} if row.request.routes and row.routes else {}),
-    }
-
-
-def _logprobs(row: AnswerRow) -> dict:
-    """In the form of vLLM with our plug-in (`inside_vllm/flat_logprobs.py`)."""
-    if row.request.flat_logprobs:
-        return {"logprobs": None, "token_logprobs": row.logprobs}
-    content: list[dict[str, Any]] = [
-        {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
-        for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
-    ]
-    for entry, best in zip(content, row.top_logprobs, strict=False):
-        entry["top_logprobs"] = [{"token_id": token, "logprob": logprob, "rank": None} for token, logprob in best]
-    return {"logprobs": {"content": content}}
-
-
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "Error", "code": status}}, status=status)
-
-
-async def _json(http: web.Request) -> dict:
-    try:
-        body = await http.json()
-    except (ValueError, LookupError, RecursionError) as error:  # also no text, or in an unknown encoding
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
-
-
-def _whole(sampling: dict, name: str, default: Any, lowest: int, highest: int) -> Any:
-    """Take a whole number out of the sampling parameters."""
-    value = sampling.pop(name, default)
-    if value is not default and (type(value) is not int or not lowest <= value <= highest):
-        raise BadRequest(
-            f"sampling parameter {name!r} must be a whole number from {lowest} to {highest}, not {_short(value)}"
-        )
-    return value
-
-
-def _temperature(sampling: dict) -> float:
-    value = sampling.pop("temperature", 1.0)
-    if type(value) not in (int, float) or not (value == 0 or TEMPERATURE_MIN <= value <= TEMPERATURE_MAX):
-        raise BadRequest(
-            f"sampling parameter 'temperature' must be 0, or a number from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}, "
-            f"not {_short(value)}"
-        )
-    return float(value)
-
-
-def _share(sampling: dict, name: str, default: float) -> float:
-    """Take a number from 0 to 1 out of the sampling parameters."""
-    value = sampling.pop(name, default)
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise BadRequest(f"sampling parameter {name!r} must be a number from 0 to 1, not {_short(value)}")
-    return float(value)
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:100]
-
-
-def cache_budget_bytes(device: torch.device, memory_share: float = 0.0) -> int:
-    """Memory for keys and values: half of what is free, now that the model is loaded.
-
-    Args:
-        memory_share: The process's share of a GPU's memory, to which it is held from now on; 0 for no limit.
-    """
-    if device.type == "cuda" and memory_share:
-        torch.cuda.set_per_process_memory_fraction(memory_share, device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        return max(0, int(memory_share * total) - torch.cuda.memory_allocated(device)) // 2
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
