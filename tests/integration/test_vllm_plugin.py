@@ -85,7 +85,24 @@ def reply():
     made = server.serve_tokens_full_generator(request, results(), "r", "m", SimpleNamespace())
     return asyncio.run(made).model_dump()["choices"]
 
+def pause():
+    '''What a pause does, in order.'''
+    import asyncio
+    done = []
+    async def clear_mm_cache_async(): done.append("cleared")
+    async def pause_scheduler_async(mode, clear_cache): done.append([mode, clear_cache])
+    async def sleep(seconds): done.append(seconds)
+    asyncio.sleep = sleep
+    engine = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
+    engine.renderer = SimpleNamespace(clear_mm_cache_async=clear_mm_cache_async, shutdown=of)
+    engine.engine_core = SimpleNamespace(pause_scheduler_async=pause_scheduler_async, shutdown=lambda **_: None)
+    asyncio.run(engine.pause_generation(mode="keep", clear_cache=True))
+    asyncio.run(engine.pause_generation(mode="wait", clear_cache=False))
+    asyncio.run(engine.pause_generation())
+    return done
+
 print(json.dumps({
+    "pause": pause(),
     "reply": reply() if backend else None,
     "loaded_early": loaded_early,
     "loaded": sorted(name for name in sys.modules if name.startswith(OURS)),
@@ -111,10 +128,16 @@ def look(tmp_path: Path, backend: str, program: str) -> tuple[dict, str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
+def _pauses(rest: list[float]) -> list:
+    """Those that weight sync asks for, and vLLM's own, which aborts."""
+    return ["cleared", ["keep", True], *rest, ["wait", False], *rest, "cleared", ["abort", True], 0.02]
+
+
 def test_without_our_backend_vllm_is_its_own(tmp_path: Path) -> None:
     found, log = look(tmp_path, "", PROGRAM)
     assert found["started"]
     assert found["replaced"] == [] and not found["bundled"]
+    assert found["pause"] == _pauses(rest=[0.02])
     assert found["loaded"] == ENTRY  # the plug-in was there, and nothing that it would use
     assert "outside the range" not in log
 
@@ -124,6 +147,7 @@ def test_with_our_backend_a_server_is_set_up_when_it_starts(tmp_path: Path) -> N
     assert found["started"]
     assert found["loaded_early"] == ENTRY
     assert set(found["replaced"]) >= REPLACED and found["bundled"]
+    assert found["pause"] == _pauses(rest=[])
     assert log.count("vLLM 0.99.0 is outside the range") == 1
     # Routed experts are beside the plug-in's own field. vLLM's CPU backend captures none, so they are made up here.
     (choice,) = found["reply"]
