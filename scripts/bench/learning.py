@@ -7,6 +7,7 @@ report    tables and picture of a folder's runs; the others write them too
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def seed(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
     return value
+
+
+def variant(text: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is to be letters and digits: it is part of a folder's name")
+    return text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     runs = commands.add_parser("runs", parents=[report, job], allow_abbrev=False)
     runs.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help="default: all")
     runs.add_argument("--ages", nargs="+", type=positive, default=[1, 2, 4, 8], help="of in-flight (default 1 2 4 8)")
+    runs.add_argument("--variant", type=variant, metavar="NAME", help="of the folder's job: same task, any other keys")
     runs.add_argument("--ranks", type=positive, default=1, help="trainer ranks: they have the first GPUs (default 1)")
 
     trl = commands.add_parser("trl", parents=[report, job], allow_abbrev=False)

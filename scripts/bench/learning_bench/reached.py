@@ -16,7 +16,7 @@ SHARES = (0.5, 0.75, 0.9)
 class Point:
     """A validation. `seconds` are those of the steps before it, without validations; `tokens` the answers' in them."""
 
-    step: int
+    step: float
     seconds: float
     tokens: float
     reward: float
@@ -44,12 +44,12 @@ def reach(points: Sequence[Point], threshold: float) -> Point | None:
             return after
         share = (threshold - before.reward) / (after.reward - before.reward)
         between = [a + share * (b - a) for a, b in zip(_numbers(before), _numbers(after), strict=True)]
-        return Point(after.step, *between, threshold)
+        return Point(*between, threshold)
     return None
 
 
-def _numbers(point: Point) -> tuple[float, float]:
-    return point.seconds, point.tokens
+def _numbers(point: Point) -> tuple[float, float, float]:
+    return point.step, point.seconds, point.tokens
 
 
 def thresholds_of(curves: Sequence[Sequence[Point]]) -> list[float]:
@@ -59,10 +59,13 @@ def thresholds_of(curves: Sequence[Sequence[Point]]) -> list[float]:
     return [start + share * (end - start) for share in SHARES]
 
 
-def summarise(seeds: Sequence[Sequence[Row]], thresholds: Sequence[float]) -> Row:
+def summarise(seeds: Sequence[Sequence[Row]], thresholds: Sequence[float], answers: int = 0) -> Row:
     """The row of one contender at one learning rate, from the metrics of its seeds.
 
-    Seconds and tokens to a threshold are means over the seeds, and missing unless every seed reached it.
+    Seconds, tokens and answers to a threshold are means over the seeds, and missing unless every seed reached it.
+
+    Args:
+        answers: Of a step.
     """
     curves = [curve(lines) for lines in seeds]
     last = [points[-1].reward for points in curves]
@@ -76,6 +79,7 @@ def summarise(seeds: Sequence[Sequence[Row]], thresholds: Sequence[float]) -> Ro
         everyone = len(reached) == len(curves)
         row[f"seconds_to_{number}"] = statistics.fmean(point.seconds for point in reached) if everyone else None
         row[f"tokens_to_{number}"] = statistics.fmean(point.tokens for point in reached) if everyone else None
+        row[f"answers_to_{number}"] = answers * statistics.fmean(p.step for p in reached) if everyone else None
     steps = [line for lines in seeds for line in lines if line.get("step", 0) > 0]
     row["age_mean"] = _mean(line.get("rollout/age_mean") for line in steps)
     row["age_max"] = max((line["rollout/age_max"] for line in steps if "rollout/age_max" in line), default=None)

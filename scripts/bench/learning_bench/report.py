@@ -13,7 +13,8 @@ from learning_bench.runs import RUN_FILE, complete
 from torchtitan.grpo.errors import UserError
 
 COLUMNS = """contender lr seeds steps seconds start final final_std seconds_to_1 seconds_to_2 seconds_to_3
-    tokens_to_1 tokens_to_2 tokens_to_3 reached_3 age_mean age_max mismatch ess clipped"""
+    tokens_to_1 tokens_to_2 tokens_to_3 answers_to_1 answers_to_2 answers_to_3 reached_3
+    age_mean age_max mismatch ess clipped"""
 Seeds = list[list[Row]]
 """Lines of metrics.jsonl of each seed."""
 
@@ -25,15 +26,20 @@ def report(folder: Path, thresholds: Sequence[float] | None, picture: Path, out:
         UserError: No run is complete, or there is no sync run and no thresholds are given.
     """
     found: dict[str, dict[float, Seeds]] = defaultdict(lambda: defaultdict(list))
+    answers: dict[str, int] = {}
     for path in sorted(folder.glob(f"*/{RUN_FILE}")):
         run = complete(path.parent)
         if run is not None:
             found[run["contender"]][run["lr"]].append(read_lines(path.parent / "metrics.jsonl"))
+            answers[run["contender"]] = run["answers"]
     if not found:
         raise UserError(f"{folder} holds no complete run: the logs beside the runs' folders say why")
     thresholds = thresholds or _default_thresholds(found)
     every = {
-        name: [{"contender": name, "lr": lr} | summarise(seeds, thresholds) for lr, seeds in sorted(rates.items())]
+        name: [
+            {"contender": name, "lr": lr} | summarise(seeds, thresholds, answers[name])
+            for lr, seeds in sorted(rates.items())
+        ]
         for name, rates in sorted(found.items(), key=lambda item: place(item[0]))
     }
     chosen = {name: best(rows) for name, rows in every.items()}

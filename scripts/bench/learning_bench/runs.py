@@ -23,7 +23,7 @@ from torchtitan.grpo.errors import UserError
 Flags = dict[str, Any]
 
 RUN_FILE = "run.json"
-"""In a run's folder: contender, age, learning rate, seed and steps."""
+"""In a run's folder: contender, age, learning rate, seed, steps, and answers of a step."""
 LEAST_S = 30.0
 """A run is not started with less time left."""
 OWN_KEYS = ("optimizer.lr", "debug.seed", "job.dump_folder", "async_grpo.", "weight_sync.async_weight_update")
@@ -31,6 +31,8 @@ OWN_KEYS = ("optimizer.lr", "debug.seed", "job.dump_folder", "async_grpo.", "wei
 SERVER_KEYS = ("rollout.engine", "rollout.replicas", "rollout.urls", "rollout.gpus_per_server", "rollout.server_")
 SERVER_KEYS += ("rollout.colocate", "rollout.memory_share")
 """Keys that may differ between calls for one folder: TRL has no servers of ours."""
+TASK_KEYS = ("model.", "data.", "reward.", "validation.", "rollout.max_answer_tokens", "rollout.environment")
+"""All that a variant shares with the runs that it is compared with: what is learned, and how it is examined."""
 RUN_AHEAD = "auto"
 """The default: answers are no older than necessary."""
 
@@ -61,19 +63,28 @@ def job_flags(args: argparse.Namespace) -> Flags:
     if not config.validation.enable:
         raise UserError(f"{args.config} has no [validation] enable: learning is measured by held-out rewards")
     args.lrs = args.lrs or [config.optimizer.lr / 2, config.optimizer.lr]
-    args.steps = config.training.steps
-    _same_job(args.out, resolved(config))
+    args.steps, args.answers = config.training.steps, config.grpo.prompts_per_step * config.grpo.group_size
+    _same_job(args.out, resolved(config), getattr(args, "variant", None))
     return flags
 
 
-def _same_job(folder: Path, config: Mapping[str, Any]) -> None:
-    """A folder holds runs of one configuration. Refuse to compare different work."""
+def _same_job(folder: Path, config: Mapping[str, Any], variant: str | None) -> None:
+    """A folder holds runs of one configuration, and variants of it. Refuse to compare different work."""
     path = folder / "job.json"
     job = {name: value for name, value in config.items() if not name.startswith((*OWN_KEYS, *SERVER_KEYS))}
     job = json.loads(json.dumps(job | {"async_grpo.run_ahead": RUN_AHEAD}, default=str))
-    if path.exists() and json.loads(path.read_text()) != job:
-        raise UserError(f"--out {folder} holds runs of another configuration: name another folder")
-    path.write_text(json.dumps(job))
+    before = json.loads(path.read_text()) if path.exists() else None
+    if variant and before is None:
+        raise UserError(f"--variant {variant}: --out {folder} holds no runs to compare it with; first call without it")
+    compared = [name for name in job if name.startswith(TASK_KEYS)] if variant else list(job)
+    different = [name for name in compared if before is not None and before.get(name) != job[name]]
+    if different:
+        raise UserError(
+            f"--out {folder} holds runs of another configuration ({', '.join(different[:3])}): name another folder"
+            + ("" if variant else ", or a --variant, which may differ in all but its task")
+        )
+    if not variant:
+        path.write_text(json.dumps(job))
 
 
 def contenders(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
@@ -90,6 +101,7 @@ def run_ours(args: argparse.Namespace, out: Output) -> bool:
         Whether a run failed or was left out.
     """
     flags = job_flags(args)
+    suffix = f"_{args.variant}" if args.variant else ""
 
     def start(folder: Path, name: str, mode: str, age: int, lr: float, seed: int, limit_s: float) -> str:
         own = {"optimizer.lr": lr, "debug.seed": seed} | mode_flags(mode, age)
@@ -97,7 +109,10 @@ def run_ours(args: argparse.Namespace, out: Output) -> bool:
         return train(name, flags | own, args.gpus, folder, limit_s, _show(out), args.ranks)
 
     wanted = [
-        ({"contender": run_name(mode, age), "age": max_age(mode, age), "lr": lr, "seed": seed}, (mode, age, lr, seed))
+        (
+            {"contender": run_name(mode, age) + suffix, "age": max_age(mode, age), "lr": lr, "seed": seed},
+            (mode, age, lr, seed),
+        )
         for seed in args.seeds
         for lr in args.lrs
         for mode, age in contenders(args)
@@ -141,7 +156,7 @@ def _all(
             continue
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        (folder / RUN_FILE).write_text(json.dumps(run | {"steps": args.steps}))
+        (folder / RUN_FILE).write_text(json.dumps(run | {"steps": args.steps, "answers": args.answers}))
         out.say(f"{name} ({number} of {len(wanted)})")
         error = start(folder, name, *arguments, min(args.run_limit_s, left_s - 5))
         if not error and complete(folder) is None:

@@ -29,6 +29,7 @@ from torchtitan.grpo.errors import UserError  # noqa: E402
         ("runs --out x --seeds -1", "-1 is negative"),
         ("runs --out x --thresholds 0.5 0.4 0.6", "must rise"),
         ("runs --out x --gpus cpu --ranks 2", "--gpus cpu has one rank"),
+        ("runs --out x --variant a/b", "'a/b' is to be letters and digits"),
         ("trl --out x --trainer async", "needs --url"),
     ],
 )
@@ -54,7 +55,7 @@ def test_a_reward_is_reached_between_two_validations_and_validations_take_no_tim
     points = reached.curve(lines({0: 0.1, 2: 0.3, 4: 0.2, 6: 0.8}, 6))
     assert [(p.step, p.seconds, p.tokens) for p in points] == [(0, 0, 0), (2, 4, 20), (4, 8, 40), (6, 12, 60)]
     half = reached.reach(points, 0.5)
-    assert (half.seconds, half.tokens) == pytest.approx((10.0, 50.0))
+    assert (half.step, half.seconds, half.tokens) == pytest.approx((5.0, 10.0, 50.0))
     assert reached.reach(points, 0.3).seconds == pytest.approx(4.0)  # the first time counts
     assert reached.reach(points, 0.05) == points[0]
     assert reached.reach(points, 0.9) is None
@@ -64,10 +65,11 @@ def test_seeds_are_summed_up_and_a_time_is_said_only_if_all_reached_it():
     ages = {"age/0/ess": 1.0, "age/0/tokens_fraction": 0.75, "age/2/ess": 0.6, "age/2/tokens_fraction": 0.25}
     ages |= {"rollout/age_mean": 0.5, "rollout/age_max": 2.0, "policy/mismatch_kl": 0.01}
     row = reached.summarise(
-        [lines({0: 0.0, 2: 0.4, 4: 0.8}, 4, **ages), lines({0: 0.0, 2: 0.2, 4: 0.6}, 4, **ages)], [0.2, 0.5, 0.7]
+        [lines({0: 0.0, 2: 0.4, 4: 0.8}, 4, **ages), lines({0: 0.0, 2: 0.2, 4: 0.6}, 4, **ages)], [0.2, 0.5, 0.7], 64
     )
     assert row["final"] == pytest.approx(0.7) and row["final_std"] == pytest.approx(0.1414, rel=1e-3)
     assert row["seconds_to_1"] == pytest.approx((2.0 + 4.0) / 2) and row["tokens_to_1"] == pytest.approx(15.0)
+    assert row["answers_to_1"] == pytest.approx(64 * 1.5) and row["answers_to_3"] is None
     assert row["seconds_to_3"] is None and row["reached_3"] == "1/2"
     assert row["ess"] == pytest.approx(0.9) and (row["age_mean"], row["age_max"]) == (0.5, 2.0)
     without = reached.summarise([lines({0: 0.5, 2: 0.5}, 2)], [0.1, 0.2, 0.6])
@@ -87,7 +89,7 @@ def test_only_complete_runs_are_counted_and_the_tables_have_them(tmp_path, capsy
     def write(name: str, run: dict, rows: list[dict]) -> None:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / runs.RUN_FILE).write_text(json.dumps(run | {"steps": 4}))
+        (folder / runs.RUN_FILE).write_text(json.dumps(run | {"steps": 4, "answers": 64}))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     for seed in (0, 1):
@@ -117,7 +119,7 @@ def test_only_complete_runs_are_counted_and_the_tables_have_them(tmp_path, capsy
 )
 def test_without_a_gain_of_sync_there_are_no_thresholds(contender, rewards, message, tmp_path):
     (tmp_path / "run").mkdir()
-    run = {"contender": contender, "lr": 1e-5, "seed": 0, "steps": 2}
+    run = {"contender": contender, "lr": 1e-5, "seed": 0, "steps": 2, "answers": 64}
     (tmp_path / "run" / runs.RUN_FILE).write_text(json.dumps(run))
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines(rewards, 2)))
     with pytest.raises(UserError, match=message):
@@ -141,3 +143,22 @@ def test_every_run_of_the_recipe_is_a_configuration_that_the_trainer_takes(tmp_p
     args.flags = {"training.steps": "8"}
     with pytest.raises(UserError, match="another configuration"):
         runs.job_flags(args)
+
+
+def test_a_variant_differs_in_all_but_its_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+    def job(*words: str) -> None:
+        args = bench.parse_arguments(["runs", "--out", str(tmp_path), *words])
+        args.config = ROOT / "train_configs" / "quickstart.toml"
+        runs.job_flags(args)
+
+    with pytest.raises(UserError, match="holds no runs to compare it with"):
+        job("--variant", "pairs", "--", "--grpo.group_size", "2")
+    job()
+    job("--variant", "pairs", "--", "--grpo.group_size", "2")
+    job()  # the variant has not become the job
+    with pytest.raises(UserError, match=r"another configuration \(data.arithmetic_max\): name another folder$"):
+        job("--variant", "small", "--", "--data.arithmetic_max", "5")
+    with pytest.raises(UserError, match=r"\(grpo.group_size\): name another folder, or a --variant"):
+        job("--", "--grpo.group_size", "2")
