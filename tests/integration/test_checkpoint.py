@@ -1,6 +1,7 @@
 """A resumed run equals an uninterrupted one, and a killed save leaves the checkpoint before it complete."""
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import ROOT
 from tests.helpers.checkpoint_worker import TINY, TinyTrainer, saved_at, slow_disk
 from tests.helpers.ranks import Ranks
-from torchtitan.grpo.checkpoint import parallel_writer
+from torchtitan.grpo.checkpoint import checkpointer, parallel_writer
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.checkpoint.marker import MARKER, read_marker
 from torchtitan.grpo.checkpoint.parallel_writer import FILES
@@ -156,6 +157,24 @@ def test_keep_latest_k(tmp_path):
     trainer.train_step()
     trainer.checkpointer.save(5)
     assert complete_steps(folder) == [3, 4, 5]
+
+
+def test_an_error_behind_a_complete_save_ends_nothing(tmp_path, monkeypatch, caplog):
+    def unreadable(folder: Path) -> list[int]:
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    trainer = saved_at(tmp_path, 1, keep_latest_k=1, async_mode="async")
+    trainer.checkpointer.finish()
+    trainer.train_step()
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpointer, "complete_steps", unreadable)
+        trainer.checkpointer.save(2)
+        trainer.checkpointer.finish()
+    assert "an old checkpoint cannot be deleted: [Errno 5] Input/output error" in caplog.text
+    assert complete_steps(tmp_path / "checkpoint") == [1, 2]
+    trainer.train_step()
+    trainer.checkpointer.save(3, last=True)
+    assert complete_steps(tmp_path / "checkpoint") == [3]
 
 
 def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch):

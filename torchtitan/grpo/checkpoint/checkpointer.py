@@ -160,13 +160,14 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        try:
-            write_s = pending.written.result(self.timeout_s)
-        except TimeoutError:
+        concurrent.futures.wait([pending.written], self.timeout_s)
+        if not pending.written.done():
             raise RuntimeError(
                 f"checkpoint: rank {self.rank} waited {self.timeout_s:g} s ([comm] init_timeout_seconds) for its "
                 f"thread that writes {self._folder_of(pending.step)}"
-            ) from None
+            )
+        try:
+            write_s = pending.written.result()
         except StageFailed as error:
             self._report_failure(error)
         else:
@@ -199,8 +200,7 @@ class Checkpointer:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of the folder."""
-        steps = [step for step in complete_steps(self.folder) if step not in self.loader.torn_steps]
-        return self.folder / f"step-{steps[-1]}" if steps else None
+        return next(reversed(self._whole()), None)
 
     def report(self) -> None:
         """On rank 0, at the end: log where the newest and the best checkpoint are."""
@@ -210,7 +210,7 @@ class Checkpointer:
             exports = [str(newest / name) for name in ("hf", "adapter") if (newest / name).is_dir()]
             export = f"; for inference: {' and '.join(exports)}" if exports else ""
             logger.info(f"Newest checkpoint: {newest}{export}")
-        if best := self._best():
+        if best := best_of(self._whole(), self.cfg.keep_best):
             logger.info(f"Best checkpoint by {self.cfg.keep_best}: {best[0]}, {best[1]:.4g}")
 
     def metrics(self) -> dict[str, float]:
@@ -308,26 +308,27 @@ class Checkpointer:
         return write_s
 
     def _drop_old(self, saved: int) -> None:
-        """Torn checkpoints do not count: a whole one must not make room for them."""
+        """What cannot be deleted stays: the new checkpoint is complete."""
         keep = self.cfg.keep_latest_k
-        older = [s for s in complete_steps(self.folder) if s not in {saved, *self.loader.torn_steps}]
-        best = self._best()
-        spared = step_of(best[0]) if best else None
         try:
-            for step in older[: max(0, len(older) - keep + 1)] if keep else []:
-                if step == spared:
+            older = [path for path in self._whole() if step_of(path) != saved]
+            best = best_of(self._whole(), self.cfg.keep_best)
+            for path in older[: max(0, len(older) - keep + 1)] if keep else []:
+                if best and path == best[0]:
                     continue
                 # Delete the marker first: a folder that is partly deleted is then not a checkpoint.
-                (self.folder / f"step-{step}" / MARKER).unlink()
-                shutil.rmtree(self.folder / f"step-{step}", ignore_errors=True)
+                (path / MARKER).unlink()
+                shutil.rmtree(path, ignore_errors=True)
+            for path in self.folder.glob("step-*.tmp"):
+                shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             logger.warning(f"an old checkpoint cannot be deleted: {error}")
-        for path in self.folder.glob("step-*.tmp"):
-            shutil.rmtree(path, ignore_errors=True)
 
-    def _best(self) -> tuple[Path, float] | None:
+    def _whole(self) -> list[Path]:
+        """The checkpoints, in the order they were written. Torn ones do not count: a whole one must not make room for
+        them."""
         steps = [step for step in complete_steps(self.folder) if step not in self.loader.torn_steps]
-        return best_of([self.folder / f"step-{step}" for step in steps], self.cfg.keep_best)
+        return [self._folder_of(step) for step in steps]
 
     def _announce(self) -> None:
         cfg = self.cfg
