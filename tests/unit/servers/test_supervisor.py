@@ -1,6 +1,7 @@
 """Supervisor and guard with small real processes. tests/integration/test_own_servers.py has them in a run."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -78,6 +79,10 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     yield start
     for each in started:
         each.close()
+
+
+def server_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("server ")]
 
 
 def until(what: str, seen: Callable[[], object], limit_s: float = 10.0) -> float:
@@ -172,6 +177,30 @@ def test_a_server_that_never_serves_is_named_with_its_log(supervise, tmp_path):
     assert keeps.restarts == 0 and len(server_pids(tmp_path)) == 1
 
 
+def test_a_log_that_cannot_be_written_is_named(supervise, tmp_path):
+    (tmp_path / "logs" / "0.log").mkdir(parents=True)
+    keeps = supervise("plain")
+    with pytest.raises(
+        UserError, match=r"could not be started: .*Is a directory: .*/logs/0\.log.*\n\(it cannot be read"
+    ):
+        keeps.wait_healthy()
+    keeps.close()
+    assert not (tmp_path / "urls.txt").exists() and not server_threads()
+
+
+def test_a_thread_that_fails_is_told(supervise, monkeypatch):
+    keeps = supervise("crashes")
+    keeps.wait_healthy()
+
+    def fail(url: str, why: str) -> None:
+        raise ZeroDivisionError(why)
+
+    keeps.on_end = fail
+    until("left alone", lambda: keeps.why_down(keeps.urls[0]))
+    with pytest.raises(UserError, match=r"server 0 \(http.*\) is left alone: ZeroDivisionError"):
+        keeps.check()
+
+
 def test_a_program_that_does_not_exist_is_named(tmp_path):
     launch = Launch("0", lambda port: (["/no/such/program"], dict(os.environ)), HttpControl)
     with Supervisor([launch], tmp_path, tmp_path / "urls.txt", 10.0) as keeps:
@@ -233,6 +262,28 @@ def test_a_taken_port_is_not_given_to_a_server(supervise):
         second.wait_healthy()
 
 
+def test_a_server_moves_if_its_port_is_taken_and_the_list_follows(supervise, tmp_path):
+    """The first attempt to write the list fails."""
+    keeps, urls = supervise("plain"), tmp_path / "urls.txt"
+    keeps.wait_healthy()
+    before = keeps.urls
+    keeps.may_restart.clear()
+    os.kill(server_pids(tmp_path)[0], signal.SIGKILL)
+    until("ended", lambda: keeps.states[0].ends)
+    urls.unlink()
+    (urls / "in the way").mkdir(parents=True)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", int(before[0].rpartition(":")[2])))
+        taken.listen()
+        keeps.may_restart.set()
+        until("not listed", lambda: "cannot be written" in keeps.states[0].why)
+        assert keeps.urls != before
+        shutil.rmtree(urls)
+        keeps.wait_healthy()
+        assert urls.read_text() == f"{keeps.urls[0]}\n"
+
+
 def _binds(listener: socket.socket, port: int) -> bool:
     try:
         listener.bind(("127.0.0.1", port))
@@ -251,4 +302,4 @@ def test_close_ends_threads_and_is_quick(supervise):
     started = time.monotonic()
     keeps.close()
     assert time.monotonic() - started < 3
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("server ")]
+    assert not server_threads()

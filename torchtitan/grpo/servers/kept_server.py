@@ -106,6 +106,13 @@ class KeptServer(threading.Thread):
         return not serves or time.monotonic() < max(lost_at, self._healthy_at) + RETURN_S
 
     def run(self) -> None:
+        try:
+            self._keep()
+        except Exception as error:
+            logger.exception("server %s is left alone", self.launch.name)
+            self._set(healthy=False, given_up=f"server {self.launch.name} ({self.url}) is left alone: {error!r}")
+
+    def _keep(self) -> None:
         closing, has_served = self._supervisor.closing, False
         while True:
             try:
@@ -170,7 +177,7 @@ class KeptServer(threading.Thread):
                     return f"did not serve within {limit_s:g} s ({key})"
             return ""
         finally:
-            self._stop()
+            self._end()
 
     def _start(self) -> None:
         self._keep_or_change_port()
@@ -196,7 +203,7 @@ class KeptServer(threading.Thread):
             self.reserve_port()
             old.close()
             logger.warning("server %s moves from %s to %s: the port is taken", self.launch.name, old.url, self.url)
-            self._supervisor.write_urls()
+        self._supervisor.write_urls()
 
     def _runs(self) -> bool:
         """Whether the guard runs. It is not waited for, so its number stays that of its group."""
@@ -218,7 +225,7 @@ class KeptServer(threading.Thread):
             return signal.Signals(status - 128).name
         return f"exit status {status}"
 
-    def _stop(self) -> None:
+    def _end(self) -> None:  # Thread has a `_stop` of its own
         """End the server, if it runs."""
         if self._runs():
             self.process.terminate()
@@ -236,10 +243,13 @@ class KeptServer(threading.Thread):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def _tail(self) -> str:
-        with self.log_path.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - 4 * _TAIL_CHARS))  # it may be of days
-            return log.read().decode(errors="replace")[-_TAIL_CHARS:].strip()
+        try:
+            with self.log_path.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - 4 * _TAIL_CHARS))  # it may be of days
+                return log.read().decode(errors="replace")[-_TAIL_CHARS:].strip()
+        except OSError as error:
+            return f"(it cannot be read: {error})"
 
     def _set(self, **values: object) -> None:
         with self._supervisor.changed:

@@ -72,6 +72,7 @@ class Supervisor(Keeper):
         self.may_restart.set()
         self.closing = threading.Event()
         self.changed = threading.Condition()
+        self._listed: list[str] = []
         self._servers = [KeptServer(self, launch, folder / f"{launch.name}.log") for launch in launches]
 
     @property
@@ -124,15 +125,23 @@ class Supervisor(Keeper):
         return next((f"\n{server.given_up}" for server in self._servers if server.url == url and server.given_up), "")
 
     def write_urls(self) -> None:
-        if self.urls_file is None:
-            return
-        unfinished = self.urls_file.with_name(f"{self.urls_file.name}.{os.getpid()}.tmp")
-        try:
-            self.urls_file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text("".join(f"{url}\n" for url in self.urls))
-            unfinished.replace(self.urls_file)
-        except OSError as error:
-            raise UserError(f"{self.urls_file}: the list of servers cannot be written: {error.strerror}") from error
+        """Write the list, unless it is written already.
+
+        Raises:
+            UserError: It cannot be written. The next call tries again.
+        """
+        with self.changed:  # every server's thread calls this
+            urls = self.urls
+            if self.urls_file is None or urls == self._listed:
+                return
+            unfinished = self.urls_file.with_name(f"{self.urls_file.name}.{os.getpid()}.tmp")
+            try:
+                self.urls_file.parent.mkdir(parents=True, exist_ok=True)
+                unfinished.write_text("".join(f"{url}\n" for url in urls))
+                unfinished.replace(self.urls_file)
+            except OSError as error:
+                raise UserError(f"{self.urls_file}: the list of servers cannot be written: {error.strerror}") from error
+            self._listed = urls
 
     def close(self) -> None:
         """Stop all servers, at the same time: SIGTERM, and SIGKILL after GRACE_S."""
