@@ -352,6 +352,31 @@ def test_buckets_hold_what_the_adapter_gives(build, limit_bytes, num_buffers):
     assert sent_bytes >= sum(value.numel() * 2 for value in expected.values())
 
 
+def test_one_rank_sends_its_snapshots_which_newer_versions_leave_alone():
+    model, adapter = tiny_qwen3(True)
+    asked: list[int] = []
+
+    def memory(size: int, device: torch.device) -> torch.Tensor:
+        asked.append(size)
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+
+    published = model_weights(model, adapter, torch.bfloat16, True)
+    packer = Packer(published, Ranks(CPU, 10, 10), 600, 2, True, allocate=memory)
+    assert asked == [bucket.wire_bytes for bucket in packer.buckets] * 2 and len(packer.buckets) > 2
+    randomise(model, 1)
+    packer.snapshots.take(1)
+    with packer.snapshots.hold(same, 1, nothing) as buffer:
+        wires = [packer.pack(bucket, buffer) for bucket in packer.buckets]
+        before = torch.cat(wires)
+        for version in (2, 3):
+            randomise(model, version)
+            packer.snapshots.take(version)
+        assert torch.equal(torch.cat(wires), before), "they are on the wire until the push has ended"
+    with packer.snapshots.hold(same, 1, nothing) as buffer:
+        assert buffer.version == 3
+        assert not torch.equal(torch.cat([packer.pack(bucket, buffer) for bucket in packer.buckets]), before)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
 def test_a_version_that_is_not_finite_gets_no_acknowledgement(bad):
     model, adapter = tiny_qwen3(True)

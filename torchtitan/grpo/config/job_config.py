@@ -472,7 +472,8 @@ class WeightSync:
     num_buffers: Annotated[int, Range(at_least=1, at_most=64)] = 2
     """Buckets in flight at once. Two overlap packing with sending."""
     buffer_memory_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.05
-    """Share of device memory for the buckets in flight. With several trainer ranks, rank 0 gathers into one more."""
+    """Share of device memory for the buckets in flight. With several trainer ranks, rank 0 gathers into one more. A
+    single rank needs none, if it sends its snapshots as they are: docs/weight_sync.md."""
     bucket_mib_max: Annotated[int, Range(at_least=1, at_most=2**20)] = 1024
     """Largest bucket, in MiB. A larger tensor gets a bucket of its own."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0

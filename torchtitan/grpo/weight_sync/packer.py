@@ -1,5 +1,7 @@
 """Packs the trainer's shards, bucket by bucket, into one flat tensor in Hugging Face form, ready for the wire.
 
+A single rank whose tensors need no rearranging takes its snapshots in that form. Nothing is copied for them here.
+
 Everything here runs on the push's own stream and the weight-sync groups, so a thread of its own can do it.
 """
 
@@ -19,6 +21,7 @@ from torchtitan.grpo.weight_sync.snapshot import (
     Slices,
     SnapshotBuffer,
     Snapshots,
+    joined,
     overlap,
     primary_holdings,
     within,
@@ -71,10 +74,11 @@ class Packer:
         limit_bytes: Payload limit of a bucket.
         num_buffers: Wire buffers on rank 0. Bucket k uses buffer k % num_buffers, so the caller waits until bucket
             k - num_buffers has left the wire before it packs bucket k. With several trainer ranks, one more buffer
-            holds the gathered shards.
+            holds the gathered shards. Where snapshots have the form of buckets, there is none, and a snapshot is held
+            until its last bucket has left the wire.
         verify: Put a checksum into each bucket's trailer.
         snapshots: Snapshot buffers; see `Snapshots`.
-        allocate: Makes a wire buffer of so many zero bytes on a device.
+        allocate: Makes so many zero bytes on a device, for buckets.
 
     Attributes:
         buckets: The plan, a pure function of names, shapes, dtype and `limit_bytes` (I7).
@@ -105,8 +109,21 @@ class Packer:
         held = [{name: tuple(map(tuple, box)) for name, box in boxes.items()} for boxes in held]
         owned = primary_holdings(held, self.snapshots.shapes)
         pieces = self._pieces(published, owned)
-        self.snapshots.allocate([piece.held for bucket in pieces for piece in bucket[ranks.rank]])
-        self._lay_out(published, pieces, num_buffers, allocate)
+        own = [piece.held for bucket in pieces for piece in bucket[ranks.rank]]
+        self._as_sent = (
+            ranks.size == 1
+            and all(tensor.rearrange is None for tensor in published.tensors)
+            and len(joined(own)) == len(published.tensors)  # stacked experts are copied as one
+        )
+        if self._as_sent:
+            self._take_as_sent(own, allocate)
+        else:
+            self.snapshots.allocate(own)
+            self._lay_out(published, pieces, num_buffers, allocate)
+        if ranks.rank == 0:
+            self._checksum = Checksum(self.device, max(b.payload_bytes for b in self.buckets))
+            self._checksums = torch.zeros(len(self.buckets), dtype=torch.int64, device=self.device)
+            self._finite = torch.ones(len(self.buckets), dtype=torch.bool, device=self.device)
 
     def _pieces(self, published: PublishedWeights, owned: list[list[Holding]]) -> list[list[list[Piece]]]:
         """For each bucket and rank: what the rank gives to it, in the order of the bucket's tensors."""
@@ -121,6 +138,15 @@ class Packer:
                 of_ranks.append([Piece(tensor, held) for tensor, held in shared if held is not None])
             pieces.append(of_ranks)
         return pieces
+
+    def _take_as_sent(self, own: list[Holding], allocate: Callable[[int, torch.device], torch.Tensor]) -> None:
+        """Snapshots are buckets."""
+        self._wires = []
+        for _ in range(self.snapshots.count):
+            wires = [allocate(bucket.wire_bytes, self.device) for bucket in self.buckets]
+            views = [bucket.views(wire) for bucket, wire in zip(self.buckets, wires, strict=True)]
+            self.snapshots.add(own, [view for of_bucket in views for _, view in of_bucket])
+            self._wires.append(wires)
 
     def _lay_out(
         self,
@@ -145,11 +171,12 @@ class Packer:
             allocate(max(b.wire_bytes for b in self.buckets[i::num_buffers]), self.device)
             for i in range(min(num_buffers, len(self.buckets)))
         ]
-        self._wires = [slots[b.index % num_buffers][: b.wire_bytes] for b in self.buckets]
+        wires = [slots[b.index % num_buffers][: b.wire_bytes] for b in self.buckets]
+        self._wires = [wires] * len(flats)
         tensors = {tensor.spec.name: tensor for tensor in published.tensors}
         full = [
             {name: view.view(tensors[name].box_shape) for name, view in bucket.views(wire)}
-            for bucket, wire in zip(self.buckets, self._wires, strict=True)
+            for bucket, wire in zip(self.buckets, wires, strict=True)
         ]
         self._rearranged = [
             [(view, rearrange) for name, view in views.items() if (rearrange := tensors[name].rearrange) is not None]
@@ -163,12 +190,8 @@ class Packer:
             for of_buffer in self._gathered
         ]
         self._pads = [
-            [wire[end:start] for end, start in bucket.gaps()]
-            for bucket, wire in zip(self.buckets, self._wires, strict=True)
+            [wire[end:start] for end, start in bucket.gaps()] for bucket, wire in zip(self.buckets, wires, strict=True)
         ]
-        self._checksum = Checksum(self.device, max(b.payload_bytes for b in self.buckets))
-        self._checksums = torch.zeros(len(self.buckets), dtype=torch.int64, device=self.device)
-        self._finite = torch.ones(len(self.buckets), dtype=torch.bool, device=self.device)
 
     @staticmethod
     def _shard_copies(
@@ -207,19 +230,14 @@ class Packer:
         """Put the gathered shards into the bucket's wire buffer: full tensors in Hugging Face form, then the trailer.
 
         Returns:
-            uint8 [bucket.wire_bytes], valid until bucket + num_buffers is packed. On CUDA the work that fills it is on
-            the current stream.
+            uint8 [bucket.wire_bytes], valid until bucket + num_buffers is packed, or, where snapshots have the form of
+            buckets, as long as the snapshot. On CUDA the work that fills it is on the current stream.
         """
         index = bucket.index
         with self.stopwatch.measure("pack"):
-            targets, sources = self._copies[snapshot.index][index]
-            torch._foreach_copy_(targets, sources)
-            for view, rearrange in self._rearranged[index]:
-                value = rearrange(view).contiguous()  # memory of its own, unless the order of elements stays
-                view.copy_(value.view(view.shape))
-            wire = self._wires[index]
-            for pad in self._pads[index]:
-                pad.zero_()  # the buffer's previous bucket may have had a tensor there
+            wire = self._wires[snapshot.index][index]
+            if not self._as_sent:
+                self._fill(index, snapshot)
             trailer = bucket.trailer(wire)
             for field, value in enumerate((snapshot.version, index, bucket.payload_bytes, 0)):
                 trailer[field].fill_(value)
@@ -229,6 +247,15 @@ class Packer:
             self._checksums[index] = trailer[3]
             self._finite[index] = finite if finite is not None else is_finite(payload.view(self.snapshots.dtype))
         return wire
+
+    def _fill(self, index: int, snapshot: SnapshotBuffer) -> None:
+        targets, sources = self._copies[snapshot.index][index]
+        torch._foreach_copy_(targets, sources)
+        for view, rearrange in self._rearranged[index]:
+            value = rearrange(view).contiguous()  # memory of its own, unless the order of elements stays
+            view.copy_(value.view(view.shape))
+        for pad in self._pads[index]:
+            pad.zero_()  # the buffer's previous bucket may have had a tensor there
 
     def expected_acknowledgement(self, version: int) -> list[int]:
         """The acknowledgement of a server that has all of a version (`receiver.ACK_FIELDS`). Waits for the device.

@@ -1,7 +1,8 @@
 """Consistent copies of this rank's shards, cast to the dtype on the wire.
 
-The copies are flat buffers, allocated once. Shards lie in them in the order of the plan, so a rank's part of a bucket
-is one contiguous slice. Gathering a bucket is then one collective without any per-parameter work.
+The copies are buffers, allocated once. With several ranks they are flat: shards lie in them in the order of the plan,
+so a rank's part of a bucket is one contiguous slice. Gathering a bucket is then one collective without any
+per-parameter work. A single rank may give memory of its own: the buckets.
 """
 
 import math
@@ -140,9 +141,13 @@ def joined(pieces: Sequence[Holding]) -> list[Holding]:
 
 
 class SnapshotBuffer:
-    """One copy of the shards. `version` is -1 while the buffer is empty or being written."""
+    """One copy of the shards. `version` is -1 while the buffer is empty or being written.
 
-    def __init__(self, index: int, flat: torch.Tensor):
+    Attributes:
+        flat: All of it, if `Snapshots.allocate` made it.
+    """
+
+    def __init__(self, index: int, flat: torch.Tensor | None):
         self.index = index
         self.flat = flat
         self.version = -1
@@ -173,6 +178,7 @@ class Snapshots:
         count: Buffers.
 
     Attributes:
+        count: Buffers. `allocate` makes them, or `add` is called for each.
         held: name -> the box of that parameter that this rank holds.
         shapes: name -> full shape.
         newest: The newest version taken, -1 before the first.
@@ -190,7 +196,7 @@ class Snapshots:
         self.device = next(iter(parameters.values())).device
         self.buffers: list[SnapshotBuffer] = []
         self.newest = -1
-        self._count = count
+        self.count = count
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._parts: list[tuple[slice, ...] | None] = []
         # A stream of its own: a snapshot must not queue behind a transfer.
@@ -205,21 +211,20 @@ class Snapshots:
     def allocate(self, pieces: Sequence[Holding]) -> None:
         """Allocate the buffers for what this rank sends, in this order: parts of what it holds."""
         pieces = joined(pieces)
+        sizes = [piece.numel for piece in pieces]
+        for _ in range(self.count):
+            flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+            self.add(pieces, flat.split(sizes), flat)
+
+    def add(self, pieces: Sequence[Holding], memory: Sequence[torch.Tensor], flat: torch.Tensor | None = None) -> None:
+        """One more buffer, in memory that exists: a contiguous tensor for each piece."""
         self._parts = [
             None if piece.slices == self.held[piece.name] else within(piece.slices, self.held[piece.name])
             for piece in pieces
         ]
-        size = sum(piece.numel for piece in pieces)
-        for index in range(self._count):
-            flat = torch.empty(size, dtype=self.dtype, device=self.device)
-            targets = flat.split([piece.numel for piece in pieces])
-            self.buffers.append(SnapshotBuffer(index, flat))
-            self._copies.append(
-                (
-                    [target.view(piece.shape) for target, piece in zip(targets, pieces, strict=True)],
-                    [self._parameters[piece.name] for piece in pieces],
-                )
-            )
+        targets = [target.view(piece.shape) for target, piece in zip(memory, pieces, strict=True)]
+        self._copies.append((targets, [self._parameters[piece.name] for piece in pieces]))
+        self.buffers.append(SnapshotBuffer(len(self.buffers), flat))
 
     @torch.no_grad()
     def take(self, version: int, timeout_s: float = 0.0) -> None:
