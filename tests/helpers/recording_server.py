@@ -13,6 +13,7 @@ import time
 from aiohttp import web
 
 from torchtitan.grpo.engines.embedded import __main__ as embedded
+from torchtitan.grpo.engines.embedded import bodies
 from torchtitan.grpo.engines.embedded.generator import Request
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 
@@ -23,14 +24,18 @@ def write_down(did: str, version: str) -> None:
         record.write(line)
 
 
-class RecordingApp(EmbeddedApp):
-    def _reply(self, request: Request) -> dict:
-        reply = super()._reply(request)
-        if request.flat_logprobs and os.path.exists(os.environ["RECORD"] + ".drift"):
-            for choice in reply["choices"]:
-                choice["token_logprobs"] = [logprob - 1 for logprob in choice["token_logprobs"]]
-        return reply
+def reply_with_drift(request: Request, model_name: str) -> dict:
+    reply = own_reply(request, model_name)
+    if request.flat_logprobs and os.path.exists(os.environ["RECORD"] + ".drift"):
+        for choice in reply["choices"]:
+            choice["token_logprobs"] = [logprob - 1 for logprob in choice["token_logprobs"]]
+    return reply
 
+
+own_reply = bodies.reply
+
+
+class RecordingApp(EmbeddedApp):
     async def generate(self, http: web.Request) -> web.Response:
         # The check before a server is taken up asks without a request id; what a run asks has one.
         write_down("asked" if "request_id" in await http.json() else "checked", self.generator.version)
@@ -44,5 +49,5 @@ class RecordingApp(EmbeddedApp):
 
 if __name__ == "__main__":
     write_down("started", "")
-    embedded.EmbeddedApp = RecordingApp
+    embedded.EmbeddedApp, bodies.reply = RecordingApp, reply_with_drift
     embedded.main()

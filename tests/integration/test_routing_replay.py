@@ -253,7 +253,7 @@ def test_routes_that_cannot_be_are_the_servers_failure(ends, monkeypatch, broken
         "shape": r"has shape \[14, 3, 2\], this model's 15 positions have \[15, 3, 2\]",
     }[broken]
     text = "" if broken == "missing" else to_npy(sent[broken])
-    monkeypatch.setattr("torchtitan.grpo.engines.embedded.server.to_npy", lambda routes: text)
+    monkeypatch.setattr("torchtitan.grpo.engines.embedded.bodies.to_npy", lambda routes: text)
     with pytest.raises(EngineError, match=f"127.0.0.1.*request a: .*{message}"):
         ends.ask(PROMPT, replace(PARAMS, n=1, max_tokens=4))
 
