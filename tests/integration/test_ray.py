@@ -64,6 +64,7 @@ def under_torchrun(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(600)  # three starts of two ranks, each with a bound of its own
 def test_a_run_that_is_stopped_and_loses_a_rank_ends_as_one_under_torchrun(nodes, under_torchrun, tmp_path):
     """On two nodes. It is stopped with plain remote calls. With a Compiled Graph on each node it goes on, loses a rank,
     and goes on again."""
