@@ -98,20 +98,23 @@ def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothi
         assert here.startswith("http://127.0.0.1:") and there.startswith("http://127.0.0.2:")
         assert steps(folder)[-1]["sync/servers_in_traffic"] == 2
 
-        def wait_until_back(restarts: int) -> None:
+        def wait_until_back(restarts: int, before: set[int]) -> None:
             def is_back() -> bool:
-                last = steps(folder)[-1]
-                return (last["sync/servers_restarted"], last["sync/servers_in_traffic"]) == (restarts, 2)
+                last, servers = steps(folder)[-1], set(server_pids(folder))
+                counted = (last["sync/servers_restarted"], last["sync/servers_in_traffic"]) == (restarts, 2)
+                return counted and len(servers) == 2 and servers != before  # a loss may be counted before it is noticed
 
             started = time.monotonic()
-            wait_for("the server to be back", is_back, run, 60)
+            wait_for("the server to be back", is_back, run, 120)
             print(f"back after {time.monotonic() - started:.1f} s")
 
-        (server,) = (pid for pid in server_pids(folder) if there.rpartition(":")[2] in command_of(pid))
+        before = set(server_pids(folder))
+        (server,) = (pid for pid in before if there.rpartition(":")[2] in command_of(pid))
         os.kill(server, signal.SIGKILL)
-        wait_until_back(1)
+        wait_until_back(1, before)
+        before = set(server_pids(folder))
         os.kill(nodes.actors(SERVER)[0], signal.SIGKILL)
-        wait_until_back(2)
+        wait_until_back(2, before)
         assert all(line["policy/mismatch_abs"] < 1e-4 for line in steps(folder)), "no answer came from other weights"
         ranks = nodes.actors()
         assert len(ranks) == 2 and len(server_pids(folder)) == 2
