@@ -20,13 +20,12 @@ def install() -> None:
         from vllm.v1.engine.core_client import AsyncMPClient
 
         pause = AsyncLLM.pause_generation
-        parts = BaseRenderer.clear_mm_cache_async, AsyncMPClient.pause_scheduler_async
+        _ = BaseRenderer.clear_mm_cache_async, AsyncMPClient.pause_scheduler_async  # what it calls below
     except (ImportError, AttributeError) as error:
         logger.warning("This vLLM's pause is unknown (%s): it may take 20 ms longer than necessary.", error)
         return
     if getattr(pause, "is_quick", False):
         return
-    del parts
 
     @functools.wraps(pause)
     async def pause_quickly(self: AsyncLLM, **asked: Any) -> None:

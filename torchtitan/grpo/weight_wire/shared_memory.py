@@ -1,6 +1,6 @@
 """Transport "ipc": the group of one trainer and one server on one machine, and on CUDA on one GPU.
 
-The server maps the trainer's wire buffers once (`shared_buffers`). A bucket is then a message that names its buffer:
+The server maps the trainer's buffers once (`shared_buffers`). A bucket is then a message that names its buffer:
 the server loads straight from it and says when it has. Nothing is copied between the two, and nothing passes through
 the host but messages. The memory of a bucket does not change until every rank of the server has released it.
 
