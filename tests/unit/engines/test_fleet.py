@@ -5,10 +5,11 @@ import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 
-from torchtitan.grpo.config.urls import read_urls
+from torchtitan.grpo.config.urls import http_url, read_urls, url_problem
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
@@ -335,7 +336,14 @@ def test_a_list_that_cannot_be_read(tmp_path) -> None:
     with pytest.raises(UserError, match="lists no server"):
         read_urls(path)
     path.write_bytes(b"http://b\xff:80\r\nhttp://[::1]:80\r\n")
-    assert read_urls(path)[1] == "http://[::1]:80"
+    assert read_urls(path)[1] == http_url("::1", 80)
+
+
+@pytest.mark.parametrize("host", ["node7", "127.0.0.1", "::1", "fe80::1"])
+def test_an_address_that_is_printed_can_be_given(host) -> None:
+    url = http_url(host, 8000)
+    assert url_problem(url) is None
+    assert (urlsplit(url).hostname, urlsplit(url).port) == (host, 8000)
 
 
 def test_many_threads(urls_file) -> None:

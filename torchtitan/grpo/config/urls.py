@@ -23,6 +23,11 @@ def url_problem(url: str) -> str | None:
     return None
 
 
+def http_url(host: str, port: int) -> str:
+    """The base address of a host (a name, or an IPv4 or IPv6 address) and a port."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens at a host."""
     try:

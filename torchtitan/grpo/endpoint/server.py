@@ -13,6 +13,7 @@ from aiohttp import web
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.tables import training_sources
+from torchtitan.grpo.config.urls import http_url
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
 from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
@@ -77,7 +78,7 @@ class Endpoint:
     def url(self) -> str:
         """Its address for this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return http_url(host, self._port)
 
     async def start(self) -> None:
         """Listen.

@@ -3,6 +3,7 @@
 import socket
 import sys
 
+from torchtitan.grpo.config.urls import http_url
 from torchtitan.grpo.errors import UserError
 
 PORTS = range(20_000, 32_768)
@@ -34,8 +35,7 @@ class ReservedPort:
 
     @property
     def url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
+        return http_url(self._host, self.port)
 
     def is_free(self) -> bool:
         """Whether a server could listen at it now."""

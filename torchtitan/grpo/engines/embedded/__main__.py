@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
+from torchtitan.grpo.config.urls import http_url
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.kv_cache import cache_budget_bytes
 from torchtitan.grpo.engines.embedded.model import end_token_ids, load_decode, load_model
@@ -84,7 +85,7 @@ async def serve(app: EmbeddedApp, arguments: argparse.Namespace) -> None:
     site = web.TCPSite(runner, arguments.host, arguments.port)
     await site.start()
     port = runner.addresses[0][1]
-    url = f"http://{arguments.host}:{port}"
+    url = http_url(arguments.host, port)
     logger.info("serving %s on %s", arguments.model, url)
     if arguments.ready_file:
         unfinished = arguments.ready_file.with_suffix(".tmp")
