@@ -15,9 +15,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NoReturn
 from unittest.mock import patch
 
 import pytest
@@ -26,6 +27,8 @@ import torch
 from tests.helpers import ROOT
 
 STOP_S = 20.0
+WAIT_S = 180.0
+"""For what takes a few seconds on an idle machine, and much longer where all cores import."""
 _PRELOADED = [
     "grpo_train",
     "torch._dynamo",
@@ -103,11 +106,7 @@ class Ranks:
             if not running:  # they ended after `poll` looked: to wait for none of them takes all the time
                 continue
             if not wait(running, max(0.0, deadline - time.monotonic())):
-                before = self.log
-                self._log_stacks()
-                self.kill()
-                stacks = self.log[len(before) :][-12000:]
-                pytest.fail(f"still running after {timeout_s:g} s\n{before[-6000:]}\n{stacks}")
+                self._fail(f"still running after {timeout_s:g} s")
         if status:
             for process in self.processes:
                 process.terminate()
@@ -116,10 +115,26 @@ class Ranks:
             self.kill()
         return status
 
-    def check(self, timeout_s: float = 180.0) -> None:
+    def check(self, timeout_s: float = WAIT_S) -> None:
         """Wait, and fail the test if a rank failed."""
         status = self.wait(timeout_s)
         assert status == 0, self.log[-6000:]
+
+    def wait_until(self, what: str, ready: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+        """Until `ready`, while all of them run; fails the test if one ends before, or after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if self.poll() is not None:
+                self._fail(f"ended before: {what}")
+            if time.monotonic() > deadline:
+                self._fail(f"after {timeout_s:g} s not yet: {what}")
+            time.sleep(0.05)
+
+    def _fail(self, why: str) -> NoReturn:
+        before = self.log
+        self._log_stacks()
+        self.kill()
+        pytest.fail(f"{why}\n{before[-6000:]}\n{self.log[len(before) :][-12000:]}")
 
     def _log_stacks(self) -> None:
         """Where each rank is, in every thread. It ends them."""

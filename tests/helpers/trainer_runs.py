@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tests.helpers import ROOT, TINY_QWEN3
-from tests.helpers.ranks import Ranks, free_port
+from tests.helpers.ranks import WAIT_S, Ranks, free_port
 from torchtitan.grpo.engines.vllm_control import VllmControl
 
 SMALL = {
@@ -124,8 +124,11 @@ class EndlessRun:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def wait_for(self, what: str, ready: Callable[[], object], timeout_s: float = 120.0) -> None:
+    def wait_for(self, what: str, ready: Callable[[], object], timeout_s: float = WAIT_S) -> None:
         """Wait while the run goes on."""
+        if isinstance(self.process, Ranks):
+            self.process.wait_until(what, ready, timeout_s)
+            return
         deadline = time.monotonic() + timeout_s
         while not ready():
             assert self.process.poll() is None, f"the run ended before: {what}\n{self.log[-4000:]}"

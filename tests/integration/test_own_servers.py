@@ -29,7 +29,7 @@ def test_servers_that_die_come_back_and_die_with_the_trainer(tmp_path):
         before = server_pids(run.folder)
         killed_at = time.monotonic()
         os.kill(before[0], signal.SIGKILL)
-        run.wait_for("the end to be noticed", lambda: "ended with SIGKILL: starting it again in 1 s" in run.log, 5)
+        run.wait_for("the end to be noticed", lambda: "ended with SIGKILL: starting it again in 1 s" in run.log)
         noticed_s = time.monotonic() - killed_at
 
         def is_back() -> bool:
@@ -37,7 +37,7 @@ def test_servers_that_die_come_back_and_die_with_the_trainer(tmp_path):
             return last["sync/servers_restarted"] == 1 and last["sync/servers_in_traffic"] == 2
 
         # With min_servers = 2 the run would have ended if a server that returns did not count.
-        run.wait_for("it to be back", is_back, 60)
+        run.wait_for("it to be back", is_back)
         print(f"noticed after {noticed_s:.1f} s, back after {time.monotonic() - killed_at:.1f} s")
         assert len(server_pids(run.folder)) == 2 and set(server_pids(run.folder)) - set(before)
         assert (run.folder / "servers" / "urls.txt").read_text().split() == urls
@@ -66,7 +66,7 @@ def test_a_colocated_server_reads_the_trainers_memory_and_comes_back(tmp_path):
             last = steps(run.folder)[-1]
             return last["sync/servers_restarted"] == 1 and last["sync/servers_in_traffic"] == 1
 
-        run.wait_for("it to be back", is_back, 60)
+        run.wait_for("it to be back", is_back)
         lines = steps(run.folder)
         assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
         woken = [name for line in lines for name in line if name.endswith("/wake_s")]
@@ -92,10 +92,7 @@ def test_the_command_keeps_servers_for_a_trainer_elsewhere(tmp_path: Path):
     words = [TINY_QWEN3, "--engine", "embedded", "--cpu", "--urls_file", listed, "--", "--max-model-len", "64"]
     command = Ranks(1, "torchtitan.grpo.servers", *words, log=log, environment=environment())
     try:
-        deadline = time.monotonic() + 60
-        while "server 0 serves at" not in command.log:
-            assert command.poll() is None and time.monotonic() < deadline, command.log
-            time.sleep(0.1)
+        command.wait_until("the server", lambda: "server 0 serves at" in command.log)
         status, said = attempt(tmp_path / "run", {"--rollout.urls_file": str(listed), "--training.steps": "1"})
         assert status == 0, said[-3000:]
         command.send_signal(signal.SIGINT)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.ranks import Ranks
 from tests.helpers.ray_nodes import RANK_CORES, SERVER, RayNodes, driver
 from tests.helpers.servers import command_of, server_pids
 from tests.helpers.trainer_runs import (
@@ -28,6 +27,8 @@ ray = pytest.importorskip("ray", reason="needs the ray package: pip install '.[r
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its two nodes have no GPUs: trains on the CPU")
 
 LAST = 8
+START_S = 240.0
+"""More than `[ray] start_timeout_seconds`: its error says more."""
 STEPS = {"--training.steps": str(LAST), "--parallelism.data_parallel_replicate_degree": "1"}
 """One copy of the model over both nodes: by default there is one on each, and one on torchrun's single node."""
 
@@ -37,13 +38,6 @@ def nodes(tmp_path_factory) -> Iterator[RayNodes]:
     """Two, each with room for one of two ranks and for one server."""
     with RayNodes(tmp_path_factory.mktemp("ray"), RANK_CORES + 1, RANK_CORES + 1) as nodes:
         yield nodes
-
-
-def wait_for(what: str, ready, run: Ranks, timeout_s: float = 150) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert run.poll() is None and time.monotonic() < deadline, f"{what}\n{run.log[-6000:]}"
-        time.sleep(0.05)
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -64,21 +58,21 @@ def under_torchrun(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(600)  # three starts of two ranks, each with a bound of its own
+@pytest.mark.timeout(900)  # three starts of two ranks, each with a bound of its own
 def test_a_run_that_is_stopped_and_loses_a_rank_ends_as_one_under_torchrun(nodes, under_torchrun, tmp_path):
     """On two nodes. It is stopped with plain remote calls. With a Compiled Graph on each node it goes on, loses a rank,
     and goes on again."""
     folder = tmp_path / "run"
     flags = STEPS | {"--rollout.urls": embedded_url(), "--checkpoint.resume": "auto", "--checkpoint.interval": "1"}
     with driver(nodes, folder, flags | {"--ray.dispatch": "remote"}) as run:
-        wait_for("the first step", lambda: steps(folder), run)
+        run.wait_until("the first step", lambda: steps(folder), START_S)
         run.send_signal(signal.SIGTERM)
         assert run.wait(90) == STOPPED, run.log
         last = steps(folder)[-1]["step"]
         assert f"stopped at step {last}, newest checkpoint {last} in" in run.log.splitlines()[-1]
         assert last < LAST - 1 and not nodes.actors()
     with driver(nodes, folder, flags | {"--ray.dispatch": "compiled"}) as run:
-        wait_for("a checkpoint", lambda: steps(folder)[-1]["step"] > last, run)
+        run.wait_until("a checkpoint", lambda: steps(folder)[-1]["step"] > last, START_S)
         os.kill(nodes.actors()[1], signal.SIGKILL)
         run.check(180)
         assert "rank 1 (process" in run.log and "died" in run.log and "Restart 1 of 3" in run.log
@@ -86,13 +80,14 @@ def test_a_run_that_is_stopped_and_loses_a_rank_ends_as_one_under_torchrun(nodes
     assert_same_run(under_torchrun, folder)
 
 
+@pytest.mark.timeout(900)
 def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothing_is_left(nodes, tmp_path):
     """Each server has a supervisor of its own, in an actor. In the ranks' own loop."""
     folder = tmp_path / "run"
     flags = {"--training.steps": "100000", "--ray.step_timeout_seconds": "15", "--ray.max_restarts": "0"}
     flags |= {"--rollout.replicas": "2", "--ray.expose_servers": None, "--rollout.api_key_env": "SERVER_KEY"}
     with driver(nodes, folder, flags, SERVER_KEY="of-a-test") as run:
-        wait_for("the first step", lambda: steps(folder), run)
+        run.wait_until("the first step", lambda: steps(folder), START_S)
         listed = (folder / "servers" / "urls.txt").read_text().split()
         here, there = sorted(listed)
         assert here.startswith("http://127.0.0.1:") and there.startswith("http://127.0.0.2:")
@@ -105,7 +100,7 @@ def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothi
                 return counted and len(servers) == 2 and servers != before  # a loss may be counted before it is noticed
 
             started = time.monotonic()
-            wait_for("the server to be back", is_back, run, 120)
+            run.wait_until("the server to be back", is_back, START_S)
             print(f"back after {time.monotonic() - started:.1f} s")
 
         before = set(server_pids(folder))

@@ -1,7 +1,6 @@
 """sft_train.py: several ranks, kill and resume, stop and resume, and what it exports."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,6 @@ def start(folder: Path, ranks: int = 1, **flags: object) -> Ranks:
     return Ranks(ranks, ROOT / "sft_train.py", *words, log=log, environment=environment())
 
 
-def wait_for(run: Ranks, ready) -> None:
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert run.poll() is None and time.monotonic() < deadline, run.log[-4000:]
-        time.sleep(0.02)
-
-
 def export(folder: Path, step: int = STEPS) -> Path:
     return folder / "checkpoint" / f"step-{step}" / "hf"
 
@@ -59,10 +51,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_and_a_stopped_run_end_as_the_undisturbed_one(whole, tmp_path):
     folder = tmp_path / "run"
     run = start(folder)
-    wait_for(run, lambda: (folder / "checkpoint" / f"step-{INTERVAL}").is_dir() and len(steps(folder)) > INTERVAL)
+    saved = folder / "checkpoint" / f"step-{INTERVAL}"
+    run.wait_until("a step after a checkpoint", lambda: saved.is_dir() and len(steps(folder)) > INTERVAL)
     run.kill()
     run = start(folder)
-    wait_for(run, lambda: f"step {INTERVAL + 5}/" in run.log)
+    run.wait_until("more steps", lambda: f"step {INTERVAL + 5}/" in run.log)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == STOPPED, run.log[-4000:]
     stopped_at = len(steps(folder))

@@ -65,6 +65,7 @@ class Cluster:
             where = f'[ray] address = "{self._cfg.address}"' if self._cfg.address else "[ray] enable = true"
             raise UserError(f"{where}: cannot connect to, or start, a Ray cluster: {error}") from error
         signal.signal(signal.SIGTERM, heard)  # Ray's handler would end this process without its ranks
+        logger.info("connected to the Ray cluster at %s", ray.get_runtime_context().gcs_address)
         ray.cloudpickle.register_pickle_by_value(actors)
         try:
             self.plan = self._make_plan() if self.plan == NO_PLAN else self.plan
@@ -174,6 +175,7 @@ class Ranks:
         self.actors = [self.actors[i] for i in order]
         self._places = [places[i] for i in order]
         self.nodes = [place["node"] for place in self._places]
+        logger.info("ranks in order are on %s", ", ".join(place["address"] for place in self._places))
         self.agents = {
             node: ray.remote(actors.AgentActor)
             .options(
