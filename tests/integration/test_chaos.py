@@ -19,7 +19,7 @@ from chaos.same_run import leave_out_lost_validation
 
 @pytest.mark.parametrize(
     ("mode", "ranks", "points", "saves"),
-    [("sync", 1, 6, "disabled"), ("sync", 2, 5, "async"), ("async", 1, 6, "disabled")],
+    [("sync", 1, 4, "disabled"), ("sync", 2, 4, "async"), ("async", 1, 4, "disabled")],
 )
 def test_a_run_that_is_killed_anywhere_and_resumed_is_the_run_that_was_not_killed(mode, ranks, points, saves, tmp_path):
     campaign = Campaign(tmp_path, ranks, mode, points, seed=0, async_mode=saves)

@@ -32,18 +32,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import counted_versions
+from tests.helpers.ranks import free_port
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
 from tests.helpers.servers import RunningServer, declare_plugin, save_tiny_qwen3_moe, serve_vllm
 from tests.helpers.weight_senders import CPU, SYNC, AdapterTrainer, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import load_hf_weights
-from torchtitan.grpo.version_names import version_name
+from torchtitan.grpo.version_names import own_run, version_name
 from torchtitan.grpo.weight_sync.link import WeightSyncError
 from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 
 pytestmark = pytest.mark.vllm
 
@@ -189,6 +192,19 @@ def test_a_missing_weight_is_an_error_and_the_server_recovers(vllm_server: Runni
     reference = AutoModelForCausalLM.from_pretrained(vllm_server.model_dir).eval()
     assert worst_logprob_difference(vllm_server.url, reference) <= 1e-4
     sync.close()
+
+
+def test_a_trainer_that_is_gone_before_the_server_joins_does_not_block_it(vllm_server: RunningServer):
+    """As when it fails, or is stopped, while it connects. A worker that waits for it would answer nobody."""
+    control = VllmControl(vllm_server.url, None, 60.0)
+    plan = [[["model.norm.weight", "float32", [64], 0]]]
+    info = {"protocol": PROTOCOL, "run": own_run(), "backend": "gloo", "master_address": "127.0.0.1", "plan": plan}
+    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 60.0, "verify": True}
+    started = time.monotonic()
+    with pytest.raises(ServerError, match="given the connection up"):
+        control.init_transfer(info | {"master_port": free_port()})
+    assert not control.is_paused()
+    assert time.monotonic() - started < 20
 
 
 def test_a_name_the_server_does_not_know_leaves_it_paused_until_a_good_update(vllm_server: RunningServer):

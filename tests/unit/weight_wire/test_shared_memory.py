@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers import ROOT
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
-from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, wait
+from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, in_thread, wait
 
 CPU = torch.device("cpu")
 LOCALHOST = "127.0.0.1"
@@ -124,7 +124,7 @@ def test_a_reader_forgets_a_trainer_that_is_gone(meet):
 def test_a_reader_on_another_machine_is_refused_with_both_named(meet):
     rendezvous, reader = meet(1, "elsewhere")
     errors = reader.communicate(timeout=20)[1]
-    rendezvous.give_up()
+    rendezvous.give_up(in_thread(lambda: None, "served"))
     assert 'ValueError: transport "ipc" cannot reach this server: it is on host there, device cpu, and the' in errors
     assert f"trainer on host {os.uname().nodename}, device cpu" in errors
     with pytest.raises(RuntimeError, match="given up"):

@@ -140,7 +140,7 @@ class ServerLink:
             served.result()
             return rendezvous.group()
         except BaseException:
-            rendezvous.give_up()
+            rendezvous.give_up(served)
             raise
         finally:
             del served, joined  # their error's traceback has this frame

@@ -33,6 +33,8 @@ _HERE = "here"
 """Prefix of the keys with which ranks say that they are about to join."""
 _GIVEN_UP = "this end has given the transfer up"
 _JOIN_POLL_S = 0.005
+_STORE_S = 10.0
+"""For the store's first answer, once its port takes connections. If it is closed in between, TCPStore waits so long."""
 _WORD_S = 0.5
 """How long a rendezvous that is given up goes on telling so."""
 _NCCL_TIMEOUT_FACTOR = 10.0
@@ -83,8 +85,24 @@ def host_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 
 def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous store that `host_store` made."""
-    return dist.TCPStore(address, port, None, False, timedelta(seconds=timeout_s))
+    """The rendezvous store that `host_store` made.
+
+    It listens before anybody is told its port. Nobody there means that who made it has gone or given up. TCPStore would
+    go on trying for `timeout_s` and more, and a server that waits so answers nobody.
+
+    Raises:
+        RuntimeError: Nobody listens there, or the address cannot be reached.
+    """
+    try:
+        socket.create_connection((address, port), timeout_s).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"{address}:{port}, where the other end listened for this connection, cannot be reached ({error}): it has "
+            "given the connection up, or the network is in the way"
+        ) from error
+    store = dist.TCPStore(address, port, None, False, timedelta(seconds=min(timeout_s, _STORE_S)))
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 class Rendezvous:
@@ -112,13 +130,17 @@ class Rendezvous:
         group.hosts, self._store = self._store, None
         return group
 
-    def give_up(self) -> None:
-        """The group will not come about. Waits for half a second at most."""
+    def give_up(self, served: "Future[None]") -> None:
+        """The group will not come about. Waits for half a second at most.
+
+        Args:
+            served: The call that has the other end join. Once that has found the store, the store's end ends it.
+        """
         self.joined.add_done_callback(_abort_late)
         if self._store is not None:
             with suppress(RuntimeError):
                 dist.PrefixStore(_PREFIX, self._store).set(_ABANDONED, "1")  # so that ranks which look end quietly
-            futures.wait([self.joined], timeout=_WORD_S)
+            futures.wait([self.joined, served], timeout=_WORD_S)
             self._store = None
 
 
