@@ -69,7 +69,7 @@ use_venv() {
 
 # Whether `python` has this checkout and torch, installed since pyproject.toml last changed.
 is_installed() {
-    "$python" - <<'PY'
+    "$python" -P - <<'PY' # -P: an egg-info that the installation has left in the checkout is not what is installed
 import importlib.util
 import json
 import sys
@@ -81,8 +81,9 @@ try:
 except PackageNotFoundError:
     sys.exit(1)
 url = json.loads(installed.read_text("direct_url.json") or "{}").get("url")
-record = Path(str(installed.locate_file(next(f for f in installed.files or [] if f.name == "RECORD"))))
-current = url == Path.cwd().as_uri() and record.stat().st_mtime > Path("pyproject.toml").stat().st_mtime
+records = [Path(str(installed.locate_file(file))) for file in installed.files or [] if file.name == "RECORD"]
+since = max((record.stat().st_mtime for record in records), default=0)
+current = url == Path.cwd().as_uri() and since > Path("pyproject.toml").stat().st_mtime
 sys.exit(not (current and importlib.util.find_spec("torch")))
 PY
 }

@@ -56,6 +56,30 @@ def test_shell_scripts_have_help(name):
     assert "set -euo" not in result.stdout
 
 
+@pytest.mark.parametrize(("change", "again"), [(None, False), ("pyproject.toml", True), ("direct_url.json", True)])
+def test_what_is_installed_is_installed_again_only_after_a_change(change, again, tmp_path):
+    """A user's second `scripts/quickstart.sh` starts at once. setuptools leaves an egg-info in the checkout."""
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    info = site / "torchtitan_grpo-1.dist-info"
+    for folder in (checkout, info, checkout / "torchtitan_grpo.egg-info"):
+        folder.mkdir(parents=True)
+    (checkout / "torchtitan_grpo.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: torchtitan-grpo\n")
+    (checkout / "pyproject.toml").touch()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan-grpo\nVersion: 1\n")
+    (info / "direct_url.json").write_text(json.dumps({"url": checkout.as_uri()}))
+    (info / "RECORD").write_text(f"{info.name}/RECORD,,\n")
+    for path in (checkout / "pyproject.toml", info / "RECORD"):
+        os.utime(path, (1e9, 1e9 + (path.name == "RECORD")))
+    if change == "pyproject.toml":
+        (checkout / change).touch()
+    elif change:
+        (info / change).write_text(json.dumps({"url": tmp_path.as_uri()}))
+    result = run(
+        "bash", "-c", f". {SCRIPTS}/env.sh; is_installed", cwd=checkout, python=sys.executable, PYTHONPATH=str(site)
+    )
+    assert (result.returncode != 0, result.stderr) == (again, "")
+
+
 def test_the_plain_loop_runs():
     sizes = ["--steps", "1", "--sft-steps", "2", "--prompts", "4", "--answers", "2"]
     result = run(sys.executable, SCRIPTS / "plain_grpo.py", *sizes)
