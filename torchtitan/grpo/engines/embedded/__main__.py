@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -84,6 +85,9 @@ async def serve(app: EmbeddedApp, arguments: argparse.Namespace) -> None:
     await runner.setup()
     site = web.TCPSite(runner, arguments.host, arguments.port)
     await site.start()
+    # What is loaded stays. Each collection would look at all of it again, while answers wait.
+    gc.collect()
+    gc.freeze()
     port = runner.addresses[0][1]
     url = http_url(arguments.host, port)
     logger.info("serving %s on %s", arguments.model, url)
