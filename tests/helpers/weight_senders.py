@@ -20,7 +20,7 @@ from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_m
 from torchtitan.grpo.weight_sync.published import PublishedWeights, model_weights, published_weights
 
 CPU = torch.device("cpu")
-SYNC = job_config.WeightSync(timeout_seconds=30.0)
+SYNC = job_config.WeightSync(timeout_seconds=60.0)
 
 
 def trainer_of(folder: Path) -> tuple[ModelSource, nn.Module]:

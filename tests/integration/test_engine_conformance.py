@@ -68,7 +68,7 @@ class Served:
         return self.running.urls[0]
 
     def server(self) -> Server:
-        return make_server(self.engine, self.url, None, 60.0, 120.0)
+        return make_server(self.engine, self.url, None, 120.0, 240.0)
 
     @functools.cached_property
     def references(self) -> dict[str, PreTrainedModel]:
@@ -422,7 +422,6 @@ def test_another_run_is_refused_while_the_first_lives(served: Served, monkeypatc
         assert served.differences("B", completion).max() <= EXACT
 
 
-@pytest.mark.timeout(600)
 def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(served: Served, tmp_path):
     flags = {
         "--model.hf_assets_path": str(served.folders["A"]),

@@ -20,7 +20,7 @@ def test_background_sync_holds_what_blocking_sync_holds_and_waits_less(tmp_path)
         env=environment() | {"PYTHON": sys.executable, "STEPS": "8", "KEEP": str(tmp_path / "kept")},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "times; a step takes" in done.stdout and "verified: async" in done.stdout
