@@ -1,29 +1,55 @@
-"""The rendezvous of a weight-transfer group."""
+"""The rendezvous of a weight-transfer group, and a trainer that gives it up, is gone or is frozen."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from tests.helpers import ROOT
 from tests.helpers.ranks import free_port
-from torchtitan.grpo.weight_wire.transport import Rendezvous, join_store
+from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, join_store, wait
 
 LOCALHOST = "127.0.0.1"
+CPU = torch.device("cpu")
+TRAINER = """
+import time, torch
+from torchtitan.grpo.weight_wire.transport import Rendezvous
+rendezvous = Rendezvous("gloo", 2, torch.device("cpu"), 60.0, "127.0.0.1")
+print(rendezvous.port, flush=True)
+group = rendezvous.group()
+time.sleep(600)
+"""
+
+
+@contextmanager
+def trainer() -> Iterator[tuple[subprocess.Popen, int]]:
+    """Rank 0 in a process of its own, and its port."""
+    command = [sys.executable, "-c", TRAINER]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as process:
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 def test_nobody_waits_for_a_store_that_is_gone():
     started = time.monotonic()
-    with pytest.raises(
-        RuntimeError, match=r"127\.0\.0\.1:\d+, where the other end listened.*it has given the connection up"
-    ):
+    said = r"127\.0\.0\.1:\d+, where the other end listened.*it has given the connection up"
+    with pytest.raises(RuntimeError, match=said):
         join_store(LOCALHOST, free_port(), 60.0)
     assert time.monotonic() - started < 5
 
 
 def test_a_rendezvous_that_is_given_up_tells_who_comes_late_and_waits_for_nobody():
     """The server has been asked to join, and is slow: it finds the store, or nobody."""
-    rendezvous = Rendezvous("gloo", 2, torch.device("cpu"), 60.0, LOCALHOST)
+    rendezvous = Rendezvous("gloo", 2, CPU, 60.0, LOCALHOST)
     store = join_store(LOCALHOST, rendezvous.port, 60.0)
     started = time.monotonic()
     rendezvous.give_up(Future())
@@ -33,3 +59,17 @@ def test_a_rendezvous_that_is_given_up_tells_who_comes_late_and_waits_for_nobody
         store.check(["anything"])
     with pytest.raises(RuntimeError, match="given the connection up"):
         join_store(LOCALHOST, rendezvous.port, 60.0)
+
+
+def test_a_frozen_trainer_holds_nobody_longer_than_the_bound():
+    """Its connections are open, and a question to its store would wait for as long as it is frozen."""
+    with trainer() as (process, port):
+        group = Group("gloo", join_store(LOCALHOST, port, 60.0), 1, 2, CPU, 60.0, LOCALHOST)
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match="timed out waiting for a bucket"):
+            wait(group.broadcast(torch.zeros(4)), started + 1.5, "a bucket", group.raise_if_abandoned, group.rest)
+        with pytest.raises(TimeoutError, match=f"{port}, where the other end listened for this connection, does not"):
+            join_store(LOCALHOST, port, 1.5)
+        assert time.monotonic() - started < 10
+        group.abort()

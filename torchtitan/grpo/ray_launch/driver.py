@@ -15,8 +15,8 @@ _FOR_OWN_CLUSTER = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_worker_niceness": "0",
 }
-"""It reports to nobody, and listens on the loopback address only, as Ray's clusters on Windows and macOS do. Ranks and
-servers are not nice: by default Ray runs them at 15, and beside other work they get a thirtieth of a core."""
+"""It reports to nobody, and listens on the loopback address only, as Ray's clusters on Windows and macOS do. Workers
+run at niceness 0: at 15, Ray's default, a rank beside other work gets a thirtieth of a core."""
 
 
 def drive(argv: list[str], config: JobConfig, make: Callable[[JobConfig], Any], job: Job) -> int:

@@ -87,7 +87,7 @@ class Receiver:
 
     Raises:
         ValueError: The trainer has another protocol, or its plan is broken.
-        RuntimeError: The trainer did not join within `timeout_seconds`.
+        TimeoutError, RuntimeError: The trainer did not join within `timeout_seconds`, or is gone.
     """
 
     def __init__(self, init_info: dict, device: torch.device, rank_in_server: int = 0):

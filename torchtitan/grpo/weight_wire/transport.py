@@ -92,15 +92,21 @@ def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
 
     Raises:
         RuntimeError: Nobody listens there, or the address cannot be reached.
+        TimeoutError: The other end takes connections and does not answer, as a process that is frozen.
     """
+    where = f"{address}:{port}, where the other end listened for this connection,"
     try:
         socket.create_connection((address, port), timeout_s).close()
     except OSError as error:
         raise RuntimeError(
-            f"{address}:{port}, where the other end listened for this connection, cannot be reached ({error}): it has "
-            "given the connection up, or the network is in the way"
+            f"{where} cannot be reached ({error}): it has given the connection up, or the network is in the way"
         ) from error
-    store = dist.TCPStore(address, port, None, False, timedelta(seconds=min(timeout_s, _STORE_S)))
+    first = timedelta(seconds=min(timeout_s, _STORE_S))
+    joining = in_thread(lambda: dist.TCPStore(address, port, None, False, first), "weight-transfer-store")
+    try:
+        store = joining.result(timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"{where} does not answer") from None
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
@@ -140,7 +146,8 @@ class Rendezvous:
         if self._store is not None:
             with suppress(RuntimeError):
                 dist.PrefixStore(_PREFIX, self._store).set(_ABANDONED, "1")  # so that ranks which look end quietly
-            futures.wait([self.joined, served], timeout=_WORD_S)
+            both: list[Future[Any]] = [self.joined, served]
+            futures.wait(both, timeout=_WORD_S)
             self._store = None
 
 
@@ -219,6 +226,7 @@ class Group:
         self._store = store
         self.hosts: dist.Store | None = None  # of rank 0: it lives as long as the group
         self._next_look = 0.0
+        self._look: Future[bool] | None = None  # under way
         self._works: list[dist.Work] = []  # gloo operations that may be running
         if hello:
             self._meet(timeout_s)
@@ -257,13 +265,22 @@ class Group:
         self._store.set(f"{_HERE}/{self.rank}", "1")
         keys = [f"{_HERE}/{rank}" for rank in range(self.size)]
         pause_s = _JOIN_POLL_S
-        while not self._store.check(keys):
-            if self._store.check([_ABANDONED]):
+        while not self._has(keys, deadline):
+            if self._has([_ABANDONED], deadline):
                 raise RuntimeError("the other end has given this connection up")
-            if time.monotonic() > deadline:
-                raise TimeoutError("timed out waiting for all ranks to join the weight-transfer group")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+
+    def _has(self, keys: list[str], deadline: float) -> bool:
+        """Whether the store has the keys. In a thread: `check` itself waits for a rank 0 that is frozen."""
+        try:
+            return self._asked(keys).result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError("timed out waiting for all ranks to join the weight-transfer group") from None
+
+    def _asked(self, keys: list[str]) -> "Future[bool]":
+        store = self._store
+        return in_thread(lambda: store.check(keys), "weight-transfer-look")
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:
         """Start sending `tensor` from rank 0 to every rank. Keep it alive and unchanged until the work is done."""
@@ -309,24 +326,27 @@ class Group:
     def raise_if_abandoned(self) -> None:
         """For waits of ranks 1..: raise if rank 0 has given up the group. NCCL itself does not report that.
 
+        It does not wait for a rank 0 that is frozen: the wait's own deadline ends that.
+
         Raises:
             RuntimeError: Rank 0 has given up, or its store is gone, or this end has given up.
         """
         if self._pg is None:
             raise RuntimeError(_GIVEN_UP)
-        if time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + _LOOK_S
-        if self._store.check([_ABANDONED]):
-            raise RuntimeError("the trainer has given this transfer up")
+        if self._look is not None and self._look.done():
+            look, self._look = self._look, None
+            if look.result():
+                raise RuntimeError("the trainer has given this transfer up")
+            self._next_look = time.monotonic() + _LOOK_S
+        if self._look is None and time.monotonic() >= self._next_look:
+            self._look = self._asked([_ABANDONED])
 
     def rank0_lives(self) -> bool:
         """For ranks 1..: whether rank 0 answers and has not given up the group. One that is frozen counts as gone."""
         if self._pg is None:
             return False
-        asked = in_thread(lambda: self._store.check([_ABANDONED]), "weight-transfer-look")
         try:
-            return not asked.result(_ANSWER_S)
+            return not self._asked([_ABANDONED]).result(_ANSWER_S)
         except (RuntimeError, TimeoutError):
             return False
 
