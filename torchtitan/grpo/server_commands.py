@@ -211,6 +211,11 @@ class ServerCommand:
         return [] if has_one else ["--skip-tokenizer-init"]
 
 
+def http_url(host: str, port: int) -> str:
+    """The base address of a host (a name, or an IPv4 or IPv6 address) and a port."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address. A name counts as beyond it, except `localhost`."""
     try:

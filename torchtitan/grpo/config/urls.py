@@ -1,6 +1,5 @@
-"""Addresses: of servers, as `[rollout] urls`, lines of `urls_file` and `[distill]` write them; hosts to listen at."""
+"""Addresses: of servers, as `[rollout] urls`, lines of `urls_file` and `[distill]` write them."""
 
-import ipaddress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,19 +20,6 @@ def url_problem(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
         return f"{shortened(repr(url))} is no base address: write http://host:port or https://host:port"
     return None
-
-
-def http_url(host: str, port: int) -> str:
-    """The base address of a host (a name, or an IPv4 or IPv6 address) and a port."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens at a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def teachers_by_source(entries: list[str]) -> dict[str, list[str]]:

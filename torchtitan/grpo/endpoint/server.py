@@ -13,7 +13,6 @@ from aiohttp import web
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.tables import training_sources
-from torchtitan.grpo.config.urls import http_url
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
 from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
@@ -24,6 +23,7 @@ from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
+from torchtitan.grpo.server_commands import http_url
 from torchtitan.tools.logging import logger
 
 SESSION_HEADER = "X-Session-ID"

@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
-from torchtitan.grpo.config.urls import http_url
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.kv_cache import cache_budget_bytes
 from torchtitan.grpo.engines.embedded.model import end_token_ids, load_decode, load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.log_lines import init_log_lines
-from torchtitan.grpo.server_commands import ServerCommandError, check_exposure
+from torchtitan.grpo.server_commands import ServerCommandError, check_exposure, http_url
 
 logger = logging.getLogger("torchtitan.grpo.engines.embedded")
 
