@@ -107,6 +107,8 @@ def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
         store = joining.result(timeout_s)
     except TimeoutError:
         raise TimeoutError(f"{where} does not answer") from None
+    finally:
+        del joining  # its error's traceback has this frame
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
@@ -335,7 +337,11 @@ class Group:
             raise RuntimeError(_GIVEN_UP)
         if self._look is not None and self._look.done():
             look, self._look = self._look, None
-            if look.result():
+            try:
+                abandoned = look.result()
+            finally:
+                del look  # its error's traceback has this frame, and below it those that hold buffers
+            if abandoned:
                 raise RuntimeError("the trainer has given this transfer up")
             self._next_look = time.monotonic() + _LOOK_S
         if self._look is None and time.monotonic() >= self._next_look:
