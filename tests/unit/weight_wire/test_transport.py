@@ -1,13 +1,15 @@
 """The rendezvous of a weight-transfer group, and a trainer that gives it up, is gone or is frozen."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -61,7 +63,7 @@ def test_a_rendezvous_that_is_given_up_tells_who_comes_late_and_waits_for_nobody
         join_store(LOCALHOST, rendezvous.port, 60.0)
 
 
-def test_a_frozen_trainer_holds_nobody_longer_than_the_bound():
+def test_a_frozen_trainer_holds_nobody_longer_than_the_bound_and_a_dead_one_no_buffers():
     """Its connections are open, and a question to its store would wait for as long as it is frozen."""
     with trainer() as (process, port):
         group = Group("gloo", join_store(LOCALHOST, port, 60.0), 1, 2, CPU, 60.0, LOCALHOST)
@@ -72,4 +74,24 @@ def test_a_frozen_trainer_holds_nobody_longer_than_the_bound():
         with pytest.raises(TimeoutError, match=f"{port}, where the other end listened for this connection, does not"):
             join_store(LOCALHOST, port, 1.5)
         assert time.monotonic() - started < 10
+
+        process.kill()
+        held = []
+
+        def receive() -> None:
+            buffer = torch.zeros(4)
+            held.append(weakref.ref(buffer))
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:  # not `wait`, which would hear of it from gloo
+                group.raise_if_abandoned()
+                time.sleep(0.01)
+            pytest.fail("nobody says that it is dead")
+
+        gc.disable()
+        try:
+            with suppress(RuntimeError):
+                receive()
+            assert held[0]() is None, "the error is forgotten, and its frames with it"
+        finally:
+            gc.enable()
         group.abort()
