@@ -337,7 +337,7 @@ def test_a_list_that_cannot_be_read(tmp_path) -> None:
     with pytest.raises(UserError, match="lists no server"):
         read_urls(path)
     path.write_bytes(b"http://b\xff:80\r\nhttp://[::1]:80\r\n")
-    assert read_urls(path)[1] == http_url("::1", 80)
+    assert read_urls(path)[1] == http_url("::1", 80) == "http://[::1]:80"
 
 
 @pytest.mark.parametrize("host", ["node7", "127.0.0.1", "::1", "fe80::1"])
