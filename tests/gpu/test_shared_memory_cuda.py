@@ -25,8 +25,9 @@ from torchtitan.grpo.weight_wire.buckets import (
     plan_to_json,
 )
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
-from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, wait
+from torchtitan.grpo.weight_wire.transport import Group, wait
 
 CUDA = torch.device("cuda:0")
 BYTES = 256 << 20
@@ -34,7 +35,8 @@ BYTES = 256 << 20
 READER = """
 import sys, time, torch
 from torchtitan.grpo.weight_wire.buckets import Checksum
-from torchtitan.grpo.weight_wire.transport import Group, join_store, wait
+from torchtitan.grpo.weight_wire.rendezvous import join_store
+from torchtitan.grpo.weight_wire.transport import Group, wait
 
 port, buckets, act, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], torch.device("cuda:0")
 torch.zeros(1, device=device)

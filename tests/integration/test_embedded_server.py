@@ -36,7 +36,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import own_run, version_name
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
-from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread, wait
+from torchtitan.grpo.weight_wire.rendezvous import host_store
+from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
 
 LONG = 900
 """Answer tokens of a request that is still running when the test does something else: about 1 s."""

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from torchtitan.grpo.weight_wire.transport import Group, join_store, wait
+from torchtitan.grpo.weight_wire.rendezvous import join_store
+from torchtitan.grpo.weight_wire.transport import Group, wait
 
 LOCALHOST = "127.0.0.1"
 

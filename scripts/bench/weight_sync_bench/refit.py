@@ -16,7 +16,8 @@ from bench_common.output import Output, Row, cell, medians
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.vllm import GENERATE_ROUTE
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread
+from torchtitan.grpo.weight_wire.rendezvous import host_store
+from torchtitan.grpo.weight_wire.transport import Group, in_thread
 
 from .raw import LOCALHOST, broadcast, receive
 from .receivers import Child

@@ -20,7 +20,8 @@ from torchtitan.grpo.weight_sync.snapshot import Holding, joined
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, fingerprint
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS, PROTOCOL, Receiver
-from torchtitan.grpo.weight_wire.transport import Group, host_store, in_thread, wait
+from torchtitan.grpo.weight_wire.rendezvous import host_store
+from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
 
 CPU = torch.device("cpu")
 

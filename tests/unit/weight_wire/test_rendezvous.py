@@ -16,13 +16,14 @@ import torch
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import free_port
-from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, join_store, wait
+from torchtitan.grpo.weight_wire.rendezvous import Rendezvous, join_store
+from torchtitan.grpo.weight_wire.transport import Group, wait
 
 LOCALHOST = "127.0.0.1"
 CPU = torch.device("cpu")
 TRAINER = """
 import time, torch
-from torchtitan.grpo.weight_wire.transport import Rendezvous
+from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 rendezvous = Rendezvous("gloo", 2, torch.device("cpu"), 60.0, "127.0.0.1")
 print(rendezvous.port, flush=True)
 group = rendezvous.group()

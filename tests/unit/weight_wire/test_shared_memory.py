@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
+from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
-from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, in_thread, wait
+from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
 
 CPU = torch.device("cpu")
 LOCALHOST = "127.0.0.1"
@@ -23,7 +24,8 @@ BYTES = 1 << 16
 READER = """
 import sys, time, torch
 from torchtitan.grpo.weight_wire import shared_memory
-from torchtitan.grpo.weight_wire.transport import Group, join_store, wait
+from torchtitan.grpo.weight_wire.rendezvous import join_store
+from torchtitan.grpo.weight_wire.transport import Group, wait
 
 port, buckets, act = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if act == "elsewhere":

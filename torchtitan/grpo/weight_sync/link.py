@@ -19,7 +19,8 @@ from torchtitan.grpo.version_names import origin, own_run, version_name, version
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
-from torchtitan.grpo.weight_wire.transport import Group, Rendezvous, address_towards, in_thread, wait
+from torchtitan.grpo.weight_wire.rendezvous import Rendezvous, address_towards
+from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
 
 _CHECK_S = 0.05
 _DRAIN_CHECK_S = 0.25

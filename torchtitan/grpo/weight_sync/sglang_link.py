@@ -20,7 +20,8 @@ from torchtitan.grpo.weight_sync.disk import DiskFeed
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
-from torchtitan.grpo.weight_wire.transport import Rendezvous, in_thread, wait
+from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
+from torchtitan.grpo.weight_wire.transport import in_thread, wait
 
 _DRAIN_LOOK_S = 0.02
 

@@ -3,6 +3,7 @@
     buckets.py         the plan: which tensor travels at which byte of which bucket; trailers and checksums
     checksum_kernel.py the checksum in one pass over a GPU's memory (Triton)
     transport.py       a process group between trainer rank 0 and one server, with bounded waits
+    rendezvous.py      where the ranks of such a group meet, and how either end gives that up
     shared_memory.py   the same group within one machine: the server reads the trainer's own buckets (transport "ipc")
     shared_buffers.py  memory that another process can map: memfd, CUDA IPC
     receiver.py        the server's end: receive buckets, verify each, hand the tensors to the engine, acknowledge

@@ -28,8 +28,9 @@ import torch
 from torchtitan.grpo.version_names import lives, owned_by
 from torchtitan.grpo.weight_wire.bucket_files import read_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_from_json
+from torchtitan.grpo.weight_wire.rendezvous import address_towards, join_store
 from torchtitan.grpo.weight_wire.shared_memory import Shared
-from torchtitan.grpo.weight_wire.transport import Group, address_towards, join_store, wait
+from torchtitan.grpo.weight_wire.transport import Group, wait
 
 PROTOCOL = 2
 ACK_FIELDS = 5

@@ -6,11 +6,9 @@ end has to initialise `torch.distributed`, and no default group is touched. Need
 
 import atexit
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,16 +25,14 @@ _POLL_S = 0.0002
 _POLL_MAX_S = 0.05
 _LOOK_S = 0.25
 _ANSWER_S = 2.0
-_PREFIX = "torchtitan_grpo"
-_ABANDONED = "abandoned"
+PREFIX = "torchtitan_grpo"
+"""Of all keys in the rendezvous store."""
+ABANDONED = "abandoned"
+"""The key with which rank 0 tells that it has given the group up."""
 _HERE = "here"
 """Prefix of the keys with which ranks say that they are about to join."""
 _GIVEN_UP = "this end has given the transfer up"
 _JOIN_POLL_S = 0.005
-_STORE_S = 10.0
-"""For the store's first answer, once its port takes connections. If it is closed in between, TCPStore waits so long."""
-_WORD_S = 0.5
-"""How long a rendezvous that is given up goes on telling so."""
 _NCCL_TIMEOUT_FACTOR = 10.0
 _GLOO_TIMEOUT_MARGIN_S = 5.0
 _ABORT_POLL_S = 0.05
@@ -62,100 +58,6 @@ def _run(call: Callable[[], T], future: "Future[T]") -> None:
         future.set_exception(error)
     finally:
         del call, future  # the error's traceback has this frame: together they would keep each other alive
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to `host`. Sends nothing."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
-def host_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """A rendezvous store that listens on `address` only (a TCPStore has no password), and its port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, port
-
-
-def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous store that `host_store` made.
-
-    It listens before anybody is told its port. Nobody there means that who made it has gone or given up. TCPStore would
-    go on trying for `timeout_s` and more, and a server that waits so answers nobody.
-
-    Raises:
-        RuntimeError: Nobody listens there, or the address cannot be reached.
-        TimeoutError: The other end takes connections and does not answer, as a process that is frozen.
-    """
-    where = f"{address}:{port}, where the other end listened for this connection,"
-    try:
-        socket.create_connection((address, port), timeout_s).close()
-    except OSError as error:
-        raise RuntimeError(
-            f"{where} cannot be reached ({error}): it has given the connection up, or the network is in the way"
-        ) from error
-    first = timedelta(seconds=min(timeout_s, _STORE_S))
-    joining = in_thread(lambda: dist.TCPStore(address, port, None, False, first), "weight-transfer-store")
-    try:
-        store = joining.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError(f"{where} does not answer") from None
-    finally:
-        del joining  # its error's traceback has this frame
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
-
-
-class Rendezvous:
-    """Where the ranks of one group meet, and rank 0's way into the group, in a thread.
-
-    The thread has a connection to the store, but not the store itself. So `give_up` can end it, wherever it waits, by
-    taking the store away.
-
-    Args:
-        address: This machine's, on the route to the other end. The store listens there, at `port`.
-        options: The other arguments of rank 0's `Group`.
-    """
-
-    def __init__(self, backend: str, size: int, device: torch.device, timeout_s: float, address: str, **options: Any):
-        store, self.port = host_store(address, timeout_s)
-        self._store: dist.Store | None = store
-        connection = join_store(address, self.port, timeout_s)
-        self.joined = in_thread(
-            lambda: Group(backend, connection, 0, size, device, timeout_s, address, **options), "weight-sync-join"
-        )
-
-    def group(self) -> "Group":
-        """The group that rank 0 has joined. It keeps the store. Raises what joining raised."""
-        group = self.joined.result()
-        group.hosts, self._store = self._store, None
-        return group
-
-    def give_up(self, served: "Future[None]") -> None:
-        """The group will not come about. Waits for half a second at most.
-
-        Args:
-            served: The call that has the other end join. Once that has found the store, the store's end ends it.
-        """
-        self.joined.add_done_callback(_abort_late)
-        if self._store is not None:
-            with suppress(RuntimeError):
-                dist.PrefixStore(_PREFIX, self._store).set(_ABANDONED, "1")  # so that ranks which look end quietly
-            both: list[Future[Any]] = [self.joined, served]
-            futures.wait(both, timeout=_WORD_S)
-            self._store = None
-
-
-def _abort_late(joined: "Future[Group]") -> None:
-    if joined.exception() is None:
-        joined.result().abort()
 
 
 @contextmanager
@@ -206,7 +108,7 @@ class Group:
         device: torch.device,
         timeout_s: float,
         address: str,
-        prefixes: Sequence[str] = (_PREFIX,),
+        prefixes: Sequence[str] = (PREFIX,),
         hello: bool = True,
     ):
         """Join the group.
@@ -268,7 +170,7 @@ class Group:
         keys = [f"{_HERE}/{rank}" for rank in range(self.size)]
         pause_s = _JOIN_POLL_S
         while not self._has(keys, deadline):
-            if self._has([_ABANDONED], deadline):
+            if self._has([ABANDONED], deadline):
                 raise RuntimeError("the other end has given this connection up")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _POLL_MAX_S)
@@ -345,14 +247,14 @@ class Group:
                 raise RuntimeError("the trainer has given this transfer up")
             self._next_look = time.monotonic() + _LOOK_S
         if self._look is None and time.monotonic() >= self._next_look:
-            self._look = self._asked([_ABANDONED])
+            self._look = self._asked([ABANDONED])
 
     def rank0_lives(self) -> bool:
         """For ranks 1..: whether rank 0 answers and has not given up the group. One that is frozen counts as gone."""
         if self._pg is None:
             return False
         try:
-            return not self._asked([_ABANDONED]).result(_ANSWER_S)
+            return not self._asked([ABANDONED]).result(_ANSWER_S)
         except (RuntimeError, TimeoutError):
             return False
 
@@ -371,7 +273,7 @@ class Group:
         def give_up() -> None:
             if self.rank == 0:
                 with suppress(RuntimeError):
-                    self._store.set(_ABANDONED, "1")
+                    self._store.set(ABANDONED, "1")
             while not all(work.is_completed() for work in works):
                 time.sleep(_ABORT_POLL_S)
             with _ending:
