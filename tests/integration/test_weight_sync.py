@@ -211,6 +211,19 @@ def test_no_version_is_torn_while_a_slow_transfer_and_the_training_go_on(tmp_pat
     assert publish_s[-1] < push_s / 5, "nor is it ever long on two busy cores"
 
 
+def test_with_one_snapshot_a_publish_waits_until_the_version_before_has_been_sent(tmp_path, receivers):
+    folder = save_model(tmp_path / "model", "qwen3", False)
+    url = receivers.start("--bucket-s", "0.2")
+    sync = SYNC | {"async_weight_update": True, "num_snapshots": 1}
+    acts = [["loop", 1, 3.0, 0.05]]
+    (record,) = Trainer(tmp_path, 1, folder=str(folder), urls=[url], sync=sync, acts=acts).records()
+    (loop,) = record["acts"]
+    assert_only_whole_versions(receivers, [url], loop)
+    assert [version for version, _ in receivers.taken(url)] == [int(version) for version in loop["expected"]]
+    assert len(loop["expected"]) > 2
+    assert loop["publish_s"][0] < 0.5 < loop["publish_s"][1], "it is the second one that waits"
+
+
 def test_a_straggler_is_dropped_fed_alone_and_comes_back(tmp_path, receivers):
     folder = save_model(tmp_path / "model", "qwen3", False)
     slow, quick = receivers.start("--fault", "sleep", "4", "5"), receivers.start()

@@ -29,7 +29,7 @@ COLUMNS = """servers num_buffers bucket_mib buckets total_ms exposed_ms answered
 
 
 def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitStack) -> None:
-    source = shape_source(args.shape, lora_rank=args.lora)
+    source = shape_source(args.shape, lora_rank=args.lora, layers=args.layers)
     model = build(source, ranks, args.dtype)
     servers = Servers(args, ranks, resources)
     rows: list[Row] = []
@@ -39,6 +39,7 @@ def refit(args: argparse.Namespace, ranks: Ranks, out: Output, resources: ExitSt
             transport=args.transport,
             async_weight_update=args.background,
             num_buffers=num_buffers,
+            num_snapshots=args.snapshots,
             bucket_mib_max=bucket_mib,
             timeout_seconds=args.timeout_s,
             straggler_seconds=args.timeout_s,  # every server counts, however slow

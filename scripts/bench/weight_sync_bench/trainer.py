@@ -39,11 +39,12 @@ MAX_TOKENS = 4096
 _HEALTH_TIMEOUT_S = 30.0
 
 
-def shape_source(shape: str, seq_len: int = 64, lora_rank: int = 0) -> ModelSource:
-    """The model of a `--shape`, without weights. `lora_rank` over 0: with adapters beside all of its layers."""
+def shape_source(shape: str, seq_len: int = 64, lora_rank: int = 0, layers: int = 0) -> ModelSource:
+    """The model of a `--shape`, without weights, or one with so many `layers`. `lora_rank` over 0: with adapters beside
+    all of its layers."""
     lora = job_config.Lora(enable=lora_rank > 0, rank=max(1, lora_rank))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, MAX_TOKENS)))
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, MAX_TOKENS, layers)))
         return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), seq_len, lora)
 
 

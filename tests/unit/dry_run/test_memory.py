@@ -526,6 +526,15 @@ def test_the_target_decides_what_is_published_and_how_large_buckets_are(monkeypa
     assert on_gpu["buckets, at most"] == 2 * memory_bytes(config, 2, h200).parameters, "all of them, in bfloat16"
 
 
+def test_snapshots_are_counted(monkeypatch):
+    def taken(*flags: str) -> int:
+        config = read(TINY, 2, 64, 2, *flags, monkeypatch=monkeypatch)
+        return memory_bytes(config, 2).moments["optimizer step"]["snapshots"]
+
+    background = "--weight_sync.async_weight_update"
+    assert taken(background) == 2 * taken(background, "--weight_sync.num_snapshots", "1") == 2 * taken()
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "target", "why"),
     [

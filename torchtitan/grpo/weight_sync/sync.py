@@ -138,7 +138,7 @@ class WeightSync:
             limit,
             config.num_buffers,
             config.verify,
-            snapshots=2 if config.async_weight_update else 1,
+            snapshots=config.num_snapshots if config.async_weight_update else 1,
             **({"allocate": allocate} if self._backend == "ipc" else {}),
         )
         self._warn_of_large_tensors()
@@ -166,7 +166,7 @@ class WeightSync:
             Whatever a sync thread raised since the last call.
         """
         self.check()
-        # A trainer that waits has one buffer. Another rank's gather, or a copy, may still be reading it.
+        # Where there is one buffer, a push, another rank's gather or a copy may still be reading it.
         self._packer.snapshots.take(version, self._config.timeout_seconds)
         self._newest = version
         wait = wait or not self._config.async_weight_update
