@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import requests
@@ -26,20 +28,43 @@ class Ask:
     stop_token_ids: tuple[int, ...]
 
 
+def under_way(asks: list[Ask], count: int, seed: int = 0) -> list[Ask]:
+    """What is left of `count` answers at some moment of a long run, each after the tokens that it has by then.
+
+    Answers of exactly `max_tokens` tokens are assumed. The longer one is, the likelier it is under way, and as likely
+    at one of its tokens as at another. What it has is drawn from its prompt's tokens. A server that starts with these
+    runs at once at the speed of one that has run for long, whose answers are longer than those that just began.
+    """
+    draw = random.Random(seed)
+    found = []
+    for ask in draw.choices(asks, weights=[ask.max_tokens for ask in asks], k=count):
+        sampled = draw.randrange(ask.max_tokens)
+        prompt_ids = ask.prompt_ids + draw.choices(ask.prompt_ids, k=sampled)
+        found.append(Ask(prompt_ids, ask.max_tokens - sampled, ask.stop_token_ids))
+    return found
+
+
 async def generation_rate(
-    engine: str, urls: list[str], asks: list[Ask], sequences: int, settle_s: float, count_s: float, timeout_s: float
+    engine: str,
+    urls: list[str],
+    asks: list[Ask],
+    sequences: int,
+    settle_s: float,
+    count_s: float,
+    timeout_s: float,
+    first: Sequence[Ask] = (),
 ) -> float:
     """Answer tokens/s of all servers together, each kept at `sequences` unseeded answers.
 
-    The job's requests are sent again and again, a new one for each that ends. After `settle_s`, tokens are counted for
-    `count_s` by the servers' own counter (`GENERATED`), or by the answers that end where a server has none. Requests
-    still under way are then cancelled.
+    The job's requests are sent again and again, a new one for each that ends; before them `first`, once. After
+    `settle_s`, tokens are counted for `count_s` by the servers' own counter (`GENERATED`), or by the answers that end
+    where a server has none. Requests still under way are then cancelled.
 
     Raises:
         EngineError: A server fails, or ends no answer in that time.
     """
     finished: list[tuple[float, int]] = []
-    numbered = enumerate(itertools.cycle(asks))
+    numbered = enumerate(itertools.chain(first, itertools.cycle(asks)))
     clients = [make_server(engine, url, None, timeout_s, timeout_s).client for url in urls]
     nonce = time.time_ns()
 

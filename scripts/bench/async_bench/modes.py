@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from async_bench.generation import Ask, generated_tokens, generation_rate
+from async_bench.generation import Ask, generated_tokens, generation_rate, under_way
 from async_bench.long_tail import LENGTHS, draw_lengths
 from async_bench.measured import MEASURED, compare, in_order, summarise
 from async_bench.processes import START_LIMIT_S, Server, healthy, train
@@ -217,7 +217,9 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     rows = []
     for sequences in sorted({of_a_step, args.sequences}):
         times = args.bound_s / 3, args.bound_s, args.run_limit_s  # to settle, to count, at most
-        rate = asyncio.run(generation_rate(args.engine, urls, asks, sequences, *times))
+        # Lengths of geometric answers are not known. They take time to settle: raise --bound-s.
+        first = under_way(asks, sequences * len(urls)) if args.lengths == "lognormal" else []
+        rate = asyncio.run(generation_rate(args.engine, urls, asks, sequences, *times, first))
         rows.append({"sequences": sequences, "tokens_per_s": rate})
         out.say(f"generation alone, {sequences} sequences a server: {rate:,.0f} tokens/s")
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -201,6 +201,17 @@ def test_processes_that_fail_or_take_too_long_say_so(tmp_path, monkeypatch):
     server.close()
 
 
+def test_answers_under_way_are_long_ones_and_half_done():
+    asks = [generation.Ask([7, 8, 9], length, (0,)) for length in (10, 1000)]
+    found = generation.under_way(asks, 4000)
+    lengths = [len(ask.prompt_ids) - 3 + ask.max_tokens for ask in found]
+    assert set(lengths) == {10, 1000} and lengths.count(1000) / 4000 == pytest.approx(1000 / 1010, abs=0.01)
+    assert min(ask.max_tokens for ask in found) >= 1
+    assert statistics.fmean(ask.max_tokens for ask in found) == pytest.approx(statistics.fmean(lengths) / 2, rel=0.05)
+    assert all(ask.prompt_ids[:3] == [7, 8, 9] and set(ask.prompt_ids) <= {7, 8, 9} for ask in found[:50])
+    assert generation.under_way(asks, 3) == generation.under_way(asks, 3)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_generation_rate_ends_when_a_server_is_gone(engine):
     asks = [generation.Ask([1, 2], 4, (0,))]

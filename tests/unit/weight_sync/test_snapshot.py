@@ -13,6 +13,7 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.qwen3 import Qwen3Adapter
 from torchtitan.grpo.model.shards import canonical_name
+from torchtitan.grpo.weight_sync import snapshot
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.ranks import Ranks
@@ -113,7 +114,9 @@ def slow_copies(snapshots: Snapshots, seconds) -> None:
     snapshots._copy = copy
 
 
-def test_a_snapshot_is_one_moment():
+@pytest.mark.parametrize("large", [0, 10, 10**6], ids=["one-by-one", "both", "together"])
+def test_a_snapshot_is_one_moment(large, monkeypatch):
+    monkeypatch.setattr(snapshot, "_LARGE", large)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
     names = [name for name, _ in model.named_parameters()]
     parameters = dict(model.named_parameters())

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 _CHECK_S = 0.05
+_LARGE = 1 << 24  # elements; _foreach_copy_ launches a kernel for about as many, `copy_` one for any number
 
 Slices = tuple[tuple[int, int], ...]
 """A box of a full tensor: (start, length) in each dimension."""
@@ -359,4 +360,12 @@ class Snapshots:
         if targets:
             shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
             parts = [s if part is None else s[part] for s, part in zip(shards, self._parts, strict=True)]
-            torch._foreach_copy_(targets, parts)
+            small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            for target, part in zip(targets, parts, strict=True):
+                if target.numel() > _LARGE:
+                    target.copy_(part)
+                else:
+                    small[0].append(target)
+                    small[1].append(part)
+            if small[0]:
+                torch._foreach_copy_(*small)
