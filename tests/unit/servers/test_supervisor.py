@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers import kept_server, restarts
-from torchtitan.grpo.servers.kept_server import Launch
+from torchtitan.grpo.servers.kept_server import Launch, with_temporary_folder
 from torchtitan.grpo.servers.ports import PORTS
 from torchtitan.grpo.servers.supervisor import Supervisor
 
@@ -85,6 +86,12 @@ def server_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("server ")]
 
 
+def temporary_folder(pid: int) -> Path:
+    """What a process was started with as TMPDIR."""
+    variables = dict(word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if word)
+    return Path(variables["TMPDIR"])
+
+
 def until(what: str, seen: Callable[[], object], limit_s: float = 10.0) -> float:
     started = time.monotonic()
     while not seen():
@@ -140,21 +147,47 @@ def test_a_guard_that_is_killed_leaves_no_server_behind(supervise, tmp_path):
     keeps.wait_healthy()
     (server,) = server_pids(tmp_path)
     (guard,) = set(processes_of(tmp_path)) - {server}
+    before = temporary_folder(server)
     os.kill(guard, signal.SIGKILL)
     until("the server is gone", lambda: not group_members(guard), 5)
     until("started again", lambda: keeps.restarts == 1 and server_pids(tmp_path))
     keeps.wait_healthy()
+    assert not before.exists() and temporary_folder(server_pids(tmp_path)[0]).is_dir()
+
+
+def test_what_a_server_leaves_in_its_temporary_folder_goes_with_it(supervise, tmp_path):
+    keeps = supervise("plain")
+    keeps.wait_healthy()
+    (server,) = server_pids(tmp_path)
+    first = temporary_folder(server)
+    (first / "left").mkdir()
+    (first / "left" / "socket").touch()
+    os.kill(server, signal.SIGKILL)
+    until("started again", lambda: keeps.restarts == 1 and server_pids(tmp_path))
+    second = temporary_folder(server_pids(tmp_path)[0])
+    assert not first.exists() and second.is_dir() and second != first
+    keeps.close()
+    assert not second.exists()
+
+
+def test_a_temporary_folder_is_short_enough_for_sockets():
+    short = with_temporary_folder({"A": "1", "TMPDIR": "/tmp"}, "/tmp/grpo-abc")
+    assert short["A"] == "1" and short["TMPDIR"] == "/tmp/grpo-abc"
+    assert Path(short["TORCHINDUCTOR_CACHE_DIR"]).parent == Path(tempfile.gettempdir())
+    assert with_temporary_folder({"TORCHINDUCTOR_CACHE_DIR": "/c"}, "/tmp/x")["TORCHINDUCTOR_CACHE_DIR"] == "/c"
+    assert with_temporary_folder({"A": "1"}, "/tmp/" + 70 * "x") == {"A": "1"}
 
 
 def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     """The guard alone: nobody is left to tell it."""
     (tmp_path / "server.py").write_text(PROGRAM)
+    (folder := tmp_path / "temporary").mkdir()
     guard = Path(kept_server.__file__).with_name("guard.py")
     words = [sys.executable, "-I", "-S", str(tmp_path / "server.py"), "workers", str(tmp_path), "0"]
     owner = (
         "import os, subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-I', '-S', {str(guard)!r}, str(os.getpid()), '0.3', *{words!r}], "
-        "process_group=0)\n"
+        f"subprocess.Popen([sys.executable, '-I', '-S', {str(guard)!r}, str(os.getpid()), '0.3', {str(folder)!r}, "
+        f"*{words!r}], process_group=0)\n"
         "time.sleep(100)"
     )
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", owner])
@@ -163,6 +196,7 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
         process.kill()
         process.wait()
         until("nothing is left", lambda: not processes_of(tmp_path), 5)
+        assert not folder.exists()
     finally:
         process.kill()
         for pid in processes_of(tmp_path):

@@ -3,12 +3,14 @@
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +42,9 @@ _SILENT = "did not answer"
 _END_POLL_S = 0.1
 _TAIL_CHARS = 3000
 _GUARD = str(Path(__file__).with_name("guard.py"))
+_SOCKET_PATH_MAX = 107
+_SOCKET_NAME = 40
+"""Longer than the names of the sockets that vLLM and SGLang make in their temporary folder."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class KeptServer(threading.Thread):
         self._failures = 0  # of health requests in a row
         self._healthy_at = 0.0
         self._log_start = 0
+        self._folder = ""
         self._reserved: ReservedPort | None = None
 
     @property
@@ -182,15 +188,16 @@ class KeptServer(threading.Thread):
     def _start(self) -> None:
         self._keep_or_change_port()
         command, environment = self.launch.command(self._reserved.port)
-        # The guard itself needs nothing that is installed, and neither PYTHONPATH nor site-packages.
-        guard = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), str(GRACE_S), *command]
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
+            self._folder = tempfile.mkdtemp(prefix="grpo-")
+            # The guard itself needs nothing that is installed, and neither PYTHONPATH nor site-packages.
+            guard = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), str(GRACE_S), self._folder, *command]
             # A process group of its own: Ctrl-C reaches only the owner, which then closes the servers. Not a session of
             # its own: Linux first divides the cores among sessions (sched_autogroup_enabled).
             self.process = subprocess.Popen(
                 guard,
-                env=environment,
+                env=with_temporary_folder(environment, self._folder),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -241,6 +248,7 @@ class KeptServer(threading.Thread):
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tail(self) -> str:
         try:
@@ -256,6 +264,17 @@ class KeptServer(threading.Thread):
             for name, value in values.items():
                 setattr(self, name, value)
             self._supervisor.changed.notify_all()
+
+
+def with_temporary_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """`environment` of a server whose temporary files go into `folder`: vLLM and SGLang leave some there at each start.
+
+    It stays as it is if the path is too long for sockets. What torch compiles is kept where other starts find it.
+    """
+    if len(folder) + _SOCKET_NAME > _SOCKET_PATH_MAX:
+        return dict(environment)
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **environment, "TMPDIR": folder}
 
 
 def _ill(control: HttpControl) -> str:
