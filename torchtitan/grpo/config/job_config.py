@@ -471,7 +471,7 @@ class WeightSync:
     from a copy in host memory."""
     num_snapshots: Annotated[int, Range(at_least=1, at_most=2)] = 2
     """With `async_weight_update`, copies of a rank's shards, of 2 bytes a parameter in bfloat16. One is sent while the
-    trainer writes the other. With 1, a publish waits until the version before has been sent."""
+    trainer writes the other. With 1, a publish waits while a version is being sent."""
     num_buffers: Annotated[int, Range(at_least=1, at_most=64)] = 2
     """Buckets in flight at once. Two overlap packing with sending."""
     buffer_memory_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.05

@@ -25,6 +25,7 @@ from torchtitan.grpo.inside_vllm import adapters
 from torchtitan.grpo.inside_vllm.adapters import ServedAdapters
 from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
+from torchtitan.grpo.inside_vllm.load_recording import loaded_name
 from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire import receiver
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
@@ -184,7 +185,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
                 if not direct.complete:
                     raise RuntimeError("some buckets of the update were not loaded")
                 return
-            missing = sorted(self._own_names() - {_own_name(name) for name in loaded})
+            missing = sorted(self._own_names() - {loaded_name(name) for name in loaded})
             if missing and self.model_config.quantization is None:
                 raise RuntimeError(f"{len(missing)} weights of the served model got nothing: {missing[:8]}")
 
@@ -228,7 +229,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def _own_names(self) -> set[str]:
         """vLLM's names of this worker's weights."""
-        return {_own_name(name) for name, _ in self.model.named_parameters()} - self._tied_names()
+        return {loaded_name(name) for name, _ in self.model.named_parameters()} - self._tied_names()
 
     def _tied_names(self) -> set[str]:
         """Parameters of an output layer that is tied to the embedding, and so is not sent."""
@@ -265,8 +266,3 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
     def _vllm_config(self) -> AbstractContextManager:
         # Some quantisation methods read it. vLLM 0.32 sets it around these calls, 0.25 does not.
         return set_current_vllm_config(self.vllm_config)
-
-
-def _own_name(name: str) -> str:
-    """vLLM 0.25 calls experts by the module that loads them, and not by the one inside it that holds them."""
-    return name.replace(".experts.routed_experts.", ".experts.")

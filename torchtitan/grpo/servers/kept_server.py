@@ -1,6 +1,7 @@
 """One server that is kept alive: its thread starts it, asks for its health, and starts it again when it ends."""
 
 import contextlib
+import getpass
 import logging
 import os
 import shutil
@@ -195,14 +196,18 @@ class KeptServer(threading.Thread):
             guard = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), str(GRACE_S), self._folder, *command]
             # A process group of its own: Ctrl-C reaches only the owner, which then closes the servers. Not a session of
             # its own: Linux first divides the cores among sessions (sched_autogroup_enabled).
-            self.process = subprocess.Popen(
-                guard,
-                env=with_temporary_folder(environment, self._folder),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+            try:
+                self.process = subprocess.Popen(
+                    guard,
+                    env=with_temporary_folder(environment, self._folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
+            except OSError:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                raise
 
     def _keep_or_change_port(self) -> None:
         if self.restarts and not self._reserved.is_free():
@@ -269,12 +274,15 @@ class KeptServer(threading.Thread):
 def with_temporary_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
     """`environment` of a server whose temporary files go into `folder`: vLLM and SGLang leave some there at each start.
 
-    It stays as it is if the path is too long for sockets. What torch compiles is kept where other starts find it.
+    It stays as it is if the path is too long for sockets. What torch compiles is kept where other starts find it, and
+    Ray looks for a cluster where it always does.
     """
     if len(folder) + _SOCKET_NAME > _SOCKET_PATH_MAX:
         return dict(environment)
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-    return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **environment, "TMPDIR": folder}
+    shared = tempfile.gettempdir()
+    with contextlib.suppress(KeyError, OSError):  # a user without a name
+        environment = {"TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_{getpass.getuser()}", **environment}
+    return {"RAY_TMPDIR": shared, **environment, "TMPDIR": folder}
 
 
 def _ill(control: HttpControl) -> str:

@@ -269,6 +269,11 @@ class Snapshots:
             self._hold_awaited()
             self._changed.notify_all()
 
+    def has_free(self) -> bool:
+        """Whether `take` would find a buffer now."""
+        with self._changed:
+            return bool(self._free())
+
     def order_writes_after(self) -> None:
         """Make the calling thread's stream (the next optimizer step) wait for the last `take`. The host does not."""
         if self._last is not None and self._last.taken is not None:

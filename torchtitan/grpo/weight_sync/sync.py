@@ -70,8 +70,8 @@ class WeightSync:
 
     A thread on each rank gathers, packs and sends a version while the next step trains. If more versions are published
     meanwhile, the newest wins and those in between are never sent (I5). A server serves a version only after all of its
-    bytes have arrived and were acknowledged (I3). With `[weight_sync] async_weight_update`, main threads never wait for
-    a server, a transfer or another rank (I1).
+    bytes have arrived and were acknowledged (I3). With `[weight_sync] async_weight_update` and two snapshots, main
+    threads never wait for a server, a transfer or another rank (I1).
 
     Args:
         published: What the servers get.
@@ -155,10 +155,13 @@ class WeightSync:
     def publish(self, version: int, wait: bool = False) -> None:
         """Give the servers the weights as they are now. `version` is greater than any before.
 
-        Returns at once (I1). With `wait`, or without `[weight_sync] async_weight_update`, rank 0 returns when every
-        server in the push has acknowledged this version and is resumed, or has been withdrawn. The other ranks return
-        when rank 0 has their shards: if they went on earlier, their next collective would wait on the device for rank
-        0, which waits for these shards. NCCL gives no guarantee for concurrent collectives of several communicators.
+        Returns at once (I1). With `num_snapshots = 1` it first waits while a version is being sent; in a run that stops
+        it then returns without this version.
+
+        With `wait`, or without `[weight_sync] async_weight_update`, rank 0 returns when every server in the push has
+        acknowledged this version and is resumed, or has been withdrawn. The other ranks return when rank 0 has their
+        shards: if they went on earlier, their next collective would wait on the device for rank 0, which waits for
+        these shards. NCCL gives no guarantee for concurrent collectives of several communicators.
 
         Raises:
             FleetError: Fewer servers are left than `[rollout] min_servers`; on rank 0.
@@ -166,8 +169,13 @@ class WeightSync:
             Whatever a sync thread raised since the last call.
         """
         self.check()
-        # Where there is one buffer, a push, another rank's gather or a copy may still be reading it.
-        self._packer.snapshots.take(version, self._config.timeout_seconds)
+        snapshots = self._packer.snapshots
+        if snapshots.count == 1:  # a push, another rank's gather or a copy may still be reading it
+            what = f"the snapshot of version {snapshots.newest} to be sent, before that of version {version}"
+            self._wait_until(lambda: snapshots.has_free() or not self._waits, what)
+            if not (self._waits or snapshots.has_free()):
+                return
+        snapshots.take(version, self._config.timeout_seconds)
         self._newest = version
         wait = wait or not self._config.async_weight_update
         if self._board is not None:
