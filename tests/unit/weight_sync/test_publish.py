@@ -1,0 +1,65 @@
+"""What `WeightSync.publish` waits for when there is one snapshot buffer; the threads around it are stand-ins."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.grpo.weight_sync.snapshot import Snapshots, primary_holdings
+from torchtitan.grpo.weight_sync.sync import PHASES, WeightSync
+
+
+def one_snapshot(timeout_s: float) -> tuple[WeightSync, Snapshots]:
+    snapshots = Snapshots({"weight": torch.ones(4)}, torch.float32, 1)
+    (owned,) = primary_holdings([snapshots.held], snapshots.shapes)
+    snapshots.allocate(owned)
+    sync = WeightSync.__new__(WeightSync)
+    sync._packer, sync._fleet, sync._board, sync._waits = SimpleNamespace(snapshots=snapshots), None, None, True
+    sync._config = SimpleNamespace(timeout_seconds=timeout_s, async_weight_update=True)
+    sync._pause = SimpleNamespace(in_flight=True)
+    sync._thread = SimpleNamespace(changed=threading.Condition(), error=None)
+    sync.check = lambda: None
+    sync.publish(1)
+    return sync, snapshots
+
+
+def send(snapshots: Snapshots, seconds: float) -> threading.Thread:
+    """Hold the newest version for a while, as a push does. Returns when it is held."""
+    held = threading.Event()
+
+    def push() -> None:
+        with snapshots.hold(lambda newest: newest, 1.0, lambda: None):
+            held.set()
+            time.sleep(seconds)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    held.wait(5.0)
+    return thread
+
+
+def test_a_push_may_take_longer_than_one_of_its_phases():
+    sync, snapshots = one_snapshot(timeout_s=0.2)
+    push, began = send(snapshots, 0.4), time.monotonic()
+    sync.publish(2)
+    assert time.monotonic() - began > 0.3 and snapshots.newest == 2
+    push.join()
+
+
+def test_the_wait_is_bounded_and_named():
+    sync, snapshots = one_snapshot(timeout_s=0.05)
+    push = send(snapshots, 0.05 * PHASES + 0.5)
+    with pytest.raises(TimeoutError, match="the snapshot of version 1 to be sent, before that of version 2"):
+        sync.publish(2)
+    push.join()
+
+
+def test_a_run_that_stops_does_not_wait():
+    sync, snapshots = one_snapshot(timeout_s=30.0)
+    push, began = send(snapshots, 0.5), time.monotonic()
+    sync.stop_waiting()
+    sync.publish(2)
+    assert time.monotonic() - began < 0.4 and snapshots.newest == 1
+    push.join()
