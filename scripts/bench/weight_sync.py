@@ -58,7 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
     refit.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the trainer's weights")
     refit.add_argument("--lora", type=positive, default=0, metavar="RANK", help="adapters of this rank, all layers")
     refit.add_argument("--background", action="store_true", help="publish in the background, and time the pause too")
-    refit.add_argument("--snapshots", type=positive, default=2, help="with --background: 1 or 2 copies (default 2)")
+    refit.add_argument(
+        "--snapshots", type=int, choices=[1, 2], default=2, help="with --background, [weight_sync] num_snapshots"
+    )
     refit.add_argument("--layers", type=positive, default=0, metavar="N", help="of the shape, in place of its own")
     refit.add_argument("--raw-gpu", type=device, metavar="I", help="GPU of the raw broadcasts' receiver, or cpu")
 

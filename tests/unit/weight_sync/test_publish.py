@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -25,41 +27,44 @@ def one_snapshot(timeout_s: float) -> tuple[WeightSync, Snapshots]:
     return sync, snapshots
 
 
-def send(snapshots: Snapshots, seconds: float) -> threading.Thread:
-    """Hold the newest version for a while, as a push does. Returns when it is held."""
-    held = threading.Event()
+@contextmanager
+def sending(snapshots: Snapshots, seconds: float = 60.0) -> Iterator[None]:
+    """Hold the newest version, as a push does, for so long or until the block ends."""
+    held, over = threading.Event(), threading.Event()
 
     def push() -> None:
         with snapshots.hold(lambda newest: newest, 1.0, lambda: None):
             held.set()
-            time.sleep(seconds)
+            over.wait(seconds)
 
     thread = threading.Thread(target=push)
     thread.start()
-    held.wait(5.0)
-    return thread
+    assert held.wait(10.0)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_push_may_take_longer_than_one_of_its_phases():
     sync, snapshots = one_snapshot(timeout_s=0.2)
-    push, began = send(snapshots, 0.4), time.monotonic()
-    sync.publish(2)
-    assert time.monotonic() - began > 0.3 and snapshots.newest == 2
-    push.join()
+    with sending(snapshots, seconds=0.4):
+        began = time.monotonic()
+        sync.publish(2)
+        assert time.monotonic() - began > 0.3 and snapshots.newest == 2
 
 
 def test_the_wait_is_bounded_and_named():
-    sync, snapshots = one_snapshot(timeout_s=0.05)
-    push = send(snapshots, 0.05 * PHASES + 0.5)
-    with pytest.raises(TimeoutError, match="the snapshot of version 1 to be sent, before that of version 2"):
+    sync, snapshots = one_snapshot(timeout_s=0.02)
+    said = "the snapshot of version 1 to be sent, before that of version 2"
+    with sending(snapshots), pytest.raises(TimeoutError, match=said):
         sync.publish(2)
-    push.join()
 
 
 def test_a_run_that_stops_does_not_wait():
     sync, snapshots = one_snapshot(timeout_s=30.0)
-    push, began = send(snapshots, 0.5), time.monotonic()
-    sync.stop_waiting()
-    sync.publish(2)
-    assert time.monotonic() - began < 0.4 and snapshots.newest == 1
-    push.join()
+    with sending(snapshots):
+        sync.stop_waiting()
+        sync.publish(2)
+        assert snapshots.newest == 1
