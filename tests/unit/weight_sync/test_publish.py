@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, primary_holdings
-from torchtitan.grpo.weight_sync.sync import PHASES, WeightSync
+from torchtitan.grpo.weight_sync.sync import WeightSync
 
 
 def one_snapshot(timeout_s: float) -> tuple[WeightSync, Snapshots]:
