@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, primary_holdings
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -21,7 +22,6 @@ def one_snapshot(timeout_s: float) -> tuple[WeightSync, Snapshots]:
     sync._packer, sync._fleet, sync._board, sync._waits = SimpleNamespace(snapshots=snapshots), None, None, True
     sync._config = SimpleNamespace(timeout_seconds=timeout_s, async_weight_update=True)
     sync._pause = SimpleNamespace(in_flight=True)
-    sync._thread = SimpleNamespace(changed=threading.Condition(), error=None)
     sync.check = lambda: None
     sync.publish(1)
     return sync, snapshots
@@ -57,14 +57,20 @@ def test_a_push_may_take_longer_than_one_of_its_phases():
 
 def test_the_wait_is_bounded_and_named():
     sync, snapshots = one_snapshot(timeout_s=0.02)
-    said = "the snapshot of version 1 to be sent, before that of version 2"
+    said = "waiting for this rank's buffer for version 2: all of 1 are being sent; its newest is 1"
     with sending(snapshots), pytest.raises(TimeoutError, match=said):
         sync.publish(2)
 
 
-def test_a_run_that_stops_does_not_wait():
+def test_what_fails_meanwhile_ends_the_wait():
     sync, snapshots = one_snapshot(timeout_s=30.0)
-    with sending(snapshots):
-        sync.stop_waiting()
+    looks = iter([None, None, FleetError("0 of 1 servers left")])
+
+    def check() -> None:
+        if (error := next(looks)) is not None:
+            raise error
+
+    sync.check = check
+    with sending(snapshots), pytest.raises(FleetError, match="0 of 1 servers left"):
         sync.publish(2)
-        assert snapshots.newest == 1
+    assert snapshots.newest == 1

@@ -277,7 +277,7 @@ def test_one_buffer_waits_for_its_reader_and_says_so():
     fill(model, 1)
     snapshots.take(1)
     with snapshots.hold(same, 1, nothing) as buffer:
-        with pytest.raises(TimeoutError, match="no buffer for version 2: all of 1 are being sent"):
+        with pytest.raises(TimeoutError, match="buffer for version 2: all of 1 are being sent"):
             snapshots.take(2, 0.1)
         assert (buffer.version, buffer.flat.unique().tolist()) == (1, [1.0])
     fill(model, 2)

@@ -228,7 +228,7 @@ class Snapshots:
         self.buffers.append(SnapshotBuffer(len(self.buffers), flat))
 
     @torch.no_grad()
-    def take(self, version: int, timeout_s: float = 0.0) -> None:
+    def take(self, version: int, timeout_s: float = 0.0, check: Callable[[], None] = lambda: None) -> None:
         """Copy the weights as they are now, without waiting for the device.
 
         On CUDA the copy is ordered after all work on the calling thread's stream (the optimizer step). Call
@@ -236,8 +236,9 @@ class Snapshots:
 
         Args:
             version: Greater than any before.
-            timeout_s: Longest wait for a buffer that is not being sent. With two buffers one is free, except for the
+            timeout_s: Longest wait for a buffer that is not being read. With two buffers one is free, except for the
                 second version that is taken while the ranks exchange one message (`hold`).
+            check: Called while waiting; may raise.
 
         Raises:
             TimeoutError: No buffer became free.
@@ -245,8 +246,8 @@ class Snapshots:
         with self._changed:
             if version <= self.newest:
                 raise ValueError(f"version {version} of the weights after version {self.newest}")
-            if not self._changed.wait_for(self._free, timeout_s):
-                raise TimeoutError(f"no buffer for version {version}: all of {len(self.buffers)} are being sent")
+            what = f"buffer for version {version}: all of {len(self.buffers)} are being sent"
+            self._wait(lambda: bool(self._free()), timeout_s, check, what)
             buffer = min(self._free(), key=lambda b: b.version)
             buffer.version, self._taking = -1, True
         if self._stream is None:
@@ -268,11 +269,6 @@ class Snapshots:
             self._last = buffer
             self._hold_awaited()
             self._changed.notify_all()
-
-    def has_free(self) -> bool:
-        """Whether `take` would find a buffer now."""
-        with self._changed:
-            return bool(self._free())
 
     def order_writes_after(self) -> None:
         """Make the calling thread's stream (the next optimizer step) wait for the last `take`. The host does not."""

@@ -155,8 +155,7 @@ class WeightSync:
     def publish(self, version: int, wait: bool = False) -> None:
         """Give the servers the weights as they are now. `version` is greater than any before.
 
-        Returns at once (I1). With `num_snapshots = 1` it first waits while a version is being sent; in a run that stops
-        it then returns without this version.
+        Returns at once (I1). With `num_snapshots = 1` it first waits while a version is being sent.
 
         With `wait`, or without `[weight_sync] async_weight_update`, rank 0 returns when every server in the push has
         acknowledged this version and is resumed, or has been withdrawn. The other ranks return when rank 0 has their
@@ -169,13 +168,8 @@ class WeightSync:
             Whatever a sync thread raised since the last call.
         """
         self.check()
-        snapshots = self._packer.snapshots
-        if snapshots.count == 1:  # a push, another rank's gather or a copy may still be reading it
-            what = f"the snapshot of version {snapshots.newest} to be sent, before that of version {version}"
-            self._wait_until(lambda: snapshots.has_free() or not self._waits, what)
-            if not (self._waits or snapshots.has_free()):
-                return
-        snapshots.take(version, self._config.timeout_seconds)
+        # Where there is one buffer, a push, another rank's gather or a copy may still be reading it.
+        self._packer.snapshots.take(version, self._push_bound_s, self.check)
         self._newest = version
         wait = wait or not self._config.async_weight_update
         if self._board is not None:
@@ -276,10 +270,15 @@ class WeightSync:
                 f"trainer rank 0 to fetch this rank's shards of version {version}",
             )
 
+    @property
+    def _push_bound_s(self) -> float:
+        """Longest time for a push, and for one that runs before it."""
+        drain_s = 0.0 if self._pause.in_flight else self._pause.drain_timeout_s
+        return PHASES * self._config.timeout_seconds + 2 * drain_s
+
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         changed = self._board.changed if self._board is not None else self._thread.changed
-        drain_s = 0.0 if self._pause.in_flight else self._pause.drain_timeout_s
-        deadline = time.monotonic() + PHASES * self._config.timeout_seconds + 2 * drain_s  # a running push comes first
+        deadline = time.monotonic() + self._push_bound_s
         with changed:
             while not ready():
                 self.check()
