@@ -258,7 +258,7 @@ class Trainer:
             Sums over this rank's tokens, and the gradient norm. Both are still on the device: only the first step's
             check of the sampler waits for it here, `learned` waits later.
         """
-        fixed_logprobs = self._fixed_logprobs(batch)
+        config, fixed_logprobs = self.config, self._fixed_logprobs(batch)
         sums: dict[str, torch.Tensor] = {}
         counts = self.max_age, len(batch.servers)
         with self.ledger.stage("train"):
@@ -267,14 +267,15 @@ class Trainer:
 
                 def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
                     self.offload.poll()
-                    logprobs, entropy = self.model(row, self.config.rollout.temperature)
-                    return losses.row_loss(logprobs, entropy, row, self.config.grpo, *fixed[index], *counts)
+                    logprobs, entropy, *of_top = self.model(row, config.rollout.temperature)
+                    options = *counts, config.distill.coef, *of_top
+                    return losses.row_loss(logprobs, entropy, row, config.grpo, *fixed[index], *options)
 
                 added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
                 sums = {name: sums.get(name, 0) + value for name, value in added.items()}
                 if self.sampler_check.is_due and any(batch.servers.values()):
                     self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
-                grad_norm = clip_gradients(self.model, self.config.training.max_norm)
+                grad_norm = clip_gradients(self.model, config.training.max_norm)
                 self.weight_sync.order_writes_after()
                 if self.finite_steps.allow(grad_norm):
                     self.offload.step()
@@ -465,7 +466,7 @@ class Trainer:
         self.own_servers = OwnServers(self.config, self.device, trainers_here)
         self.resources.callback(self.own_servers.close)
         if self.is_rank0:
-            self.teachers = connect_teachers(self.config, self.tokenizer)
+            self.teachers = connect_teachers(self.config, self.tokenizer, self.source.model_args.vocab_size)
             self.own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
     def _build(self) -> None:

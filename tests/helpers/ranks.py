@@ -169,7 +169,7 @@ def _run(script: Path | str, arguments: list[str], environ: dict[str, str], cwd:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # Whole lines, also with PYTHONUNBUFFERED, where `print` writes a text and its newline apart: the ranks share the log.
+    # Whole lines, since the ranks share the log. With PYTHONUNBUFFERED `print` writes a text and its newline apart.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()

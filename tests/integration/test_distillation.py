@@ -46,8 +46,10 @@ def plain(lines: list[dict]) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(other)} for line in without_times(lines)]
 
 
-def test_a_run_with_a_teacher_resumes_and_replays_exactly(teacher, tmp_path):
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_run_with_a_teacher_resumes_and_replays_exactly(teacher, top_k, tmp_path):
     flags = {"--distill.teacher_urls": teacher, "--distill.mode": "add", "--distill.coef": "0.3"}
+    flags |= {"--distill.top_k": str(top_k)}
     flags |= {"--lr_scheduler.total_steps": "4", "--checkpoint.interval": "2", "--rollout.record_gib": "1"}
     whole = train(tmp_path / "whole", flags | {"--training.steps": "4"})
     train(tmp_path / "parts", flags | {"--training.steps": "2"})
@@ -56,13 +58,26 @@ def test_a_run_with_a_teacher_resumes_and_replays_exactly(teacher, tmp_path):
     assert all(line["distill/reverse_kl"] > 0 and line["distill/failures"] == 0 for line in whole)
     assert all(line[TIMED] > 0 and line["distill/failed_requests"] == 0 for line in whole)
     assert all(line["reward/mean"] > 0 for line in whole)
+    if top_k:
+        assert all(line["distill/top_k_kl"] > 0 and 4 / 64 < line["distill/top_k_mass"] < 1 for line in whole)
 
-    given = [part for flag in (SMALL | flags | {"--training.steps": "4"}).items() for part in flag if part is not None]
-    command = [tmp_path / "whole", "--out", tmp_path / "again", *given]
-    log = tmp_path / "again.log"
-    replay = Ranks(1, ROOT / "scripts" / "replay.py", *command, log=log, environment=environment())
-    assert replay.wait(120) == 0, replay.log[-4000:]
+    flags |= {"--training.steps": "4"}
+    replay(tmp_path / "whole", tmp_path / "again", flags)
     assert plain(steps(tmp_path / "again")) == plain(whole)
+    if top_k:  # random weights depend on the number of ranks
+        flags |= {"--model.weights": "hf", "--model.hf_assets_path": str(tmp_path / "whole/checkpoint/step-4/hf")}
+        for ranks in (1, 2):
+            replay(tmp_path / "whole", tmp_path / f"on_{ranks}", flags | {"--sft.steps": "0"}, ranks)
+        one, two = (steps(tmp_path / f"on_{ranks}")[0] for ranks in (1, 2))
+        for name in ("train/loss", "train/grad_norm", "distill/top_k_kl", "distill/top_k_mass"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4)
+
+
+def replay(run: Path, out: Path, flags: dict[str, str], ranks: int = 1) -> None:
+    given = [part for flag in (SMALL | flags).items() for part in flag if part is not None]
+    command, log = [run, "--out", out, *given], out.with_suffix(".log")
+    ranks_of_it = Ranks(ranks, ROOT / "scripts" / "replay.py", *command, log=log, environment=environment())
+    assert ranks_of_it.wait(120) == 0, ranks_of_it.log[-4000:]
 
 
 def test_a_run_without_rewards_outlives_one_of_two_teachers_and_names_the_last(tmp_path):

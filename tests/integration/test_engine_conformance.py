@@ -36,7 +36,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
 from torchtitan.grpo.servers.supervisor import Supervisor
 from torchtitan.grpo.teachers.connect import check_tokenizer, served_by, vocabulary_probes
-from torchtitan.grpo.teachers.scorers import SCORERS
+from torchtitan.grpo.teachers.scorers import SCORERS, Scores
 from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -221,7 +221,7 @@ def test_top_p_and_min_p_keep_the_likeliest_tokens(served: Served):
 def test_log_probabilities_of_given_tokens_for_which_a_teacher_is_asked(served: Served, temperature, monkeypatch):
     """vLLM and SGLang give those of temperature 1, whatever the request says: [distill] refuses others with them."""
     [model] = served.server().control.models()
-    client = SCORERS[served.engine](served.url, None, model["id"], 60.0, temperature)
+    client = SCORERS[served.engine](served.url, None, model["id"], 60.0, temperature, top_k=5)
     asked = [(PROMPT, [7, 9, 11]), ([5, 9], [4000, 17, 300, 8]), (PROMPT, PROMPT[:40])]
 
     def request(asked: list, plain=client._request) -> tuple:
@@ -232,7 +232,7 @@ def test_log_probabilities_of_given_tokens_for_which_a_teacher_is_asked(served: 
 
     monkeypatch.setattr(client, "_request", request)
 
-    async def run() -> list[list[float]]:
+    async def run() -> list[Scores]:
         found = await asyncio.gather(*(client.score(asked, f"r{i}") for i in range(2)))
         await client.close()
         return found[1]
@@ -240,7 +240,13 @@ def test_log_probabilities_of_given_tokens_for_which_a_teacher_is_asked(served: 
     computed = temperature if served.engine == "embedded" else 1.0
     for (prompt, answer), found in zip(asked, asyncio.run(run()), strict=True):
         expected = answer_logprobs(served.references["A"], prompt, answer, computed)
-        assert (torch.tensor(found) - expected).abs().max() <= EXACT
+        assert (torch.tensor(found.logprobs) - expected).abs().max() <= EXACT
+        with torch.no_grad():
+            logits = served.references["A"](torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        whole = (logits.float() / computed).log_softmax(-1)
+        ids, logprobs = torch.from_numpy(found.top.ids).long(), torch.from_numpy(found.top.logprobs)
+        assert (whole.gather(1, ids) - logprobs).abs().max() <= EXACT
+        assert (whole.topk(5).values - logprobs).abs().max() <= EXACT
 
 
 def test_the_tokenizer_by_which_a_teacher_is_known(served: Served):

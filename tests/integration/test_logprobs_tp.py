@@ -18,30 +18,32 @@ def inputs(vocab: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return hidden, weight, torch.randint(vocab, (tokens,), generator=rng)
 
 
-def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
     upstream = torch.linspace(-1, 2, len(logprobs))
-    return (upstream * logprobs.exp()).sum() + (upstream.flip(0) * entropy).sum()
+    return (upstream * logprobs.exp()).sum() + (upstream.flip(0) * entropy).sum() + (of_others.exp() ** 2).sum()
 
 
 def check(rank: int, mesh, vocab: int, tokens: int, chunk_tokens: int) -> None:
     hidden, weight, targets = inputs(vocab, tokens)
     whole_hidden, whole_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = token_logprobs(whole_hidden, whole_weight, targets, TEMPERATURE)
+    others = torch.stack([targets, (targets + 1) % vocab, (targets + vocab // 2 + 1) % vocab], 1)[:, : vocab - 1]
+    expected = token_logprobs(whole_hidden, whole_weight, targets, TEMPERATURE, others=others)
     log_softmax = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
     torch.testing.assert_close(expected[0], log_softmax.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(expected[2], log_softmax.gather(1, others), rtol=0, atol=1e-5)
     loss_of(*expected).backward()
 
     # as in a model: DTensor parameters, hidden states computed from a replicated one on every rank
     weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
     assert weight.to_local().shape[0] == min(-(-vocab // 2), vocab - rank * -(-vocab // 2))
     hidden = torch.nn.Parameter(distribute_tensor(hidden, mesh, [Replicate()]))
-    ours = token_logprobs(
-        hidden.to_local(), weight.to_local(), targets, TEMPERATURE, chunk_tokens=chunk_tokens, mesh=mesh
-    )
+    options = {"chunk_tokens": chunk_tokens, "mesh": mesh, "others": others}
+    ours = token_logprobs(hidden.to_local(), weight.to_local(), targets, TEMPERATURE, **options)
     loss_of(*ours).backward()
     for a, b in (
         (ours[0], expected[0]),
         (ours[1], expected[1]),
+        (ours[2], expected[2]),
         (hidden.grad.to_local(), whole_hidden.grad),
         (weight.grad.full_tensor(), whole_weight.grad),
     ):

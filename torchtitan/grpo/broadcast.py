@@ -116,13 +116,15 @@ class Broadcaster:
         if rows_by_rank is not None:
             parts = [row.to_tensors() for rows in rows_by_rank for row in rows]
             ints, floats = (torch.cat([part.flatten() for part in kind]) for kind in zip(*parts, strict=True))
-        routes = [row.routes for rows in rows_by_rank or [] for row in rows if row.routes is not None]
-        layout = [list(routes[0].shape[1:]), str(routes[0].dtype).removeprefix("torch.")] if routes else None
+        optional = [row.optional for rows in rows_by_rank or [] for row in rows]
+        layout = {name: [list(x.shape[1:]), str(x.dtype)] for name, x in optional[0].items()} if optional else {}
         lengths, layout = self.json([[[len(row.tokens) for row in rows] for rows in rows_by_rank or []], layout])
         ints, floats = self._tensor(ints, torch.int64), self._tensor(floats, torch.float32)
-        if layout is not None:
-            sent = torch.cat([part.flatten().view(torch.uint8) for part in routes]) if routes else None
-            all_routes = self._tensor(sent, torch.uint8).view(getattr(torch, layout[1])).view(-1, *layout[0])
+        everywhere = {}
+        for name, (shape, dtype) in layout.items():
+            sent = torch.cat([row[name].flatten().view(torch.uint8) for row in optional]) if optional else None
+            received = self._tensor(sent, torch.uint8).view(getattr(torch, dtype.removeprefix("torch.")))
+            everywhere[name] = received.view(-1, *shape)
         if rows_by_rank is not None:
             return rows_by_rank[rank]
         before = sum(map(sum, lengths[:rank]))
@@ -130,8 +132,8 @@ class Broadcaster:
         for length in lengths[rank]:
             own_ints = ints[before * len(INT_ROWS) :][: length * len(INT_ROWS)].view(len(INT_ROWS), length)
             own_floats = floats[before * len(FLOAT_ROWS) :][: length * len(FLOAT_ROWS)].view(len(FLOAT_ROWS), length)
-            own_routes = None if layout is None else all_routes[before : before + length]
-            result.append(PackedRow.from_tensors(own_ints, own_floats, own_routes))
+            own_optional = {name: tensor[before : before + length] for name, tensor in everywhere.items()}
+            result.append(PackedRow.from_tensors(own_ints, own_floats, own_optional))
             before += length
         return result
 

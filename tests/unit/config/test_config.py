@@ -350,12 +350,12 @@ BAD_TOML = {
     "a teacher and gspo": (
         "[distill]\nteacher_urls = ['http://a:1']\n[grpo]\npolicy_loss = 'gspo'",
         '[grpo] policy_loss = "gspo" with [distill]',
-        'use "ppo" or "cispo"',
+        'use "ppo" or "cispo", or set top_k',
     ),
     "a teacher and KL in the reward": (
         "[distill]\nteacher_urls = ['http://a:1']\n[grpo]\nkl_coef = 0.1\nkl_placement = 'reward'",
         '[grpo] kl_placement = "reward" with [distill]',
-        'use kl_placement = "loss"',
+        'use kl_placement = "loss", or set top_k',
     ),
     "a teacher's time": (
         "[distill]\nteacher_urls = ['http://a:1']\ntimeout_seconds = 2000",

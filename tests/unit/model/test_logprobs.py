@@ -18,11 +18,25 @@ def inputs(dtype=torch.float32, tokens=TOKENS, vocab=VOCAB, seed=0):
     return hidden, weight, targets
 
 
-def naive(hidden, weight, targets, temperature):
+def naive(hidden, weight, targets, temperature, others=None):
     """The definition, over the whole [T, V] at once."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     log_p = ((hidden @ weight.T).to(dtype) / temperature).log_softmax(-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    of_target, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return (of_target, entropy) if others is None else (of_target, entropy, log_p.gather(1, others.long()))
+
+
+def different_tokens(tokens=TOKENS, vocab=VOCAB, k=4, seed=1):
+    """[T, K] int32, at some positions with the target of `inputs` and with token 0, on which absent tokens fall."""
+    rng = torch.Generator().manual_seed(seed)
+    others = torch.stack([torch.randperm(vocab, generator=rng)[:k] for _ in range(tokens)]).int()
+    targets = inputs(tokens=tokens, vocab=vocab)[2].int()
+    for t in range(0, tokens, 3):
+        if targets[t] not in others[t]:
+            others[t, t % k] = targets[t]
+        if 0 not in others[t]:
+            others[t, (t + 1) % k] = 0
+    return others
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
@@ -55,6 +69,51 @@ def test_kept_logits_change_nothing_but_memory(kept_bytes, chunks):
     assert len(kept) == chunks and sum(t.nbytes for t in kept) <= kept_bytes
     with torch.no_grad():
         assert torch.equal(token_logprobs(hidden, weight, targets, 0.9, chunk_tokens=8)[0], results[1][0])
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 1024])
+@pytest.mark.parametrize("parts", [(1, 0, 1), (0, 0, 1), (1, 1, 1), (1, 0, 0)], ids=str)
+def test_other_tokens_have_their_logprobs_and_gradients(chunk_tokens, parts):
+    hidden, weight, targets = inputs()
+    others, upstream = different_tokens(), torch.linspace(-1, 2, TOKENS)
+    assert (others == targets[:, None]).any(1).sum() > 10 and (others == 0).any(1).sum() > 10
+    results = []
+    for function in (naive, lambda *a: token_logprobs(*a[:-1], others=a[-1], chunk_tokens=chunk_tokens)):
+        logprobs, entropy, of_others = function(hidden, weight, targets, 0.8, others)
+        terms = (upstream * logprobs).sum(), entropy.sum(), (upstream.flip(0)[:, None] * of_others.exp()).sum()
+        loss = sum(part * term for part, term in zip(parts, terms, strict=True) if part)
+        results.append((logprobs, entropy, of_others, *torch.autograd.grad(loss, (hidden, weight))))
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_token_among_the_others_has_no_gradient_and_disturbs_none():
+    """-1 stands for none, wherever it is: beside token 0 and beside none of it."""
+    hidden, weight, targets = inputs(tokens=2)
+    others = torch.tensor([[0, 3, 5], [7, 3, 5]])
+    padded = torch.tensor([[-1, 0, 3, -1, 5], [7, -1, 3, 5, -1]])
+    known = padded >= 0
+    expected = token_logprobs(hidden, weight, targets, 1.0, others=others)[2]
+    found = token_logprobs(hidden, weight, targets, 1.0, others=padded)[2]
+    assert torch.equal(found[known].view(2, 3), expected)
+    share = torch.tensor([[0.5, 0.25, 2.0], [1.0, -1.0, 0.125]])
+    ours = torch.autograd.grad((share * found[known].view(2, 3)).sum(), (hidden, weight))
+    plain = torch.autograd.grad((share * naive(hidden, weight, targets, 1.0, others)[2]).sum(), (hidden, weight))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"others must be \[T, K\] with T = 2"):
+        token_logprobs(hidden, weight, targets, 1.0, others=others[:1])
+
+
+def test_a_student_that_has_the_teachers_probabilities_gets_no_gradient_in_bfloat16():
+    """p - q of each of the teacher's tokens is computed in float32: bfloat16 would leave 0.4 % of p."""
+    hidden, weight, targets = inputs(torch.bfloat16, vocab=12)
+    every = torch.arange(12).expand(TOKENS, 12)
+    of_others = token_logprobs(hidden, weight, targets, 1.0, others=every)[2]
+    teacher = of_others.detach().exp()
+    loss = -(teacher * of_others).sum()  # the cross-entropy, whose gradient by the logits is p - q
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    assert max(grad.abs().max() for grad in grads) < 1e-5
 
 
 def test_gradcheck():

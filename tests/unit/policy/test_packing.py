@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, pack, packing_metrics
 from torchtitan.grpo.policy.rows import ANSWER_FIELDS, Microbatch, PackedRow, PackedSample, _move
@@ -167,7 +168,7 @@ def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
             seen.append(index)
     assert left_out and sorted(seen) == sorted(set(range(30)) - left_out)
     for row in itertools.chain(*packed):
-        assert_equal(PackedRow.from_tensors(*row.to_tensors()), row)
+        assert_equal(PackedRow.from_tensors(*row.to_tensors(), row.optional), row)
 
 
 def test_one_trained_token():
@@ -361,7 +362,7 @@ def test_tensor_round_trip(samples, pad_multiple):
     for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
         ints, floats = row.to_tensors()
         assert ints.dtype == torch.int64 and floats.dtype == torch.float32
-        assert_equal(PackedRow.from_tensors(ints, floats), row)
+        assert_equal(PackedRow.from_tensors(ints, floats, {}), row)
 
 
 @pytest.mark.parametrize("samples", [[], random_samples(9, longest=30, seed=1)], ids=["empty", "filled"])
@@ -380,7 +381,7 @@ def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
 
 
 def test_a_row_on_another_device_keeps_shapes_and_the_longest_document():
-    routed = dataclasses.replace(sample(5, 4), routes=np.zeros((8, 3, 2), np.int16))
+    routed = dataclasses.replace(sample(5, 4), routes=np.zeros((8, 3, 2), np.int16), top=TopTokens.none(4, 3))
     ((row,),) = pack([sample(3, 2), routed], 32, 1, 16)
     here, there = row.to("cpu"), row.to("meta")
     assert there.max_seqlen == here.max_seqlen == 8
@@ -398,6 +399,39 @@ def assert_equal(a: PackedRow, b: PackedRow) -> None:
         assert (x is y is None) or (x.dtype == y.dtype and torch.equal(x, y)), f.name
 
 
+def test_a_teachers_tokens_lie_where_the_answers_tokens_are_predicted():
+    """There are none where nothing is trained, on padding, and of a sample whose teacher failed."""
+    draw = np.random.default_rng(0)
+
+    def taught(prompt: int, mask: list[bool]) -> PackedSample:
+        tokens = len(mask)
+        top = TopTokens(
+            draw.integers(0, 99, (tokens, 3)).astype(np.int32), draw.normal(size=(tokens, 3)).astype(np.float32)
+        )
+        return dataclasses.replace(sample(prompt, tokens), loss_mask=mask, top=top)
+
+    samples = [taught(3, [True] * 4), taught(2, [False, True, True, False]), sample(4, 2), taught(1, [True])]
+    seen = []
+    for row in itertools.chain(*pack(samples, 16, 2, 8)):
+        assert (row.top_ids.dtype, row.top_logprobs.dtype) == (torch.int32, torch.float32)
+        assert_equal(row, PackedRow.from_tensors(*row.to_tensors(), row.optional))
+        microbatch, trained = row.to("cpu"), row.loss_mask
+        assert (row.top_ids[~trained] == -1).all() and (row.top_logprobs[~trained] == -torch.inf).all()
+        assert torch.equal(microbatch.top_ids, row.top_ids[trained])
+        assert torch.equal(microbatch.top_logprobs, row.top_logprobs[trained])
+        for number in row.samples.tolist():
+            at = (row.sample_index == number) & trained
+            s = samples[number]
+            own = s.top or TopTokens.none(len(s.answer_ids), 3)
+            kept = [True] * len(s.answer_ids) if s.loss_mask is None else s.loss_mask
+            assert np.array_equal(row.top_ids[at], own.ids[kept])
+            assert np.array_equal(row.top_logprobs[at], own.logprobs[kept])
+            seen.append(number)
+    assert sorted(seen) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="sample 0 has 2 positions with a teacher's tokens for 3 answer tokens"):
+        pack([dataclasses.replace(sample(2, 3), top=TopTokens.none(2, 3))], 16, 1)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 def test_routes_lie_at_the_positions_that_they_computed(dtype):
     """Those of tokens behind the last trained one are cut off. Padding is free, and so is a sample without routes."""
@@ -412,8 +446,7 @@ def test_routes_lie_at_the_positions_that_they_computed(dtype):
     everything = []
     for row in itertools.chain(*pack(samples, 16, 2, 8)):
         assert row.routes is not None and row.routes.shape == (len(row.tokens), 3, 2)
-        sent = row.to_tensors(), row.routes
-        assert_equal(row, PackedRow.from_tensors(*sent[0], sent[1]))
+        assert_equal(row, PackedRow.from_tensors(*row.to_tensors(), {"routes": row.routes}))
         assert torch.equal(row.to("cpu").routes, row.routes)
         ends = row.cu_seqlens.tolist()
         for i, (start, end) in enumerate(itertools.pairwise(ends)):

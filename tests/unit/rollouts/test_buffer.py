@@ -4,9 +4,10 @@ import json
 import random
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
-from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 
 STEPS = 12
@@ -368,6 +369,7 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     entries = began(buffer, 0, 3)
     sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0)
     sample.teacher_logprobs = [-0.25, 0.0]
+    sample.teacher_top = TopTokens(np.array([[5, 9], [-1, 6]], np.int32), np.array([[-0.1, -3], [-np.inf, 0]], "f4"))
     unscored = replace(sample, reward=None, reward_failures={"g": "raised OSError: down"})
     compacted = replace(sample, prompt=replace(sample.prompt, token_ids=[7, 8, 9], text="a summary"))
     buffer.finish(entries[0], [sample, unscored, compacted])
@@ -377,6 +379,9 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     restored.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
     first, second, third = restored.entries.values()
     assert (first.number, first.begun, first.group) == (0, 0, [sample, unscored, compacted])
+    for name in ("ids", "logprobs"):
+        kept, own = (getattr(each.teacher_top, name) for each in (first.group[0], sample))
+        assert kept.dtype == own.dtype and np.array_equal(kept, own)
     assert [(entry.begun, entry.group) for entry in (second, third)] == [(None, None)] * 2
     assert restored.room(0) == buffer.room(0)
     assert restored.min_version(third) == 0

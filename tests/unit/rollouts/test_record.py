@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.config.job_config import JobConfig, Rollout
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.rollouts import record
@@ -61,6 +61,32 @@ def test_a_step_is_read_back_as_it_was(tmp_path):
         assert arrays["token_ids"].tolist() == [7, 8, 9, 1, 1, 1, 2]
         assert arrays["logprobs"].dtype == np.float32
         assert json.loads(arrays["about"].tobytes())["groups"][0][0]["reward"] == 1 / 3
+
+
+def test_a_teachers_tokens_are_read_back_and_a_replay_must_want_as_many(tmp_path):
+    top = TopTokens(np.array([[1, 9], [2, -1]], np.int32), np.array([[-0.5, -2], [-0.25, -np.inf]], np.float32))
+    taught, failed, empty = (Sample(Prompt(0, [1], ""), [2, 3][:n], [-1.0] * n, [0] * n, "stop") for n in (2, 1, 0))
+    for sample in (taught, empty):
+        sample.reward, sample.teacher_logprobs = 0.0, [-0.5, -0.25][: len(sample.token_ids)]
+    taught.teacher_top = top
+    recorder(tmp_path).write(1, [[failed, taught, empty]])
+    [path] = recorded_steps(tmp_path).values()
+    [[first, second, third]] = read_step(path)[1]
+    assert first.teacher_top is None and third.teacher_top.ids.shape == (0, 2)
+    for name in ("ids", "logprobs"):
+        kept, own = getattr(second.teacher_top, name), getattr(top, name)
+        assert kept.dtype == own.dtype and np.array_equal(kept, own)
+    for top_k, vocab_size, message in (
+        (3, 10, r"\[distill\] top_k = 3: .* has 2 of a teacher's likeliest tokens"),
+        (2, 9, r"\[model\] hf_assets_path: .* has token 9"),
+    ):
+        config = config_of()
+        config.distill.top_k = top_k
+        with pytest.raises(UserError, match=message):
+            replay_of(tmp_path, config=config, vocab_size=vocab_size)
+    config.distill.top_k = 2
+    assert replay_of(tmp_path, config=config).last_step == 1
+    assert replay_of(tmp_path, vocab_size=9).last_step == 1, "a run without them does not read them"
 
 
 def test_nothing_is_written_unless_it_is_asked_for(tmp_path):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.teachers.connect import connect_teachers
-from torchtitan.grpo.teachers.scorers import EmbeddedScorer, SglangScorer, VllmScorer
+from torchtitan.grpo.teachers.scorers import EmbeddedScorer, Scores, SglangScorer, VllmScorer
 from torchtitan.grpo.teachers.teachers import Teachers
 
 PROMPTS = [[5, 9, 30, 17], [8, 6]]
@@ -66,11 +67,18 @@ def scored(teachers: Teachers, *groups: Group, then: Callable[[], Group] | None 
     asyncio.run(run())
 
 
+def likeliest(prompt: list[int], answer: list[int], temperature: float, k: int) -> torch.return_types.topk:
+    """Of transformers, at each of the answer's tokens."""
+    with torch.no_grad():
+        logits = tiny_model()(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).topk(k)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_scores_are_those_of_transformers_and_do_not_depend_on_what_else_is_asked(servers, temperature):
     asked = list(zip(PROMPTS, ANSWERS, strict=True))
 
-    async def run() -> list[list[list[float]]]:
+    async def run() -> list[list[Scores]]:
         client = scorer(servers[0].url, temperature)
         alone = await client.score(asked, "alone")
         crowd = await asyncio.gather(*(client.score(asked[: i % 2 + 1], f"r{i}") for i in range(12)))
@@ -80,8 +88,34 @@ def test_scores_are_those_of_transformers_and_do_not_depend_on_what_else_is_aske
     alone, *crowd = asyncio.run(run())
     for (prompt, answer), found in zip(asked, alone, strict=True):
         expected = answer_logprobs(tiny_model(), prompt, answer, temperature)
-        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-5, rtol=0)
+        assert found.top is None
     assert all(each == crowd[i % 2] for i, each in enumerate(crowd)) and crowd[1] == alone
+
+
+@pytest.mark.parametrize(("vocab_size", "k"), [(64, 5), (64, 64), (20, 5)])
+def test_the_likeliest_tokens_are_those_of_transformers(servers, vocab_size, k):
+    """Those that the trained model does not have are none."""
+    asked = list(zip(PROMPTS, ANSWERS, strict=True))
+
+    async def run() -> list[Scores]:
+        client = EmbeddedScorer(servers[0].url, None, "tiny", 20.0, 1.2, k, vocab_size)
+        found = await client.score(asked, "r")
+        await client.close()
+        return found
+
+    left_out = 0
+    for (prompt, answer), found in zip(asked, asyncio.run(run()), strict=True):
+        expected = likeliest(prompt, answer, 1.2, k)
+        known = expected.indices < vocab_size
+        left_out += int((~known).sum())
+        assert found.top.ids.dtype == np.int32 and found.top.logprobs.dtype == np.float32
+        assert np.array_equal(found.top.ids, expected.indices.where(known, -1).numpy())
+        logprobs = torch.from_numpy(found.top.logprobs)
+        torch.testing.assert_close(logprobs, expected.values.where(known, -torch.inf), atol=1e-5, rtol=0)
+        alone = answer_logprobs(tiny_model(), prompt, answer, 1.2)
+        torch.testing.assert_close(torch.tensor(found.logprobs), alone, atol=1e-5, rtol=0)
+    assert (left_out > 0) == (vocab_size == 20)
 
 
 def test_a_group_is_scored_by_the_teacher_of_its_source(servers):
@@ -164,12 +198,22 @@ ODD_REPLIES = {
     "sglang: none": (SglangScorer, [{"meta_info": {"input_token_logprobs": [[None, 6, None]] * 3}}]),
     "sglang: not two": (SglangScorer, [{"meta_info": {"input_token_logprobs": []}}] * 2),
 }
+SCORED = [[None, 6, None], [-1, 7, None], [-1, 8, None]]
+ODD_TOPS = {
+    "too few": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, *[{"7": {"logprob": -1}}] * 3]}]}),
+    "no tops": (SglangScorer, [{"meta_info": {"input_token_logprobs": SCORED}}]),
+    "empty": (SglangScorer, [{"meta_info": {"input_token_logprobs": SCORED, "input_top_logprobs": [None] * 3}}]),
+    "too short": (
+        SglangScorer,
+        [{"meta_info": {"input_token_logprobs": SCORED, "input_top_logprobs": [None, SCORED[1:]]}}],
+    ),
+}
 
 
-@pytest.mark.parametrize("name", ODD_REPLIES)
-def test_a_reply_that_is_about_something_else_is_the_teachers_failure(name, monkeypatch):
-    kind, reply = ODD_REPLIES[name]
-    client = kind("http://teacher", None, "tiny", 5.0)
+@pytest.mark.parametrize(("name", "top_k"), [*((name, 0) for name in ODD_REPLIES), *((name, 2) for name in ODD_TOPS)])
+def test_a_reply_that_is_about_something_else_is_the_teachers_failure(name, top_k, monkeypatch):
+    kind, reply = (ODD_TOPS if top_k else ODD_REPLIES)[name]
+    client = kind("http://teacher", None, "tiny", 5.0, top_k=top_k)
 
     async def post(*_: object) -> bytes:
         return json.dumps(reply).encode()
@@ -187,9 +231,14 @@ def config_of(*urls: str, flags: tuple[str, ...] = ()):
 
 def test_teachers_are_checked_at_the_start(servers):
     tokenizer = load_tokenizer(str(TINY_QWEN3))
-    assert connect_teachers(load_config(["--job.config_file", "train_configs/quickstart.toml"]), tokenizer) is None
+    assert connect_teachers(load_config(["--job.config_file", "train_configs/quickstart.toml"]), tokenizer, 64) is None
     group = group_of()
-    scored(connect_teachers(config_of(*(server.url for server in servers)), tokenizer), group)
+    config = config_of(*(server.url for server in servers), flags=("--distill.top_k", "3"))
+    scored(connect_teachers(config, tokenizer, 64), group)
+    assert [None if sample.teacher_top is None else sample.teacher_top.ids.shape for sample in group] == [
+        *((5, 3), (1, 3)),
+        None,  # an empty answer
+    ]
     expected = answer_logprobs(tiny_model(), PROMPTS[0], ANSWERS[0], 1.2)  # the quickstart's temperature
     torch.testing.assert_close(torch.tensor(group[0].teacher_logprobs), expected, atol=1e-5, rtol=0)
 
@@ -211,7 +260,7 @@ def test_another_tokenizer_is_refused_and_both_are_named(tmp_path):
         with pytest.raises(
             UserError, match=rf"{server.url} serves .*other, whose tokenizer is not .*tiny_qwen3: it re"
         ):
-            connect_teachers(config_of(server.url), load_tokenizer(str(TINY_QWEN3)))
+            connect_teachers(config_of(server.url), load_tokenizer(str(TINY_QWEN3)), 64)
     finally:
         server.close()
 
@@ -221,13 +270,14 @@ def test_another_tokenizer_is_refused_and_both_are_named(tmp_path):
     [
         (lambda _: "http://127.0.0.1:1", (), r"not healthy after 1 s.*correct \[distill\] teacher_urls"),
         (lambda server: server.url, ("--training.seq_len", "256", "--rollout.max_answer_tokens", "128"), "up to 145"),
+        (lambda server: server.url, ("--distill.top_k", "65"), r"refuses .*prompt_logprobs must lie in 0\.\.64"),
     ],
 )
 def test_a_teacher_that_is_missing_or_too_short_is_refused(
     servers, url: Callable[[ServerThread], str], flags: tuple[str, ...], words: str
 ):
     with pytest.raises(UserError, match=rf"\[distill\] a teacher: .*{words}"):
-        connect_teachers(config_of(url(servers[0]), flags=flags), load_tokenizer(str(TINY_QWEN3)))
+        connect_teachers(config_of(url(servers[0]), flags=flags), load_tokenizer(str(TINY_QWEN3)), 64)
 
 
 def test_a_dry_run_says_what_an_advantage_is_and_who_scores(monkeypatch):

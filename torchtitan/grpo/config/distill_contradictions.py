@@ -26,15 +26,15 @@ def check_distill(config: JobConfig) -> Iterator[str]:
             "servers give log-probabilities of given tokens at temperature 1 only, and the difference to the sampler's "
             'would be wrong; set temperature = 1, or engine = "embedded"'
         )
-    if grpo.policy_loss == "gspo":
+    if grpo.policy_loss == "gspo" and not distill.top_k:
         yield (
             '[grpo] policy_loss = "gspo" with [distill]: its gradient gives each token the mean advantage of its '
-            'answer, and a teacher judges each token; use "ppo" or "cispo"'
+            'answer, and a teacher judges each token; use "ppo" or "cispo", or set top_k'
         )
-    if grpo.kl_coef and grpo.kl_placement == "reward":
+    if grpo.kl_coef and grpo.kl_placement == "reward" and not distill.top_k:
         yield (
             '[grpo] kl_placement = "reward" with [distill]: it makes advantages again from rewards, without the '
-            'teacher\'s term; use kl_placement = "loss"'
+            'teacher\'s term; use kl_placement = "loss", or set top_k'
         )
     if distill.timeout_seconds > rollout.group_timeout_seconds:
         yield (

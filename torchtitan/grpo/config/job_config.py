@@ -638,11 +638,15 @@ class Distill:
     """What the teachers' servers are. `vllm` and `sglang` give log-probabilities at temperature 1 only, which
     `rollout.temperature` must then be; `embedded` gives them at any."""
     mode: Literal["only", "add"] = "only"
-    """`only`: a token's advantage is the teacher's term, and rewards are but measured; `reward.functions` may be empty.
-    `add`: the teacher's term is added to the advantage of the reward."""
+    """`only`: the teacher's term alone is trained on, and rewards are but measured; `reward.functions` may be empty.
+    `add`: it is added to the advantage of the reward, or to the loss."""
     coef: Annotated[float, Range(above=0, why="leave teacher_urls out for no teacher")] = 1.0
-    """The teacher's term of a token is `coef` times its log-probability by the teacher less that by the sampler. In
-    expectation that is `coef` times the negative reverse KL divergence."""
+    """Weight of the teacher's term. Without `top_k` it is an advantage: `coef` times the token's log-probability by the
+    teacher less that by the sampler. In expectation that is `coef` times the negative reverse KL divergence."""
+    top_k: Annotated[int, Range(at_least=0, at_most=1024)] = 0
+    """0: the teacher's term is an advantage of the sampled token. K: it is a loss instead, `coef` times the forward KL
+    divergence from the teacher at each sampled token, where all but the teacher's K likeliest tokens are one outcome.
+    It says more of each position, and replies are K times as large. vLLM gives up to 20, its `--max-logprobs`."""
     api_key_env: str = ""
     """Environment variable that holds the API key of the teachers' servers."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0

@@ -89,7 +89,7 @@ def free(dtype: np.dtype | type) -> int:
 
 
 def to_npy(routes: np.ndarray) -> str:
-    """Routes as text: a base64 .npy file."""
+    """Integers as text: a base64 .npy file."""
     file = io.BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(routes), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode("ascii")

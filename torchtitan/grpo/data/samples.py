@@ -61,6 +61,23 @@ class Conversation(Prompt):
     documents: tuple[Document, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The likeliest tokens of a teacher at each of T positions.
+
+    Attributes:
+        ids: int32 [T, K], different tokens at each position, in any order; -1 is none.
+        logprobs: float32 [T, K], and -inf for none.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+    @staticmethod
+    def none(positions: int, k: int) -> "TopTokens":
+        return TopTokens(np.full((positions, k), -1, np.int32), np.full((positions, k), -np.inf, np.float32))
+
+
 @dataclass
 class Sample:
     """One answer to a prompt. `token_ids`, `logprobs` and `versions` have one entry per answer token.
@@ -80,6 +97,7 @@ class Sample:
         reward_failures: The reward functions that failed on the answer, and why.
         teacher_logprobs: With `[distill]`: the teacher's log-probability of each token, at the sampling temperature.
             None without a teacher, or if it failed. Outside `loss_mask` it is there and means nothing.
+        teacher_top: With `[distill] top_k`: the teacher's likeliest tokens in place of each token. None as above.
         servers: (first token, server) for each stretch of tokens that one server sampled. Filled in if left empty.
         routes: With `[grpo] routing_replay`: the experts of prompt and answer, see `data/routes.py`, up to the token
             before the last sampled one at least.
@@ -96,8 +114,9 @@ class Sample:
     reward: float | None = None
     reward_failures: dict[str, str] = field(default_factory=dict)
     teacher_logprobs: list[float] | None = None
+    teacher_top: TopTokens | None = field(default=None, compare=False)  # arrays have no single truth
     servers: list[tuple[int, str]] = field(default_factory=list)
-    routes: np.ndarray | None = field(default=None, compare=False)  # arrays have no single truth
+    routes: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def sampled_tokens(self) -> int:

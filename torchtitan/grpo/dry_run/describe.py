@@ -108,6 +108,9 @@ def _teacher_lines(config: JobConfig) -> list[str]:
     advantage = f"{distill.coef:g} * (log p_teacher - log p_sampler)"
     whole = advantage if distill.mode == "only" else f"that of the reward + {advantage}"
     lines = [f"  advantage        of a token: {whole}"]
+    if distill.top_k:
+        loss = f"{distill.coef:g} * KL(teacher || student) over the teacher's {distill.top_k} likeliest tokens"
+        lines = [f"  loss             of a token: {loss}{' + that of the reward' * (distill.mode == 'add')}"]
     for source, urls in teachers_by_source(distill.teacher_urls).items():
         whose = f"of {source}" if source else "of all other prompts" if source_names(config) else "of all prompts"
         lines.append(f"  teachers         {whose}: {', '.join(urls)} ({distill.engine}); they score every answer")

@@ -27,7 +27,8 @@ def token_logprobs(
     mesh: DeviceMesh | None = None,
     compile: bool = False,
     kept_bytes: int = 0,
-) -> tuple[Tensor, Tensor]:
+    others: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
 
     The matrix multiplication is in hidden's dtype, the rest in float32 (float64 if hidden is float64).
@@ -45,15 +46,16 @@ def token_logprobs(
         compile: Fuse the elementwise work with torch.compile. Unfused, that work is memory-bound and takes longer
             than the matrix multiplications (2.6 times the total time on an H200, V = 152k, D = 1024).
         kept_bytes: Memory for chunks of logits, in hidden's dtype, that backward need not recompute.
+        others: [T, K], further tokens at each position, each at most once. -1 is none: what is returned for it means
+            nothing.
     Returns:
-        logprobs [T] and entropy [T], both differentiable in hidden and weight. Second derivatives are not available.
-        The weight's gradient is summed over chunks in hidden's dtype.
+        logprobs [T] and entropy [T], and with `others` their logprobs [T, K], all differentiable in hidden and weight.
+        Second derivatives are not available. The weight's gradient is summed over chunks in hidden's dtype.
     """
-    arguments = hidden, weight, targets, temperature
-    logprobs, entropy, _ = token_predictions(
-        *arguments, chunk_tokens=chunk_tokens, mesh=mesh, compile=compile, kept_bytes=kept_bytes
+    logprobs, entropy, _, of_others = _predictions(
+        hidden, weight, targets, temperature, chunk_tokens, mesh, compile, kept_bytes, others
     )
-    return logprobs, entropy
+    return (logprobs, entropy) if others is None else (logprobs, entropy, of_others)
 
 
 def token_predictions(
@@ -68,12 +70,29 @@ def token_predictions(
     kept_bytes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`token_logprobs`, and whether each target is a likeliest token: bool [T], exact at a temperature of 1."""
+    return _predictions(hidden, weight, targets, temperature, chunk_tokens, mesh, compile, kept_bytes, None)[:3]
+
+
+def _predictions(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    mesh: DeviceMesh | None,
+    compile: bool,
+    kept_bytes: int,
+    others: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not temperature > 0:
         raise ValueError(f"log-probabilities need a temperature above 0, got {temperature}")
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden must be [T, D] and targets [T], got {tuple(hidden.shape)} and {tuple(targets.shape)}")
+    if others is not None and (others.ndim != 2 or others.shape[0] != targets.shape[0]):
+        raise ValueError(f"others must be [T, K] with T = {targets.shape[0]}, got {tuple(others.shape)}")
+    others = targets.new_empty(len(targets), 0) if others is None else others.long()
     group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, group, compile, kept_bytes)
+    return _TokenLogprobs.apply(hidden, weight, targets, others, temperature, chunk_tokens, group, compile, kept_bytes)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -83,16 +102,19 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        others: Tensor,
         temperature: float,
         chunk_tokens: int,
         group: dist.ProcessGroup | None,
         compile: bool,
         kept_bytes: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         projection = weight.to(hidden.dtype).T  # [D, V_local]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        local_targets, is_local = _localize(targets, weight.shape[0], group)
+        columns, are_local = _localize(torch.cat([targets[:, None], others], 1), weight.shape[0], group)
+        local_targets, is_local, columns, are_local = columns[:, 0], are_local[:, 0], columns[:, 1:], are_local[:, 1:]
         stats = torch.empty(4, len(targets), dtype=dtype, device=hidden.device)
+        other_logits = torch.empty(others.shape, dtype=dtype, device=hidden.device)
         kept: list[Tensor] = []
         room = kept_bytes if any(ctx.needs_input_grad[:2]) else 0
         for rows in _chunks(len(targets), chunk_tokens):
@@ -104,50 +126,72 @@ class _TokenLogprobs(torch.autograd.Function):
             stats[0, rows], stats[1, rows], stats[2, rows] = row_stats(logits, temperature, dtype)
             target_logits = logits.gather(1, local_targets[rows, None])[:, 0].to(dtype) / temperature
             stats[3, rows] = target_logits.where(is_local[rows], 0)
+            gathered = logits.gather(1, columns[rows]).to(dtype) / temperature
+            other_logits[rows] = gathered.where(are_local[rows], 0)
         highest, mass, moment, target_logit = stats if group is None else _combine(stats, group)
+        if group is not None and other_logits.numel():
+            dist.all_reduce(other_logits, group=group)
         log_mass = mass.log()
+        other_logprobs = (other_logits - highest[:, None]) - log_mass[:, None]
         logprobs = (target_logit - highest) - log_mass  # in this order: the log-sum-exp rounds more
         entropy = log_mass - moment / mass
-        ctx.save_for_backward(hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept)
+        at_target = is_local, local_targets, others == targets[:, None]
+        at_others = are_local, columns, other_logprobs
+        of_rows = highest, log_mass, logprobs, entropy
+        ctx.save_for_backward(hidden, weight, *at_target, *at_others, *of_rows, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
         ctx.set_materialize_grads(False)
         is_likeliest = target_logit >= highest
         ctx.mark_non_differentiable(is_likeliest)
-        return logprobs, entropy, is_likeliest
+        return logprobs, entropy, is_likeliest, other_logprobs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None, grad_others: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, local_targets, is_local, highest, log_mass, logprobs, entropy, *kept = ctx.saved_tensors
+        hidden, weight, is_local, local_targets, are_targets, *saved = ctx.saved_tensors
+        are_local, columns, other_logprobs, highest, log_mass, logprobs, entropy, *kept = saved
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(compute_weight) if need_weight else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logprobs)
-        # d/d logit of row t: (one_hot - p) g / T, and for the entropy H: -p (log p + H) g_H / T
+        # d/d logit of row t: (one_hot - p) g / T, the same for each other token with its own g, and for the entropy H:
+        # -p (log p + H) g_H / T
         at_target = -grad_logprobs * logprobs.expm1()
+        grad_sum = grad_logprobs  # what -p is multiplied by
+        if grad_others is not None:
+            grad_sum = grad_logprobs + grad_others.sum(1)
+            at_target = at_target - grad_others.sum(1) * logprobs.exp()
+            at_others = grad_others + grad_logprobs[:, None] * are_targets - grad_sum[:, None] * other_logprobs.exp()
         if grad_entropy is not None:
             at_target = at_target - grad_entropy * logprobs.exp() * (logprobs + entropy)
+            if grad_others is not None:
+                spread = other_logprobs.exp() * (other_logprobs + entropy[:, None])
+                at_others = at_others - grad_entropy[:, None] * spread
         at_target = (at_target / ctx.temperature).to(hidden.dtype)
+        if grad_others is not None:
+            at_others = (at_others / ctx.temperature).to(hidden.dtype)
         for i, rows in enumerate(_chunks(len(hidden), ctx.chunk_tokens)):
             logits = kept[i] if i < len(kept) else hidden[rows] @ compute_weight.T
             row_grads = _compiled(_row_grads, len(logits) == ctx.chunk_tokens) if ctx.compile else _row_grads
             of_entropy: tuple[Tensor | None, Tensor | None] = (None, None)
             if grad_entropy is not None:
                 of_entropy = entropy[rows], grad_entropy[rows]
-            grad = row_grads(logits, highest[rows], log_mass[rows], grad_logprobs[rows], *of_entropy, ctx.temperature)
+            grad = row_grads(logits, highest[rows], log_mass[rows], grad_sum[rows], *of_entropy, ctx.temperature)
             column = local_targets[rows, None]
             grad.scatter_(1, column, at_target[rows, None].where(is_local[rows, None], grad.gather(1, column)))
+            if grad_others is not None:
+                _put(grad, columns[rows], at_others[rows], are_local[rows])
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ compute_weight
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[rows])
         if grad_hidden is not None and ctx.group is not None and len(hidden):
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 6
+        return grad_hidden, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 7
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
@@ -181,6 +225,14 @@ def _row_grads(
     return (grads / temperature).to(logits.dtype)
 
 
+def _put(grad: Tensor, columns: Tensor, values: Tensor, are_local: Tensor) -> None:
+    """Set grad[t, columns[t, k]] = values[t, k] where it is of this slice. All others write to column 0 what it has in
+    the end: which of several writes wins is not defined."""
+    is_first = are_local & (columns == 0)
+    first = (values * is_first).sum(1).where(is_first.any(1), grad[:, 0])
+    grad.scatter_(1, columns, values.where(are_local, first[:, None]))
+
+
 @cache
 def _compiled(function: Callable[..., Any], whole_chunk: bool) -> Callable[..., Any]:
     # Twice as fast for static shapes. The last chunk is shorter, and its size varies.
@@ -188,14 +240,14 @@ def _compiled(function: Callable[..., Any], whole_chunk: bool) -> Callable[..., 
 
 
 def _localize(targets: Tensor, local_width: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Targets as columns of this rank's slice (0 if elsewhere), and whether they are in it. No host sync."""
+    """Targets as columns of this rank's slice (0 if elsewhere or -1), and whether they are in it. No host sync."""
     if group is None:
-        return targets, torch.ones_like(targets, dtype=torch.bool)
+        return targets.clamp(min=0), targets >= 0
     # Shard(0) cuts equal slices, so the widest one gives each rank's offset.
     width = torch.full((), local_width, dtype=torch.int64, device=targets.device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
     columns = targets - dist.get_rank(group) * width
-    is_local = (columns >= 0) & (columns < local_width)
+    is_local = (columns >= 0) & (columns < local_width) & (targets >= 0)
     return columns.where(is_local, 0), is_local
 
 

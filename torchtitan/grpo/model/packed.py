@@ -119,6 +119,8 @@ def _packed_forward(
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
 
+    With `row.top_ids` there are also their log-probabilities, float32 [answer tokens, K].
+
     With `row.routes`, `model.agrees` is bool [answer tokens, layers] afterwards: whether a router would have chosen the
     same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) In an update,
     `model.expert_tokens` counts the answer tokens by expert. With `predictions` it does not, and there is also whether
@@ -157,5 +159,7 @@ def _packed_forward(
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     hidden = hidden[0].index_select(0, answer_positions)
-    compute = token_predictions if predictions else token_logprobs
-    return compute(hidden, weight, row.targets, temperature, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)
+    arguments = hidden, weight, row.targets, temperature
+    if predictions:
+        return token_predictions(*arguments, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)
+    return token_logprobs(*arguments, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes, others=row.top_ids)

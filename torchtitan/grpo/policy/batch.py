@@ -85,8 +85,9 @@ def training_samples(
             [version - sampled_by for sampled_by in sample.versions],
             sample.loss_mask,
             servers_of(sample),
-            teacher_advantages(sample, distill.coef) if distill else [],
+            teacher_advantages(sample, distill.coef) if distill and not distill.top_k else [],
             sample.routes if grpo.routing_replay else None,
+            sample.teacher_top if distill and distill.top_k else None,
         )
         for (sample, advantage), weight in zip(answers, weights, strict=True)
         if weight or grpo.kl_placement == "reward"  # a sample without weight costs nothing, unless KL needs its place

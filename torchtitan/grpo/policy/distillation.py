@@ -1,12 +1,22 @@
-"""On-policy distillation: a teacher's scores as advantages. Pure functions.
+"""On-policy distillation: a teacher's scores as advantages, or as a loss. Pure functions.
 
-The student samples a token, and its advantage is how much likelier the teacher finds it. The policy gradient of that is
-the gradient of the negative reverse KL divergence KL(student || teacher) of each token's distribution, at the states
-that the student visits (GKD, arXiv 2306.13649; "On-Policy Distillation", Thinking Machines, 2025, as a reward per token
-with a discount of 0). The loss functions know nothing of it: they take any advantage per token.
+As advantages: the student samples a token, and its advantage is how much likelier the teacher finds it. The policy
+gradient of that is the gradient of the negative reverse KL divergence KL(student || teacher) of each token's
+distribution, at the states that the student visits (GKD, arXiv 2306.13649; "On-Policy Distillation", Thinking Machines,
+2025, as a reward per token with a discount of 0). The loss functions know nothing of it: they take any advantage per
+token.
+
+As a loss: the forward KL divergence KL(teacher || student) of each token's distribution, at the same states (GKD too),
+from the teacher's likeliest tokens. It says of all of them what to do, where an advantage says it of the sampled one.
 """
 
+import torch
+from torch import Tensor
+
 from torchtitan.grpo.data.samples import Sample
+
+LEAST_REST = 1e-6
+"""What float32 leaves of 1 - the sum of probabilities near 1: a smaller rest is taken for this."""
 
 
 def teacher_advantages(sample: Sample, coef: float) -> list[float]:
@@ -23,3 +33,20 @@ def reverse_kl_sum(sample: Sample) -> float:
     """The estimate of KL(sampler || teacher), summed over the tokens that the model sampled; in nats."""
     mask = sample.loss_mask or [True] * len(sample.token_ids)
     return -sum(a for a, sampled in zip(teacher_advantages(sample, 1.0), mask, strict=True) if sampled)
+
+
+def top_k_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """KL(teacher || student) [T] in nats, where all tokens but the teacher's K likeliest are one outcome.
+
+    So it is never negative, 0 if the student has the teacher's probabilities, and at most the divergence of the whole
+    distributions.
+
+    Args:
+        teacher_logprobs: [T, K]; -inf is no token. Without any token at a position, the divergence there is 0.
+        logprobs: The student's of the same tokens, [T, K]; the result is differentiable in them.
+    """
+    known = teacher_logprobs > -torch.inf
+    theirs, ours = teacher_logprobs.where(known, 0), logprobs.where(known, 0)
+    shares, own_shares = theirs.exp().where(known, 0), ours.exp().where(known, 0)
+    rest, own_rest = (1 - shares.sum(1)).clamp(min=0), (1 - own_shares.sum(1)).clamp(min=LEAST_REST)
+    return (shares * (theirs - ours)).sum(1) + torch.xlogy(rest, rest) - rest * own_rest.log()

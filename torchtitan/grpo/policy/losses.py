@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Grpo
+from torchtitan.grpo.policy.distillation import top_k_kl
 from torchtitan.grpo.policy.rows import Microbatch
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -253,6 +254,8 @@ def row_loss(
     reference_logprobs: Tensor | None = None,
     max_age: int = 0,
     num_servers: int = 0,
+    distill_coef: float = 0.0,
+    top_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One packed row's share of the step's loss, and detached sums for metrics.
 
@@ -262,6 +265,8 @@ def row_loss(
         reference_logprobs: Of the reference model [A]; None without one.
         max_age: `[async_grpo] max_trajectory_age_steps`; 0 (synchronous) measures nothing by age.
         num_servers: Of the batch; 0 measures nothing by server.
+        distill_coef: `[distill] coef`, the weight of the divergence from the teacher.
+        top_logprobs: Of the teacher's tokens `row.top_ids` [A, K], with gradient; None without `[distill] top_k`.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = importance_weights(
@@ -286,6 +291,10 @@ def row_loss(
         reference_logprobs=reference_logprobs,
         entropy=entropy,
     )
+    if top_logprobs is not None:
+        divergence = top_k_kl(row.top_logprobs, top_logprobs)
+        loss = loss + distill_coef * (row.weights * divergence).sum()
+        sums |= teacher_sums(divergence, row.top_logprobs, row.weights)
     tokens = trainer_logprobs, row.sampler_logprobs, row.weights
     sums |= {"loss": loss.detach()} | mismatch_sums(*tokens)
     if max_age:
@@ -305,6 +314,16 @@ def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: T
     return {
         "mismatch_kl_sum": _k3(log_ratio).sum(),
         "mismatch_abs_sum": log_ratio.abs().sum(),
+    }
+
+
+def teacher_sums(divergence: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Divergence from the teacher, and the probability that its known tokens have by it: sums over the tokens with a
+    weight. `divergence` is of `distillation.top_k_kl`, [T], and `teacher_logprobs` are [T, K]."""
+    trained = weights != 0
+    return {
+        "top_k_kl_sum": divergence.detach().where(trained, 0).sum(),
+        "top_k_mass_sum": teacher_logprobs.exp().sum(1).where(trained, 0).sum(),
     }
 
 

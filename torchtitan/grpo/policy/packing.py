@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.grpo.data.routes import free
+from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow, PackedSample
 
@@ -57,8 +58,9 @@ def pack(
     lengths = {i: tokens for i, sample in enumerate(samples) if (tokens := sample.document_tokens)}
     rows = _assign(lengths, budget_tokens, num_ranks, pad_multiple, attention_tokens)
     turns, layout = len(rows) // num_ranks, _layout(samples)
+    k = max((sample.top.ids.shape[1] for sample in samples if sample.top is not None), default=0)
     return [
-        [_build(samples, rows[turn * num_ranks + rank], pad_multiple, layout) for turn in range(turns)]
+        [_build(samples, rows[turn * num_ranks + rank], pad_multiple, layout, k) for turn in range(turns)]
         for rank in range(num_ranks)
     ]
 
@@ -95,6 +97,7 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
         ("ages", sample.ages or sample.answer_ids),
         ("servers", sample.servers or sample.answer_ids),
         ("token advantages", sample.token_advantages or sample.answer_ids),
+        ("positions with a teacher's tokens", sample.answer_ids if sample.top is None else sample.top.ids),
         ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
     ):
         if len(values) != len(sample.answer_ids):
@@ -174,7 +177,9 @@ def _first_fit(order: list[int], lengths: dict[int, int], budget_tokens: int) ->
     return rows
 
 
-def _build(samples: list[PackedSample], row: list[int], pad_multiple: int, layout: np.ndarray | None) -> PackedRow:
+def _build(
+    samples: list[PackedSample], row: list[int], pad_multiple: int, layout: np.ndarray | None, top_k: int
+) -> PackedRow:
     """Lay the samples of one row end to end and pad; an empty row is `pad_multiple` tokens of padding."""
     laid = [samples[i] for i in row]
     ends = [s.trained_end for s in laid]
@@ -222,8 +227,17 @@ def _build(samples: list[PackedSample], row: list[int], pad_multiple: int, layou
     else:
         floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
     floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
-    tensors = torch.from_numpy(all_ints), torch.from_numpy(all_floats)
-    return PackedRow.from_tensors(*tensors, _routes(laid, documents, length + padding, layout))
+    optional = {}
+    if layout is not None:
+        optional["routes"] = _routes(laid, documents, length + padding, layout)
+    if top_k:
+        top = TopTokens.none(length + padding, top_k)
+        parts = [TopTokens.none(end, top_k) if s.top is None else s.top for s, end in zip(laid, ends, strict=True)]
+        for values, of_parts in ((top.ids, [p.ids for p in parts]), (top.logprobs, [p.logprobs for p in parts])):
+            if parts:
+                values[where] = np.concatenate([p[:end] for p, end in zip(of_parts, ends, strict=True)])[trained]
+        optional |= {"top_ids": torch.from_numpy(top.ids), "top_logprobs": torch.from_numpy(top.logprobs)}
+    return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats), optional)
 
 
 def _layout(samples: list[PackedSample]) -> np.ndarray | None:
@@ -231,10 +245,8 @@ def _layout(samples: list[PackedSample]) -> np.ndarray | None:
     return next((s.routes[:0] for s in samples if s.routes is not None), None)
 
 
-def _routes(laid: list[PackedSample], documents: np.ndarray, total: int, layout: np.ndarray | None) -> Tensor | None:
+def _routes(laid: list[PackedSample], documents: np.ndarray, total: int, layout: np.ndarray) -> Tensor:
     """The row's routes; free where a sample has none, and on padding."""
-    if layout is None:
-        return None
     routes = np.full((total, *layout.shape[1:]), free(layout.dtype), layout.dtype)
     end = 0
     for sample, length in zip(laid, documents.tolist(), strict=True):

@@ -4,7 +4,7 @@ A row is documents laid end to end with no gaps. A document is a prompt and its 
 less that token, which predicts nothing that is trained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -13,8 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.grpo.data.samples import TopTokens
+
 INT_ROWS = ("tokens", "positions", "targets", "servers", "sample_index", "ages")
 FLOAT_ROWS = ("advantages", "weights", "sampler_logprobs")
+OPTIONAL_ROWS = ("routes", "top_ids", "top_logprobs")
+"""Fields of `PackedRow` that all rows of a step have, or none has. They have more dimensions than positions."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class PackedSample:
         token_advantages: One per answer token, added to `advantage`. Empty means zeros.
         routes: The experts of each position of the document, and maybe more, see `data/routes.py`. None leaves the
             choice to the routers.
+        top: The teacher's likeliest tokens at each answer token. None: there are none.
     """
 
     prompt_ids: list[int] | np.ndarray
@@ -44,6 +49,7 @@ class PackedSample:
     servers: list[int] = field(default_factory=list)
     token_advantages: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None
+    top: TopTokens | None = None
 
     @property
     def trained_end(self) -> int:
@@ -79,8 +85,8 @@ class PackedRow:
         sample_index: int64, which of the samples given to `pack`; -1 on padding.
         ages: int64, see `PackedSample`.
         advantages, weights, sampler_logprobs: float32.
-        routes: uint8 or int16 [T, layers, top_k], see `PackedSample`; all `routes.free` where the router chooses. All
-            rows of a step have them, or none has.
+        routes: uint8 or int16 [T, layers, top_k], see `PackedSample`; all `routes.free` where the router chooses.
+        top_ids, top_logprobs: int32 and float32 [T, K], see `TopTokens`; no token where the target is not trained.
     """
 
     tokens: Tensor
@@ -93,16 +99,22 @@ class PackedRow:
     weights: Tensor
     sampler_logprobs: Tensor
     routes: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
     @staticmethod
-    def from_tensors(ints: Tensor, floats: Tensor, routes: Tensor | None = None) -> "PackedRow":
-        """Inverse of `to_tensors`."""
-        return PackedRow(
-            **dict(zip(INT_ROWS, ints, strict=True)) | dict(zip(FLOAT_ROWS, floats, strict=True)), routes=routes
-        )
+    def from_tensors(ints: Tensor, floats: Tensor, optional: Mapping[str, Tensor]) -> "PackedRow":
+        """Inverse of `to_tensors` and `optional`."""
+        named = dict(zip(INT_ROWS, ints, strict=True)) | dict(zip(FLOAT_ROWS, floats, strict=True))
+        return PackedRow(**named, **optional)
+
+    @property
+    def optional(self) -> dict[str, Tensor]:
+        """Those of `OPTIONAL_ROWS` that the row has."""
+        return {name: tensor for name in OPTIONAL_ROWS if (tensor := getattr(self, name)) is not None}
 
     def to_tensors(self) -> tuple[Tensor, Tensor]:
-        """int64 [6, T] and float32 [3, T], to be sent to another rank, beside `routes`."""
+        """int64 [6, T] and float32 [3, T], to be sent to another rank, beside `optional`."""
         ints = torch.stack([getattr(self, name) for name in INT_ROWS])
         return ints, torch.stack([getattr(self, name) for name in FLOAT_ROWS])
 
@@ -138,7 +150,8 @@ class PackedRow:
         """What a training step reads of the row, on `device`: one copy, which does not block towards CUDA."""
         # Indexing by the mask on a CUDA device would make the host wait: only the device knows how many it selects.
         at = self.loss_mask.nonzero().flatten()
-        answers = {name: getattr(self, name).index_select(0, at) for name in ANSWER_FIELDS}
+        of_teacher = ("top_ids", "top_logprobs") if self.top_ids is not None else ()
+        answers = {name: getattr(self, name).index_select(0, at) for name in (*ANSWER_FIELDS, *of_teacher)}
         tensors = {
             "tokens": self.tokens,
             "positions": self.positions,
@@ -168,6 +181,7 @@ class Microbatch:
         advantages, weights, sampler_logprobs: float32 [A].
         samples: int64 [n], which of the samples given to `pack` has sample id k.
         routes: See `PackedRow`.
+        top_ids, top_logprobs: int32 and float32 [A, K].
     """
 
     tokens: Tensor
@@ -184,6 +198,8 @@ class Microbatch:
     sampler_logprobs: Tensor
     samples: Tensor
     routes: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
     def without_routes(self) -> "Microbatch":
         """The same row for a model that routes by itself, as the reference does."""

@@ -167,6 +167,9 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
     ):
         if key in sums:
             metrics[f"policy/{name}"] = sums[key] / tokens
+    for name in ("top_k_kl", "top_k_mass"):
+        if f"{name}_sum" in sums:
+            metrics[f"distill/{name}"] = sums[f"{name}_sum"] / tokens
     if servers:
         ages = len(sums["server_tokens"]) // len(servers)
         of_server = {url: slice(i * ages, (i + 1) * ages) for i, url in enumerate(servers)}

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from torchtitan.grpo.data.routes import from_npy, to_npy
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 
 
 @dataclass(eq=False)
@@ -265,6 +267,8 @@ def _sample_state(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     own = sample.prompt
     if sample.routes is not None:
         state["routes"] = to_npy(sample.routes)
+    if sample.teacher_top is not None:
+        state["teacher_top"] = [to_npy(sample.teacher_top.ids), to_npy(sample.teacher_top.logprobs.view(np.int32))]
     return state if own.token_ids == prompt.token_ids else state | {"began": [own.token_ids, own.text]}
 
 
@@ -274,4 +278,7 @@ def _sample(prompt: Prompt, state: dict[str, Any]) -> Sample:
         prompt = replace(prompt, token_ids=began[0], text=began[1])
     if state.get("routes"):
         state["routes"] = from_npy(state["routes"])
+    if state.get("teacher_top"):
+        ids, logprobs = map(from_npy, state["teacher_top"])
+        state["teacher_top"] = TopTokens(ids, logprobs.view(np.float32))
     return Sample(prompt, **state)

@@ -5,6 +5,7 @@ CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay a
 
     token_ids, logprobs, versions, loss_mask    one entry per answer token: int32, float32, int32, bool
     teacher_logprobs                            float32, the same; only with [distill]
+    top_ids, top_logprobs                       int32 and float32 [answer tokens, K]; only with [distill] top_k
     answer_lengths                              tokens of each answer, int64
     prompt_ids, prompt_lengths                  the same for the prompts, each of them once
     routes, route_lengths                       experts [positions, layers, top_k] of prompts and answers, and the
@@ -25,7 +26,7 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
 import numpy as np
 
 from torchtitan.grpo.config.job_config import Rollout
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.tools.logging import logger
@@ -142,7 +143,7 @@ def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.
     number = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def described(sample: Sample) -> dict[str, Any]:
-        known = _fields(sample, but=(*PER_TOKEN, "routes"))
+        known = _fields(sample, but=(*PER_TOKEN, "teacher_top", "routes"))
         taught = {"taught": True} if sample.teacher_logprobs is not None else {}
         return known | {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None} | taught
 
@@ -159,6 +160,13 @@ def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.
         del columns["teacher_logprobs"]
     else:
         columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
+    taught = [sample.teacher_top for sample in samples if sample.teacher_top is not None]
+    top: dict[str, np.ndarray] = {}
+    if taught:
+        k = taught[0].ids.shape[1]
+        parts = [sample.teacher_top or TopTokens.none(len(sample.token_ids), k) for sample in samples]
+        top["top_ids"] = np.concatenate([part.ids for part in parts])
+        top["top_logprobs"] = np.concatenate([part.logprobs for part in parts])
     prompt_ids = [prompt.token_ids for prompt in prompts]
     routes = [sample.routes for sample in samples if sample.routes is not None]
     routed: dict[str, np.ndarray] = {}
@@ -167,6 +175,7 @@ def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.
         routed = {"routes": np.concatenate(routes), "route_lengths": np.array(lengths, np.int64)}
     return {
         **routed,
+        **top,
         **{name: _laid(lists, PER_TOKEN[name]) for name, lists in columns.items()},
         "answer_lengths": np.array([len(ids) for ids in columns["token_ids"]], np.int64),
         "prompt_ids": _laid(prompt_ids, np.int32),
@@ -188,19 +197,22 @@ def _groups(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]
     names = [name for name in PER_TOKEN if name in arrays or name != "teacher_logprobs"]
     routes: Iterator[np.ndarray | None] = itertools.repeat(None)
     if "routes" in arrays:
-        if len(arrays["routes"]) != arrays["route_lengths"].sum():
-            raise ValueError(f"{len(arrays['routes'])} routes for {arrays['route_lengths'].sum()} positions")
-        parts = np.split(arrays["routes"], arrays["route_lengths"].cumsum()[:-1])
+        parts = _split(arrays["routes"], arrays["route_lengths"])
         routes = iter([part if len(part) else None for part in parts])
+    tops: Iterator[TopTokens | None] = itertools.repeat(None)
+    if "top_ids" in arrays:
+        pairs = (_split(arrays[name], arrays["answer_lengths"]) for name in ("top_ids", "top_logprobs"))
+        tops = itertools.starmap(TopTokens, zip(*pairs, strict=True))
     per_token = zip(*(_cut(arrays[name], arrays["answer_lengths"]) for name in names), strict=True)
 
     def sample(known: dict[str, Any]) -> Sample:
         values = known | dict(zip(names, next(per_token), strict=True)) | {"prompt": prompts[known["prompt"]]}
         if not values.pop("masked"):
             values["loss_mask"] = None
+        top = next(tops)
         if not values.pop("taught", False):
-            values["teacher_logprobs"] = None
-        return Sample(**values, routes=next(routes))
+            values["teacher_logprobs"] = top = None
+        return Sample(**values, teacher_top=top, routes=next(routes))
 
     return [[sample(known) for known in group] for group in about["groups"]]
 
@@ -212,9 +224,14 @@ def _laid(lists: list[list[Any]], dtype: Any) -> np.ndarray:
 
 def _cut(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
     """The reverse: the values as one list for each length."""
+    return [part.tolist() for part in _split(values, lengths)]
+
+
+def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """The same as arrays."""
     if len(values) != lengths.sum():
-        raise ValueError(f"{len(values)} values for {lengths.sum()} tokens")
-    return [part.tolist() for part in np.split(values, lengths.cumsum()[:-1])] if len(lengths) else []
+        raise ValueError(f"{len(values)} values for {lengths.sum()} tokens or positions")
+    return np.split(values, lengths.cumsum()[:-1]) if len(lengths) else []
 
 
 def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -72,6 +72,8 @@ class Replay:
         age = version - min(sample.sampled_versions, default=version)
         allowed = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
         wrong, shape, routes = "", self._routes, sample.routes
+        wants, top = config.distill.top_k, sample.teacher_top
+        found = 0 if top is None else top.ids.shape[1]
         if shape is None:
             sample.routes = None
         if highest >= self._vocab_size:
@@ -88,6 +90,10 @@ class Replay:
             and (routes is None or routes.shape[1:] != (shape.layers, shape.top_k) or routes.dtype != shape.dtype)
         ):
             wrong = f"[grpo] routing_replay: {path} has no routing of this model"
+        elif wants and sample.sampled_tokens and sample.reward is not None and found != wants:
+            wrong = f"[distill] top_k = {wants}: {path} has {found} of a teacher's likeliest tokens"
+        elif top is not None and wants and int(top.ids.max(initial=-1)) >= self._vocab_size:
+            wrong = f"[model] hf_assets_path: {path} has token {int(top.ids.max())}, which this model does not have"
         if wrong:
             raise UserError(f"{wrong}: use the configuration of the run that was recorded")
 

@@ -1,5 +1,6 @@
 """The start: find the teachers, and refuse what cannot teach this model."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -24,14 +25,18 @@ PROBE = 8
 """So many texts are one probe: it must not be longer than what a server takes."""
 
 
-def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Teachers | None:
+def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Teachers | None:
     """The teachers of `[distill]`, each of which can score this run's answers; None without any.
 
     Waits for their health, at most `[rollout] start_timeout_seconds` each.
 
+    Args:
+        vocab_size: Of the trained model.
+
     Raises:
-        UserError: One is not healthy, takes too few tokens, serves another model than the others of its list, or has
-            another tokenizer than the trained model. The message names it and says what to change.
+        UserError: One is not healthy, takes too few tokens, does not tell `[distill] top_k` tokens, serves another
+            model than the others of its list, or has another tokenizer than the trained model. The message names it
+            and says what to change.
     """
     distill, rollout = config.distill, config.rollout
     if not distill.teacher_urls:
@@ -51,7 +56,10 @@ def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> T
                     name, models[url] = served_by(control, longest)
                     check_tokenizer(control, name, tokenizer, probes)
                     request_s = distill.timeout_seconds / 2
-                    known[url] = SCORERS[distill.engine](url, key, name, request_s, rollout.temperature)
+                    options = rollout.temperature, distill.top_k, vocab_size
+                    known[url] = SCORERS[distill.engine](url, key, name, request_s, *options)
+                    if distill.top_k:
+                        asyncio.run(try_once(SCORERS[distill.engine](url, key, name, request_s, *options)))
                     logger.info(f"{url} teaches{f' {source}' if source else ''}: {models[url].name}")
             except (UserError, EngineError) as error:
                 raise UserError(about_teachers(str(error))) from error
@@ -78,6 +86,14 @@ def served_by(control: HttpControl, longest: int) -> tuple[str, ModelIdentity]:
             f"up to {longest}: [data] max_prompt_tokens + [rollout] max_answer_tokens + 1"
         )
     return str(models[0].get("id")), served_identity(models[0])
+
+
+async def try_once(scorer: Scorer) -> None:
+    """A server may tell fewer likeliest tokens than are asked for, as vLLM does by its --max-logprobs."""
+    try:
+        await scorer.score([([0], [0])], "try")
+    finally:
+        await scorer.close()
 
 
 def vocabulary_probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -1,16 +1,34 @@
-"""Clients of a teacher's server: token ids in, the log-probability of each answer token out."""
+"""Clients of a teacher's server: token ids in, log-probabilities of each answer token and the likeliest ones out."""
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import nlargest
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from torchtitan.grpo.engines.http_client import HttpClient, Logprob
+from torchtitan.grpo.data.samples import TopTokens
+from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob
 from torchtitan.grpo.engines.sglang import GENERATE_ROUTE
 
 COMPLETIONS_ROUTE = "/v1/completions"
 Asked = tuple[list[int], list[int]]
 """Token ids of a prompt and of an answer to it."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A teacher's of one answer.
+
+    Attributes:
+        logprobs: log p(token | prompt, tokens before it) of each of its tokens.
+        top: The teacher's likeliest tokens in place of each; None if none were asked for.
+    """
+
+    logprobs: list[float]
+    top: TopTokens | None
 
 
 class Scorer(HttpClient):
@@ -21,6 +39,9 @@ class Scorer(HttpClient):
         model: The name by which it serves the teacher.
         request_timeout_s: Longest wait for one request.
         temperature: The sampler's, by which the teacher's logits are divided.
+        top_k: How many likeliest tokens are asked for at each position.
+        vocab_size: Of the trained model. The teacher's may have further rows, which no tokenizer uses: such a token is
+            left out of the likeliest.
 
     Attributes:
         in_flight: Requests that run now.
@@ -28,16 +49,25 @@ class Scorer(HttpClient):
     """
 
     def __init__(
-        self, url: str, api_key: str | None, model: str, request_timeout_s: float, temperature: float = 1.0
+        self,
+        url: str,
+        api_key: str | None,
+        model: str,
+        request_timeout_s: float,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        vocab_size: int = ANY_VOCAB,
     ) -> None:
         super().__init__(url, api_key, request_timeout_s, version=lambda: -1)
         self.model = model
         self.temperature = temperature
+        self.top_k = top_k
+        self._vocab_size = vocab_size
         self.in_flight = 0
         self.failing = False
 
-    async def score(self, asked: list[Asked], request_id: str) -> list[list[float]]:
-        """log p(token | prompt, tokens before it) of each token of each answer, at `temperature`.
+    async def score(self, asked: list[Asked], request_id: str) -> list[Scores]:
+        """Each answer's scores, at `temperature`.
 
         Answers go in one request, so that an embedded teacher computes them as one batch: its results then do not
         depend on what else it is asked.
@@ -53,19 +83,30 @@ class Scorer(HttpClient):
         deadline = asyncio.get_running_loop().time() + self.request_timeout_s
         payload = await self._post(*self._request(asked), request_id, deadline)
         with self._reading(request_id):
-            logprobs = self._read(payload, asked)
-            found, wanted = [len(own) for own in logprobs], [len(answer) for _, answer in asked]
+            scores = self._read(payload, asked)
+            found, wanted = [len(own.logprobs) for own in scores], [len(answer) for _, answer in asked]
             if found != wanted:
                 raise ValueError(f"{found} log-probabilities for answers of {wanted} tokens")
-            return logprobs
+            return scores
 
     def _request(self, asked: list[Asked]) -> tuple[str, dict[str, Any]]:
         """Route and body."""
         raise NotImplementedError
 
-    def _read(self, payload: bytes, asked: list[Asked]) -> list[list[float]]:
-        """The log-probabilities in a reply. ValueError if it is about other tokens."""
+    def _read(self, payload: bytes, asked: list[Asked]) -> list[Scores]:
+        """What a reply says. ValueError if it is about other tokens."""
         raise NotImplementedError
+
+    def _top(self, positions: list[Iterable[tuple[float, int]]]) -> TopTokens | None:
+        """The likeliest of (log-probability, token) of each position, which has `top_k` of them at least."""
+        if not self.top_k:
+            return None
+        best = [nlargest(self.top_k, position) for position in positions]
+        if short := [own for own in best if len(own) < self.top_k]:
+            raise ValueError(f"{len(short[0])} of the {self.top_k} likeliest tokens")
+        pairs = np.array(best, np.float64).reshape(len(best), self.top_k, 2)
+        ids, usable = pairs[..., 1].astype(np.int32), pairs[..., 1] < self._vocab_size
+        return TopTokens(np.where(usable, ids, -1), np.where(usable, pairs[..., 0], -np.inf).astype(np.float32))
 
 
 class VllmScorer(Scorer):
@@ -83,14 +124,23 @@ class VllmScorer(Scorer):
 
     def _request(self, asked: list[Asked]) -> tuple[str, dict[str, Any]]:
         sequences = [prompt + answer for prompt, answer in asked]
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.top_k}
         return COMPLETIONS_ROUTE, {"model": self.model, "prompt": sequences, **sampling}
 
-    def _read(self, payload: bytes, asked: list[Asked]) -> list[list[float]]:
+    def _read(self, payload: bytes, asked: list[Asked]) -> list[Scores]:
         choices = {choice.index: choice for choice in self._reply.decode(payload).choices}
         if sorted(choices) != list(range(len(asked))):
             raise ValueError(f"{len(choices)} choices for {len(asked)} answers")
-        return [_of_answer(choices[i].prompt_logprobs, len(prompt), answer) for i, (prompt, answer) in enumerate(asked)]
+        found = [
+            _of_answer(choices[i].prompt_logprobs, len(prompt), answer) for i, (prompt, answer) in enumerate(asked)
+        ]
+        return [
+            Scores(
+                [position[token].logprob for token, position in zip(answer, own, strict=True)],
+                self._top([((known.logprob, token) for token, known in position.items()) for position in own]),
+            )
+            for (_, answer), own in zip(asked, found, strict=True)
+        ]
 
 
 class EmbeddedScorer(VllmScorer):
@@ -116,7 +166,8 @@ class SglangScorer(Scorer):
         return list[_Answer]
 
     def _request(self, asked: list[Asked]) -> tuple[str, dict[str, Any]]:
-        return GENERATE_ROUTE, {
+        likeliest = {"top_logprobs_num": [self.top_k] * len(asked)} if self.top_k else {}
+        return GENERATE_ROUTE, likeliest | {
             "input_ids": [prompt + answer for prompt, answer in asked],
             "sampling_params": [{"max_new_tokens": 0, "temperature": 1.0}] * len(asked),
             "return_logprob": True,
@@ -124,11 +175,18 @@ class SglangScorer(Scorer):
             "stream": False,
         }
 
-    def _read(self, payload: bytes, asked: list[Asked]) -> list[list[float]]:
+    def _read(self, payload: bytes, asked: list[Asked]) -> list[Scores]:
         replies = self._reply.decode(payload)
         if len(replies) != len(asked):
             raise ValueError(f"{len(replies)} replies for {len(asked)} answers")
-        return [[_known(entry[0]) for entry in reply.meta_info.input_token_logprobs[1:]] for reply in replies]
+        return [self._of_reply(reply.meta_info) for reply in replies]
+
+    def _of_reply(self, meta: "_Meta") -> Scores:
+        logprobs = [_known(entry[0]) for entry in meta.input_token_logprobs[1:]]
+        likeliest = (meta.input_top_logprobs or [])[1:] if self.top_k else []
+        if self.top_k and len(likeliest) != len(logprobs):
+            raise ValueError(f"the likeliest tokens of {len(likeliest)} positions for {len(logprobs)} tokens")
+        return Scores(logprobs, self._top([[(_known(entry[0]), entry[1]) for entry in own or []] for own in likeliest]))
 
 
 SCORERS: dict[str, type[Scorer]] = {"embedded": EmbeddedScorer, "vllm": VllmScorer, "sglang": SglangScorer}
@@ -150,20 +208,24 @@ class _Completions(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     input_token_logprobs: list[tuple[Logprob | None, int, Any]]
+    input_top_logprobs: list[list[tuple[Logprob | None, int, Any]] | None] | None = None
 
 
 class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
-def _of_answer(positions: list[dict[int, _Token] | None], prompt_tokens: int, answer: list[int]) -> list[float]:
+def _of_answer(
+    positions: list[dict[int, _Token] | None], prompt_tokens: int, answer: list[int]
+) -> list[dict[int, _Token]]:
+    """What is known at each of the answer's tokens, that token included."""
     found = positions[prompt_tokens:]
     if len(found) != len(answer):
         raise ValueError(f"{len(found)} positions after the prompt for {len(answer)} tokens")
     missing = [token for token, known in zip(answer, found, strict=True) if known is None or token not in known]
     if missing:
         raise ValueError(f"no log-probability of token {missing[0]}, which was sent")
-    return [known[token].logprob for token, known in zip(answer, found, strict=True) if known is not None]
+    return [known for known in found if known is not None]
 
 
 def _known(logprob: float | None) -> float:

@@ -7,7 +7,7 @@ from statistics import fmean
 from torchtitan.grpo.data.samples import TEACHER, Group, Prompt
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.teachers.scorers import Asked, Scorer
+from torchtitan.grpo.teachers.scorers import Asked, Scorer, Scores
 from torchtitan.tools.logging import logger
 
 RETRY_S = 1.0
@@ -79,7 +79,7 @@ class Teachers:
         return self._scorers.get(prompt.source) or self._scorers[""]
 
     async def _fill_in(self, group: Group) -> str:
-        """Set the samples' `teacher_logprobs`. Returns why that failed, or ""."""
+        """Set the samples' `teacher_logprobs` and `teacher_top`. Returns why that failed, or ""."""
         prompt, answered = group[0].prompt, [sample for sample in group if sample.token_ids]
         for sample in group:
             sample.teacher_logprobs = []
@@ -89,17 +89,17 @@ class Teachers:
         began = clock()
         try:
             asked = [(sample.prompt.token_ids, sample.token_ids) for sample in answered]
-            logprobs = await self._ask(self._of(prompt), asked, f"prompt{prompt.index}")
+            scores = await self._ask(self._of(prompt), asked, f"prompt{prompt.index}")
         except EngineError as error:
             for sample in group:
                 sample.teacher_logprobs = None
             return f"gave no log-probabilities within {self._timeout_s:g} s ([distill] timeout_seconds): {error}"
         self._waits_s.append(clock() - began)
-        for sample, own in zip(answered, logprobs, strict=True):
-            sample.teacher_logprobs = own
+        for sample, own in zip(answered, scores, strict=True):
+            sample.teacher_logprobs, sample.teacher_top = own.logprobs, own.top
         return ""
 
-    async def _ask(self, scorers: list[Scorer], asked: list[Asked], what: str) -> list[list[float]]:
+    async def _ask(self, scorers: list[Scorer], asked: list[Asked], what: str) -> list[Scores]:
         """The first answer of a teacher. EngineError, that of the last one, if none answers in time."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeout_s
@@ -115,11 +115,11 @@ class Teachers:
                 raise last
             await asyncio.sleep(RETRY_S)
 
-    async def _one(self, scorer: Scorer, asked: list[Asked], what: str, left_s: float) -> list[list[float]]:
+    async def _one(self, scorer: Scorer, asked: list[Asked], what: str, left_s: float) -> list[Scores]:
         scorer.in_flight += 1
         try:
             async with asyncio.timeout(max(left_s, 0.001)):
-                logprobs = await scorer.score(asked, f"{what}-teacher")
+                scores = await scorer.score(asked, f"{what}-teacher")
         except (EngineError, TimeoutError) as error:
             self.failed_requests += 1
             if not scorer.failing:
@@ -135,4 +135,4 @@ class Teachers:
         if scorer.failing:
             logger.info("teacher %s answers again", scorer.url)
         scorer.failing = False
-        return logprobs
+        return scores

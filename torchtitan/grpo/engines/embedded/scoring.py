@@ -13,26 +13,31 @@ LOGITS_BYTES = 256 << 20
 """Most memory for logits at once, in float32."""
 
 
+Known = dict[int, float]
+"""Log-probabilities by token, at one position."""
+
+
 @torch.inference_mode()
 def token_logprobs(
-    model: PreTrainedModel, sequences: Sequence[list[int]], temperature: float = 1.0
-) -> list[list[float]]:
-    """log p(token | tokens before it) of every token but the first of each sequence, from logits / `temperature`.
+    model: PreTrainedModel, sequences: Sequence[list[int]], temperature: float = 1.0, top_k: int = 0
+) -> list[list[Known]]:
+    """log p(token | tokens before it) of every token but the first of each sequence, from logits / `temperature`, and
+    those of the `top_k` likeliest tokens in its place.
 
     The sequences are computed together, so the result is a function of these arguments alone, to the last bit.
 
     Raises:
         FloatingPointError: The model's logits are NaN.
     """
-    scored: list[list[float]] = []
+    scored: list[list[Known]] = []
     for batch in _batches(sequences):
         width = max(map(len, batch))
         # Padding is on the right, where causal attention hides it from every real token.
         tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in batch], device=model.device)
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        scored += [_of_sequence(model, states, ids, temperature) for states, ids in zip(hidden, tokens, strict=True)]
+        scored += [_of_sequence(model, *own, temperature, top_k) for own in zip(hidden, tokens, strict=True)]
     logprobs = [own[: len(ids) - 1] for own, ids in zip(scored, sequences, strict=True)]
-    if any(math.isnan(value) for own in logprobs for value in own):
+    if any(math.isnan(value) for own in logprobs for known in own for value in known.values()):
         raise FloatingPointError("the model's logits are NaN")
     return logprobs
 
@@ -48,19 +53,24 @@ def _batches(sequences: Sequence[list[int]]) -> Iterator[list[list[int]]]:
     yield batch
 
 
-def _of_sequence(model: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor, temperature: float) -> list[float]:
-    """Log-probabilities of ids[1:] [T - 1], given the last layer's states [T, D]."""
+def _of_sequence(
+    model: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor, temperature: float, top_k: int
+) -> list[Known]:
+    """What is known at ids[1:] [T - 1], given the last layer's states [T, D]."""
     rows = max(1, LOGITS_BYTES // (4 * model.config.vocab_size))
-    parts = []
+    known: list[Known] = []
     for start in range(0, len(ids) - 1, rows):
         end = min(start + rows, len(ids) - 1)
         logits = model.get_output_embeddings()(hidden[start:end]).float() / temperature
-        parts.append(logits.log_softmax(-1).gather(1, ids[start + 1 : end + 1, None])[:, 0])
-    return torch.cat(parts).tolist() if parts else []
+        logprobs = logits.log_softmax(-1)
+        tokens = torch.cat([ids[start + 1 : end + 1, None], logprobs.topk(top_k).indices], 1)
+        found = zip(tokens.tolist(), logprobs.gather(1, tokens).tolist(), strict=True)
+        known += [dict(zip(*position, strict=True)) for position in found]
+    return known
 
 
-def completions(model_name: str, sequences: Sequence[list[int]], logprobs: Sequence[list[float]]) -> dict[str, Any]:
-    """In the form of vLLM's reply to `prompt_logprobs = 0`, with no completion."""
+def completions(model_name: str, logprobs: Sequence[list[Known]]) -> dict[str, Any]:
+    """In the form of vLLM's reply to `prompt_logprobs`, with no completion."""
     return {
         "object": "text_completion",
         "model": model_name,
@@ -72,11 +82,14 @@ def completions(model_name: str, sequences: Sequence[list[int]], logprobs: Seque
                 "prompt_logprobs": [
                     None,
                     *(
-                        {str(token): {"logprob": logprob, "rank": None, "decoded_token": None}}
-                        for token, logprob in zip(ids[1:], own, strict=True)
+                        {
+                            str(token): {"logprob": logprob, "rank": None, "decoded_token": None}
+                            for token, logprob in known.items()
+                        }
+                        for known in own
                     ),
                 ],
             }
-            for i, (ids, own) in enumerate(zip(sequences, logprobs, strict=True))
+            for i, own in enumerate(logprobs)
         ],
     }

@@ -139,8 +139,11 @@ class EmbeddedApp:
         """Scores given tokens and completes nothing. The temperature is that of vLLM's pull request 37082."""
         body = await bodies.json_of(http)
         asked = body.get("prompt")
-        if body.get("prompt_logprobs") != 0:
-            raise BadRequest("this server only scores here: set prompt_logprobs = 0, or use /inference/v1/generate")
+        top_k, vocab_size = body.get("prompt_logprobs"), self.generator.model.config.vocab_size
+        if not isinstance(top_k, int):
+            raise BadRequest("this server only scores here: set prompt_logprobs, or use /inference/v1/generate")
+        if not 0 <= top_k <= vocab_size:
+            raise BadRequest(f"prompt_logprobs must lie in 0..{vocab_size}, the size of the vocabulary, not {top_k}")
         if not isinstance(asked, list) or not asked:
             raise BadRequest("prompt must be a list of lists of token ids")
         sequences = [bodies.token_ids_of(ids, "prompt", self.generator) for ids in asked]
@@ -153,8 +156,8 @@ class EmbeddedApp:
         if self.torn:
             return _error(503, "a weight update failed or is not finished: the weights are a mix of two versions")
         model = self.generator.model
-        logprobs = await self._call(lambda: token_logprobs(model, sequences, temperature))
-        return web.json_response(completions(self.model_name, sequences, logprobs))
+        logprobs = await self._call(lambda: token_logprobs(model, sequences, temperature, top_k))
+        return web.json_response(completions(self.model_name, logprobs))
 
     async def tokenize(self, http: web.Request) -> web.Response:
         text = (await bodies.json_of(http)).get("prompt")
