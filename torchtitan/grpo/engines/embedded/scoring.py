@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from torchtitan.grpo.engines.embedded.generator import PREFILL_TOKENS
 
@@ -24,18 +24,29 @@ def token_logprobs(
     """log p(token | tokens before it) of every token but the first of each sequence, from logits / `temperature`, and
     those of the `top_k` likeliest tokens in its place.
 
-    The sequences are computed together, so the result is a function of these arguments alone, to the last bit.
+    The sequences are computed together, so the result is a function of these arguments alone, to the last bit. What all
+    of a batch begin with, as a group's prompt, is computed once.
 
     Raises:
         FloatingPointError: The model's logits are NaN.
     """
     scored: list[list[Known]] = []
     for batch in _batches(sequences):
-        width = max(map(len, batch))
+        width, shared = max(map(len, batch)), _shared(batch)
         # Padding is on the right, where causal attention hides it from every real token.
         tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in batch], device=model.device)
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        scored += [_of_sequence(model, *own, temperature, top_k) for own in zip(hidden, tokens, strict=True)]
+        cached: dict[str, Any] = {"use_cache": False}
+        begun: list[Known] = []
+        if shared:
+            cached = {"use_cache": True, "past_key_values": DynamicCache(config=model.config)}
+            states = model.base_model(input_ids=tokens[:1, :shared], **cached).last_hidden_state
+            begun = _of_sequence(model, states[0], tokens[0, :shared], temperature, top_k)
+            cached["past_key_values"].batch_repeat_interleave(len(batch))
+        hidden = model.base_model(input_ids=tokens[:, shared:], **cached).last_hidden_state
+        if shared:  # the last shared state predicts the first token that is not
+            hidden = torch.cat([states[:, -1:].expand(len(batch), -1, -1), hidden], 1)
+        rest = tokens[:, max(0, shared - 1) :]
+        scored += [begun + _of_sequence(model, *own, temperature, top_k) for own in zip(hidden, rest, strict=True)]
     logprobs = [own[: len(ids) - 1] for own, ids in zip(scored, sequences, strict=True)]
     if any(math.isnan(value) for own in logprobs for known in own for value in known.values()):
         raise FloatingPointError("the model's logits are NaN")
@@ -51,6 +62,13 @@ def _batches(sequences: Sequence[list[int]]) -> Iterator[list[list[int]]]:
             batch = []
         batch.append(ids)
     yield batch
+
+
+def _shared(batch: Sequence[list[int]]) -> int:
+    """How many tokens all of several sequences begin with, at most all but one of the shortest."""
+    first, *others = batch
+    most = min(map(len, batch)) - 1 if others else 0
+    return next((i for i in range(most) if any(ids[i] != first[i] for ids in others)), most)
 
 
 def _of_sequence(
