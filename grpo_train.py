@@ -267,12 +267,12 @@ class Trainer:
 
                 def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
                     self.offload.poll()
-                    logprobs, entropy, *of_top = self.model(row, config.rollout.temperature)
-                    options = *counts, config.distill.coef, *of_top
+                    logprobs, entropy, *top_logprobs = self.model(row, config.rollout.temperature)
+                    options = *counts, config.distill.coef, *top_logprobs
                     return losses.row_loss(logprobs, entropy, row, config.grpo, *fixed[index], *options)
 
                 added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
-                sums = {name: sums.get(name, 0) + value for name, value in added.items()}
+                sums |= {name: sums.get(name, 0) + value for name, value in added.items()}
                 if self.sampler_check.is_due and any(batch.servers.values()):
                     self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
                 grad_norm = clip_gradients(self.model, config.training.max_norm)

@@ -355,7 +355,11 @@ BAD_TOML = {
     "a teacher and KL in the reward": (
         "[distill]\nteacher_urls = ['http://a:1']\n[grpo]\nkl_coef = 0.1\nkl_placement = 'reward'",
         '[grpo] kl_placement = "reward" with [distill]',
-        'use kl_placement = "loss", or set top_k',
+        'use kl_placement = "loss", or mode = "add" with top_k',
+    ),
+    "a teacher's tokens alone and KL in the reward": (
+        "[distill]\nteacher_urls = ['http://a:1']\ntop_k = 5\n[grpo]\nkl_coef = 0.1\nkl_placement = 'reward'",
+        '[grpo] kl_placement = "reward" with [distill]',
     ),
     "a teacher's time": (
         "[distill]\nteacher_urls = ['http://a:1']\ntimeout_seconds = 2000",

@@ -23,7 +23,11 @@ def naive(hidden, weight, targets, temperature, others=None):
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     log_p = ((hidden @ weight.T).to(dtype) / temperature).log_softmax(-1)
     of_target, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    return (of_target, entropy) if others is None else (of_target, entropy, log_p.gather(1, others.long()))
+    if others is None:
+        return of_target, entropy
+    known = torch.zeros_like(log_p, dtype=torch.bool).scatter(1, others.long(), True)
+    rest = log_p.masked_fill(known, -torch.inf).logsumexp(1, keepdim=True)
+    return of_target, entropy, torch.cat([log_p.gather(1, others.long()), rest], 1)
 
 
 def different_tokens(tokens=TOKENS, vocab=VOCAB, k=4, seed=1):
@@ -95,21 +99,34 @@ def test_no_token_among_the_others_has_no_gradient_and_disturbs_none():
     known = padded >= 0
     expected = token_logprobs(hidden, weight, targets, 1.0, others=others)[2]
     found = token_logprobs(hidden, weight, targets, 1.0, others=padded)[2]
+    assert torch.equal(found[:, -1], expected[:, -1])
+    expected, found = expected[:, :-1], found[:, :-1]
     assert torch.equal(found[known].view(2, 3), expected)
     share = torch.tensor([[0.5, 0.25, 2.0], [1.0, -1.0, 0.125]])
     ours = torch.autograd.grad((share * found[known].view(2, 3)).sum(), (hidden, weight))
-    plain = torch.autograd.grad((share * naive(hidden, weight, targets, 1.0, others)[2]).sum(), (hidden, weight))
+    plain = naive(hidden, weight, targets, 1.0, others)[2][:, :-1]
+    plain = torch.autograd.grad((share * plain).sum(), (hidden, weight))
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"others must be \[T, K\] with T = 2"):
         token_logprobs(hidden, weight, targets, 1.0, others=others[:1])
 
 
+@pytest.mark.parametrize("shift", [-200.0, 200.0])
+def test_no_token_among_the_others_is_harmless_where_all_logits_are_large(shift):
+    hidden, weight, targets = inputs(tokens=2)
+    high = torch.cat([hidden.detach(), torch.full((2, 1), shift)], 1).requires_grad_()
+    weight = torch.cat([weight.detach(), torch.ones(VOCAB, 1)], 1).requires_grad_()
+    *_, found = token_logprobs(high, weight, targets, 1.0, others=torch.tensor([[0, 3, -1], [2, 3, -1]]))
+    found[:, :2].sum().backward()
+    assert found.isfinite().all() and high.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
 def test_a_student_that_has_the_teachers_probabilities_gets_no_gradient_in_bfloat16():
     """p - q of each of the teacher's tokens is computed in float32: bfloat16 would leave 0.4 % of p."""
     hidden, weight, targets = inputs(torch.bfloat16, vocab=12)
     every = torch.arange(12).expand(TOKENS, 12)
-    of_others = token_logprobs(hidden, weight, targets, 1.0, others=every)[2]
+    of_others = token_logprobs(hidden, weight, targets, 1.0, others=every)[2][:, :-1]
     teacher = of_others.detach().exp()
     loss = -(teacher * of_others).sum()  # the cross-entropy, whose gradient by the logits is p - q
     grads = torch.autograd.grad(loss, (hidden, weight))
@@ -218,9 +235,10 @@ def test_nothing_of_the_logits_is_saved_for_backward():
 def test_compiled_matches_eager():
     hidden, weight, targets = inputs()
     results = []
+    options = {"chunk_tokens": 16, "others": different_tokens()}
     for compile in (False, True):
-        logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk_tokens=16, compile=compile)
-        grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (hidden, weight))
-        results.append((logprobs, entropy, *grads))
+        logprobs, entropy, others = token_logprobs(hidden, weight, targets, 0.7, compile=compile, **options)
+        grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum() + others.square().sum(), (hidden, weight))
+        results.append((logprobs, entropy, others, *grads))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 
 from torchtitan.grpo.config.job_config import Distill, Grpo
 from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
+from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.policy.advantages import reward_advantages
 from torchtitan.grpo.policy.batch import counted_samples, has_signal, training_samples
 from torchtitan.grpo.policy.distillation import reverse_kl_sum, top_k_kl
@@ -111,37 +112,66 @@ def test_the_gradient_of_the_loss_is_that_of_the_exact_reverse_kl_and_a_step_low
         assert exact_reverse_kl(student - 0.5 * found, teacher, first) < kl - 0.01
 
 
+def with_rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[T, V] and [T, K] -> [T, K + 1]: of the tokens, and of all others together."""
+    others = torch.ones_like(logprobs, dtype=torch.bool).scatter(1, ids, False)
+    rest = logprobs.masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True).clamp(min=-1e4)
+    return torch.cat([logprobs.gather(1, ids), rest], 1)
+
+
 def test_the_divergence_over_all_tokens_is_torchs_and_fewer_give_less_of_it():
     generator = torch.Generator().manual_seed(0)
     student = torch.randn(40, 9, generator=generator, dtype=torch.float64).log_softmax(-1)
     teacher = (3 * torch.randn(40, 9, generator=generator, dtype=torch.float64)).log_softmax(-1)
     whole = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(top_k_kl(teacher, student), whole, rtol=0, atol=1e-9)
+    every = torch.arange(9).expand(40, 9)
+    torch.testing.assert_close(top_k_kl(teacher, with_rest(student, every)), whole, rtol=0, atol=1e-9)
     before = torch.zeros(40, dtype=torch.float64)
     for k in range(1, 9):
         theirs, ids = teacher.topk(k)
-        found = top_k_kl(theirs, student.gather(1, ids))
+        found = top_k_kl(theirs, with_rest(student, ids))
         coarse = [torch.cat([p.exp(), 1 - p.exp().sum(1, keepdim=True)], 1) for p in (theirs, student.gather(1, ids))]
         expected = (coarse[0] * (coarse[0] / coarse[1]).log()).sum(1)  # over K + 1 outcomes
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
         assert (found >= before - 1e-12).all() and (found <= whole + 1e-12).all()
         before = found
-    assert (top_k_kl(teacher.topk(3).values, teacher.topk(3).values).abs() < 1e-12).all()
+    assert (top_k_kl(teacher.topk(3).values, with_rest(teacher, teacher.topk(3).indices)).abs() < 1e-12).all()
 
 
-def test_the_divergence_and_its_gradient_are_finite_at_the_edges():
-    """No token at a position, a token that the teacher excludes, a student that is certain, one that is certain of
-    another token."""
+def test_no_token_at_a_position_and_one_that_the_teacher_excludes():
     none, never = -torch.inf, -9999.0
-    teacher = torch.tensor([[none, none], [-0.1, never], [-0.1, -2.5], [0.0, -30.0], [-0.1, none]])
-    student = torch.tensor([[-1.0, -2.0], [-0.3, -1.5], [0.0, -40.0], [-40.0, 0.0], [-0.1, -1.0]]).requires_grad_()
-    found = top_k_kl(teacher, student)
+    teacher = torch.tensor([[none, none], [-0.1, none], [0.0, never]])
+    student = torch.tensor([[-1.0, -2.0, 0.0], [-0.1, -1.0, np.log(-np.expm1(-0.1))], [-0.5, -1.0, -3.0]])
+    found = top_k_kl(teacher, student.requires_grad_())
     found.sum().backward()
-    found = found.detach()
-    assert found[0] == 0 and student.grad[0].tolist() == [0, 0]
-    assert student.grad[4, 1] == 0 and found[4] == pytest.approx(0, abs=1e-6)
-    assert found.isfinite().all() and (found > -1e-6).all() and student.grad.isfinite().all()
-    assert found[3] == pytest.approx(40, rel=1e-3)
+    assert found.tolist() == pytest.approx([0, 0, 0.5], abs=1e-6)
+    assert student.grad[0].tolist() == [0, 0, -1] and student.grad[1, 1] == student.grad[2, 1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lead", [2, 20, 26, 60])
+@pytest.mark.parametrize("k", [1, 20])
+def test_a_student_that_is_certain_and_wrong_still_learns(dtype, lead, k):
+    """Against float64. The student is certain of one of the teacher's tokens. From a lead of 17 on, the difference of 1
+    and their probabilities is 0 in float32, and with it the rest's gradient."""
+    generator = torch.Generator().manual_seed(k)
+    hidden, weight = torch.randn(6, 17, generator=generator), torch.randn(500, 17, generator=generator) / 8
+    hidden[:, -1], weight[:, -1] = 1, 0
+    weight[7] = 0
+    weight[7, -1] = (hidden @ weight.T).max() + lead
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    teacher = torch.randn(6, 500, generator=generator)
+    teacher[:, 7] += 8
+    theirs, ids = teacher.log_softmax(1).topk(k)
+    assert (ids == 7).any(1).all()
+    ours, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    *_, found = token_logprobs(ours, weight, ids[:, 0], 1.0, others=ids)
+    top_k_kl(theirs, found).sum().backward()
+    expected = with_rest((exact @ weight.double().T).log_softmax(1), ids)
+    kl = top_k_kl(theirs.double(), expected)
+    kl.sum().backward()
+    torch.testing.assert_close(top_k_kl(theirs, found).double(), kl, rtol=1e-3, atol=1e-5)
+    assert (ours.grad.double() - exact.grad).norm() < (1e-5 if dtype == torch.float32 else 0.01) * exact.grad.norm()
 
 
 def test_the_loss_from_a_teachers_tokens_is_the_weighted_divergence_and_leaves_no_advantage():
@@ -152,22 +182,24 @@ def test_the_loss_from_a_teachers_tokens_is_the_weighted_divergence_and_leaves_n
     top = TopTokens(theirs.indices.int().numpy(), theirs.values.numpy())
     one = taught([-1.0, 0.0, -3.0], [-0.25, -7.0, -4.5], loss_mask=[True, False, True], teacher_top=top)
     failed = taught([-2.0], None, reward=None)
-    samples = training_samples([[one, failed]], [[0.75, 0.0]], 0, Grpo(), 8, distill=distill)
+    keeps_all = Grpo(kl_placement="reward", importance_correction="none")
+    samples = training_samples([[one, failed]], [[0.75, 0.0]], 0, keeps_all, 8, distill=distill)
     [[row]] = pack(samples, 64, 1)
     batch = row.to("cpu")
-    assert batch.advantages.tolist() == [0.75] * 2 and batch.targets.tolist() == [1, 3]
-    logits = torch.randn(2, V, generator=generator).requires_grad_()
+    assert batch.advantages.tolist() == [0.75, 0.75, 0] and batch.targets.tolist() == [1, 3, 1]
+    logits = torch.randn(3, V, generator=generator).requires_grad_()
     logprobs = logits.log_softmax(-1)
-    of_top = logprobs.gather(1, batch.top_ids.long())
+    of_top = with_rest(logprobs, batch.top_ids.long().clamp(min=0))
     own = logprobs.gather(1, batch.targets[:, None])[:, 0]
-    arguments = own, torch.zeros(2), batch, Grpo(importance_correction="none")
+    arguments = own, torch.zeros(3), batch, keeps_all
     without, _ = row_loss(*arguments)
     loss, sums = row_loss(*arguments, distill_coef=0.5, top_logprobs=of_top)
-    kl = top_k_kl(torch.from_numpy(top.logprobs[[0, 2]]), of_top)
+    kl = top_k_kl(torch.from_numpy(top.logprobs[[0, 2]]), of_top[:2])
     torch.testing.assert_close(loss - without, 0.5 * kl.mean())
     assert sums["loss"] == loss and sums["top_k_kl_sum"] == pytest.approx(kl.sum().item())
     assert sums["top_k_mass_sum"] == pytest.approx(np.exp(top.logprobs[[0, 2]]).sum(), rel=1e-6)
     # By each logit of the teacher's tokens the gradient is p - q.
     (found,) = torch.autograd.grad(kl.sum(), logits)
-    at, q = batch.top_ids.long(), batch.top_logprobs.exp()
-    torch.testing.assert_close(found.gather(1, at), logprobs.exp().gather(1, at) - q, rtol=0, atol=1e-6)
+    at, q = batch.top_ids[:2].long(), batch.top_logprobs[:2].exp()
+    torch.testing.assert_close(found[:2].gather(1, at), logprobs[:2].exp().gather(1, at) - q, rtol=0, atol=1e-6)
+    assert found[2].count_nonzero() == 0

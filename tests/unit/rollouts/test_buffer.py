@@ -375,6 +375,10 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     buffer.finish(entries[0], [sample, unscored, compacted])
     buffer.finish(entries[1], [unscored, unscored])
     state = json.loads(json.dumps(buffer.state_dict()))
+    refused = StalenessBuffer(2, 1, 4)
+    refused.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices], lambda group: False)
+    assert [(entry.begun, entry.group) for entry in refused.entries.values()] == [(None, None)] * 3
+    assert refused.complete == 0
     restored = StalenessBuffer(2, 1, 4)
     restored.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
     first, second, third = restored.entries.values()

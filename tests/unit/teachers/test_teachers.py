@@ -18,11 +18,11 @@ from tests.helpers.ranks import free_port
 from tests.helpers.served_logprobs import answer_logprobs
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.prompts import load_tokenizer
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.teachers.connect import connect_teachers
+from torchtitan.grpo.teachers.connect import check_top_k, connect_teachers
 from torchtitan.grpo.teachers.scorers import EmbeddedScorer, Scores, SglangScorer, VllmScorer
 from torchtitan.grpo.teachers.teachers import Teachers
 
@@ -148,6 +148,23 @@ def test_another_teacher_answers_for_one_that_is_gone_or_hangs(servers):
             assert teachers.failed_requests == failed[0], "the one that failed is asked last"
 
 
+def test_groups_that_a_run_before_scored_otherwise_are_not_used():
+    def scored_by(top_k: int) -> Teachers:
+        return Teachers({"": [EmbeddedScorer("http://a:1", None, "tiny", 1.0, top_k=top_k)]}, 1.0)
+
+    def group(logprobs: bool, k: int = 0, failed: bool = False) -> Group:
+        samples = group_of()
+        for sample in samples:
+            sample.teacher_logprobs = [-1.0] * len(sample.token_ids) if logprobs else None
+            sample.teacher_top = TopTokens.none(len(sample.token_ids), k) if k and sample.token_ids else None
+            sample.reward_failures = {"teacher": "gone"} if failed else {}
+        return samples
+
+    groups = [group(False), group(True), group(True, 3), group(True, 4), group(False, failed=True)]
+    assert [scored_by(0).has_scored(each) for each in groups] == [False, True, False, False, True]
+    assert [scored_by(3).has_scored(each) for each in groups] == [False, False, True, False, True]
+
+
 def test_a_teacher_that_comes_back_in_time_is_asked_again():
     server = ServerThread(0)
     teachers, group = Teachers({"": [scorer(server.url)]}, 20.0), group_of()
@@ -203,6 +220,10 @@ ODD_TOPS = {
     "too few": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, *[{"7": {"logprob": -1}}] * 3]}]}),
     "no tops": (SglangScorer, [{"meta_info": {"input_token_logprobs": SCORED}}]),
     "empty": (SglangScorer, [{"meta_info": {"input_token_logprobs": SCORED, "input_top_logprobs": [None] * 3}}]),
+    "logits": (
+        VllmScorer,
+        {"choices": [{"index": 0, "prompt_logprobs": [None, *[{str(n): {"logprob": -0.1} for n in (6, 7, 8)}] * 3]}]},
+    ),
     "too short": (
         SglangScorer,
         [{"meta_info": {"input_token_logprobs": SCORED, "input_top_logprobs": [None, SCORED[1:]]}}],
@@ -241,6 +262,38 @@ def test_teachers_are_checked_at_the_start(servers):
     ]
     expected = answer_logprobs(tiny_model(), PROMPTS[0], ANSWERS[0], 1.2)  # the quickstart's temperature
     torch.testing.assert_close(torch.tensor(group[0].teacher_logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (400, {"error": {"message": "Requested prompt logprobs of 5, which is greater than max allowed: 2"}}),
+        (200, {"choices": [{"index": 0, "prompt_logprobs": [None, {"0": {"logprob": -1}}]}]}),
+    ],
+)
+def test_a_server_that_tells_too_few_tokens_is_refused_at_the_start(reply, monkeypatch):
+    client = VllmScorer("http://a:1", None, "tiny", 5.0, top_k=5)
+
+    async def post(route: str, body: dict, request_id: str, deadline: float) -> bytes:
+        if reply[0] != 200:
+            client._raise_for_status(route, reply[0], json.dumps(reply[1]).encode(), request_id)
+        return json.dumps(reply[1]).encode()
+
+    monkeypatch.setattr(client, "_post", post)
+    with pytest.raises(UserError, match=r"\[distill\] top_k = 5: http://a:1.* Lower it, or .*vLLM: --max-logprobs 5"):
+        asyncio.run(check_top_k(client))
+
+
+def test_sglang_writes_null_for_a_token_that_cannot_be(monkeypatch):
+    tops = [None, [[-0.5, 7, None], [None, 3, None]], [[-1.0, 8, None], [-1.5, 2, None]]]
+    client = SglangScorer("http://teacher", None, "tiny", 5.0, top_k=2)
+
+    async def post(*_: object) -> bytes:
+        return json.dumps([{"meta_info": {"input_token_logprobs": SCORED, "input_top_logprobs": tops}}]).encode()
+
+    monkeypatch.setattr(client, "_post", post)
+    [found] = asyncio.run(client.score(ASKED, "r"))
+    assert found.top.ids.tolist() == [[7, 3], [8, 2]] and found.top.logprobs[0].tolist() == [-0.5, -np.inf]
 
 
 def swapped(folder: Path) -> Path:

@@ -23,18 +23,18 @@ def check_distill(config: JobConfig) -> Iterator[str]:
     if rollout.temperature != 1 and distill.engine != "embedded":
         yield (
             f"[rollout] temperature = {rollout.temperature:g} with [distill] engine = {show(distill.engine)}: these "
-            "servers give log-probabilities of given tokens at temperature 1 only, and the difference to the sampler's "
-            'would be wrong; set temperature = 1, or engine = "embedded"'
+            "servers give log-probabilities of given tokens at temperature 1 only, which cannot be compared with the "
+            'model\'s; set temperature = 1, or engine = "embedded"'
         )
     if grpo.policy_loss == "gspo" and not distill.top_k:
         yield (
             '[grpo] policy_loss = "gspo" with [distill]: its gradient gives each token the mean advantage of its '
             'answer, and a teacher judges each token; use "ppo" or "cispo", or set top_k'
         )
-    if grpo.kl_coef and grpo.kl_placement == "reward" and not distill.top_k:
+    if grpo.kl_coef and grpo.kl_placement == "reward" and not (distill.top_k and distill.mode == "add"):
         yield (
             '[grpo] kl_placement = "reward" with [distill]: it makes advantages again from rewards, without the '
-            'teacher\'s term; use kl_placement = "loss", or set top_k'
+            'teacher\'s term; use kl_placement = "loss", or mode = "add" with top_k'
         )
     if distill.timeout_seconds > rollout.group_timeout_seconds:
         yield (

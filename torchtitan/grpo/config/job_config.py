@@ -643,10 +643,11 @@ class Distill:
     coef: Annotated[float, Range(above=0, why="leave teacher_urls out for no teacher")] = 1.0
     """Weight of the teacher's term. Without `top_k` it is an advantage: `coef` times the token's log-probability by the
     teacher less that by the sampler. In expectation that is `coef` times the negative reverse KL divergence."""
-    top_k: Annotated[int, Range(at_least=0, at_most=1024)] = 0
+    top_k: Annotated[int, Range(at_least=0, at_most=128)] = 0
     """0: the teacher's term is an advantage of the sampled token. K: it is a loss instead, `coef` times the forward KL
     divergence from the teacher at each sampled token, where all but the teacher's K likeliest tokens are one outcome.
-    It says more of each position, and replies are K times as large. vLLM gives up to 20, its `--max-logprobs`."""
+    It says more of each position, and replies are as many times as large. vLLM gives up to 20, its
+    `--max-logprobs`."""
     api_key_env: str = ""
     """Environment variable that holds the API key of the teachers' servers."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0

@@ -105,12 +105,11 @@ def _teacher_lines(config: JobConfig) -> list[str]:
     distill = config.distill
     if not distill.teacher_urls:
         return []
-    advantage = f"{distill.coef:g} * (log p_teacher - log p_sampler)"
-    whole = advantage if distill.mode == "only" else f"that of the reward + {advantage}"
-    lines = [f"  advantage        of a token: {whole}"]
+    what, term = "advantage", f"{distill.coef:g} * (log p_teacher - log p_sampler)"
     if distill.top_k:
-        loss = f"{distill.coef:g} * KL(teacher || student) over the teacher's {distill.top_k} likeliest tokens"
-        lines = [f"  loss             of a token: {loss}{' + that of the reward' * (distill.mode == 'add')}"]
+        what, term = "loss", f"{distill.coef:g} * KL(teacher || student) over the teacher's {distill.top_k} top tokens"
+    whole = term if distill.mode == "only" else f"that of the reward + {term}"
+    lines = [f"  {what:<16} of a token: {whole}"]
     for source, urls in teachers_by_source(distill.teacher_urls).items():
         whose = f"of {source}" if source else "of all other prompts" if source_names(config) else "of all prompts"
         lines.append(f"  teachers         {whose}: {', '.join(urls)} ({distill.engine}); they score every answer")

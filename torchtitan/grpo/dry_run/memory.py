@@ -24,6 +24,8 @@ from torchtitan.grpo.policy.gradients import reduces_once
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.model.source import ModelSource
 
+TOP_TOKEN_BYTES = 48
+"""Of each of `[distill] top_k` tokens at a position: ids, log-probabilities, float32 copies in the backward pass."""
 Parts = dict[str, int]
 """Bytes by holder."""
 
@@ -322,8 +324,10 @@ class _Rank:
         if self.compiled:
             each = self.computed * (2 if backward else 1)
         else:
-            each = self.computed + 4 * (5 if backward and self.config.grpo.entropy_coef else 4)
-        return min(_chunk_tokens(), self.tokens) * self.vocabulary * each
+            terms = self.config.grpo.entropy_coef or self.config.distill.top_k
+            each = self.computed + 4 * (5 if backward and terms else 4)
+        of_teacher = self.tokens * self.config.distill.top_k * TOP_TOKEN_BYTES
+        return min(_chunk_tokens(), self.tokens) * self.vocabulary * each + of_teacher
 
 
 def sent_bytes(config: JobConfig, target: Target) -> int:

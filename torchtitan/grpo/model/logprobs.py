@@ -46,11 +46,12 @@ def token_logprobs(
         compile: Fuse the elementwise work with torch.compile. Unfused, that work is memory-bound and takes longer
             than the matrix multiplications (2.6 times the total time on an H200, V = 152k, D = 1024).
         kept_bytes: Memory for chunks of logits, in hidden's dtype, that backward need not recompute.
-        others: [T, K], further tokens at each position, each at most once. -1 is none: what is returned for it means
-            nothing.
+        others: [T, K], further tokens at each position, each at most once. -1 is none: 0 is returned for it.
     Returns:
-        logprobs [T] and entropy [T], and with `others` their logprobs [T, K], all differentiable in hidden and weight.
-        Second derivatives are not available. The weight's gradient is summed over chunks in hidden's dtype.
+        logprobs [T] and entropy [T]. With `others` also [T, K + 1]: their log-probabilities, and in the last column
+        that of all tokens that are not among them, which is not computed as a difference from 1. All are differentiable
+        in hidden and weight. Second derivatives are not available. The weight's gradient is summed over chunks in
+        hidden's dtype.
     """
     logprobs, entropy, _, of_others = _predictions(
         hidden, weight, targets, temperature, chunk_tokens, mesh, compile, kept_bytes, others
@@ -113,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         columns, are_local = _localize(torch.cat([targets[:, None], others], 1), weight.shape[0], group)
         local_targets, is_local, columns, are_local = columns[:, 0], are_local[:, 0], columns[:, 1:], are_local[:, 1:]
-        stats = torch.empty(4, len(targets), dtype=dtype, device=hidden.device)
+        stats = torch.empty(5 if others.shape[1] else 4, len(targets), dtype=dtype, device=hidden.device)
         other_logits = torch.empty(others.shape, dtype=dtype, device=hidden.device)
         kept: list[Tensor] = []
         room = kept_bytes if any(ctx.needs_input_grad[:2]) else 0
@@ -126,17 +127,24 @@ class _TokenLogprobs(torch.autograd.Function):
             stats[0, rows], stats[1, rows], stats[2, rows] = row_stats(logits, temperature, dtype)
             target_logits = logits.gather(1, local_targets[rows, None])[:, 0].to(dtype) / temperature
             stats[3, rows] = target_logits.where(is_local[rows], 0)
-            gathered = logits.gather(1, columns[rows]).to(dtype) / temperature
-            other_logits[rows] = gathered.where(are_local[rows], 0)
-        highest, mass, moment, target_logit = stats if group is None else _combine(stats, group)
-        if group is not None and other_logits.numel():
-            dist.all_reduce(other_logits, group=group)
+            if others.shape[1]:
+                gathered = logits.gather(1, columns[rows]).to(dtype) / temperature
+                other_logits[rows] = gathered.where(are_local[rows], 0)
+                rest_mass = _compiled(_rest_mass, len(logits) == chunk_tokens) if compile else _rest_mass
+                stats[4, rows] = rest_mass(logits, stats[0, rows], columns[rows], are_local[rows], temperature)
+        highest, mass, moment, target_logit, *rest = stats if group is None else _combine(stats, group)
         log_mass = mass.log()
-        other_logprobs = (other_logits - highest[:, None]) - log_mass[:, None]
+        other_logprobs = other_logits
+        if rest:
+            if group is not None:
+                dist.all_reduce(other_logits, group=group)
+            of_known = ((other_logits - highest[:, None]) - log_mass[:, None]).where(others >= 0, 0)
+            of_rest = rest[0].clamp(min=torch.finfo(dtype).tiny).log() - log_mass
+            other_logprobs = torch.cat([of_known, of_rest[:, None]], 1)
         logprobs = (target_logit - highest) - log_mass  # in this order: the log-sum-exp rounds more
         entropy = log_mass - moment / mass
         at_target = is_local, local_targets, others == targets[:, None]
-        at_others = are_local, columns, other_logprobs
+        at_others = others >= 0, are_local, columns, other_logprobs
         of_rows = highest, log_mass, logprobs, entropy
         ctx.save_for_backward(hidden, weight, *at_target, *at_others, *of_rows, *kept)
         ctx.temperature, ctx.chunk_tokens, ctx.group, ctx.compile = temperature, chunk_tokens, group, compile
@@ -151,20 +159,23 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None, grad_others: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, is_local, local_targets, are_targets, *saved = ctx.saved_tensors
-        are_local, columns, other_logprobs, highest, log_mass, logprobs, entropy, *kept = saved
+        known, are_local, columns, other_logprobs, highest, log_mass, logprobs, entropy, *kept = saved
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(compute_weight) if need_weight else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logprobs)
-        # d/d logit of row t: (one_hot - p) g / T, the same for each other token with its own g, and for the entropy H:
-        # -p (log p + H) g_H / T
+        # d/d logit of row t: (one_hot - p) g / T, the same for each other token with its own g, for the rest of the
+        # tokens (share in the rest - p) g / T, and for the entropy H: -p (log p + H) g_H / T
         at_target = -grad_logprobs * logprobs.expm1()
         grad_sum = grad_logprobs  # what -p is multiplied by
         if grad_others is not None:
-            grad_sum = grad_logprobs + grad_others.sum(1)
-            at_target = at_target - grad_others.sum(1) * logprobs.exp()
+            other_logprobs, rest, grad_others, grad_rest = *_last_apart(other_logprobs), *_last_apart(grad_others)
+            grad_others = grad_others.where(known, 0)
+            added = grad_others.sum(1) + grad_rest
+            grad_sum = grad_logprobs + added
+            at_target = at_target - added * logprobs.exp() + grad_rest * _share(logprobs, rest)
             at_others = grad_others + grad_logprobs[:, None] * are_targets - grad_sum[:, None] * other_logprobs.exp()
         if grad_entropy is not None:
             at_target = at_target - grad_entropy * logprobs.exp() * (logprobs + entropy)
@@ -180,7 +191,11 @@ class _TokenLogprobs(torch.autograd.Function):
             of_entropy: tuple[Tensor | None, Tensor | None] = (None, None)
             if grad_entropy is not None:
                 of_entropy = entropy[rows], grad_entropy[rows]
-            grad = row_grads(logits, highest[rows], log_mass[rows], grad_sum[rows], *of_entropy, ctx.temperature)
+            own_rest: tuple[Tensor | None, Tensor | None] = (None, None)
+            if grad_others is not None:
+                own_rest = rest[rows], grad_rest[rows]
+            of_rows = highest[rows], log_mass[rows], grad_sum[rows]
+            grad = row_grads(logits, *of_rows, *of_entropy, *own_rest, ctx.temperature)
             column = local_targets[rows, None]
             grad.scatter_(1, column, at_target[rows, None].where(is_local[rows, None], grad.gather(1, column)))
             if grad_others is not None:
@@ -214,22 +229,42 @@ def _row_grads(
     grad: Tensor,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
+    rest: Tensor | None,
+    grad_rest: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Gradient [C, V] of the logits in their dtype, correct in every column except the target's."""
+    """Gradient [C, V] of the logits in their dtype, correct in every column except those of target and other tokens."""
     logp = (logits.to(highest.dtype) / temperature - highest[:, None]) - log_mass[:, None]
     p = logp.exp()
     grads = -p * grad[:, None]
     if entropy is not None and grad_entropy is not None:
         grads = grads - p * (logp + entropy[:, None]) * grad_entropy[:, None]
+    if rest is not None and grad_rest is not None:
+        grads = grads + _share(logp, rest[:, None]) * grad_rest[:, None]
     return (grads / temperature).to(logits.dtype)
+
+
+def _rest_mass(logits: Tensor, highest: Tensor, columns: Tensor, are_local: Tensor, temperature: float) -> Tensor:
+    """[C, V] -> [C]: `_row_stats`'s sum exp(d), less the columns [C, K] that are of this slice."""
+    mass = (logits.to(highest.dtype) / temperature - highest[:, None]).exp()
+    left_out = torch.zeros_like(columns, dtype=mass.dtype).where(are_local, torch.inf)
+    return mass.scatter_reduce(1, columns, left_out, "amin").sum(-1)  # of several writes, the 0 wins
+
+
+def _share(logprobs: Tensor, rest: Tensor) -> Tensor:
+    """The share of a token in the rest, 1 at most: what it is for tokens that are not in the rest is not used."""
+    return (logprobs - rest).clamp(max=0).exp()
+
+
+def _last_apart(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values[:, :-1], values[:, -1]
 
 
 def _put(grad: Tensor, columns: Tensor, values: Tensor, are_local: Tensor) -> None:
     """Set grad[t, columns[t, k]] = values[t, k] where it is of this slice. All others write to column 0 what it has in
     the end: which of several writes wins is not defined."""
     is_first = are_local & (columns == 0)
-    first = (values * is_first).sum(1).where(is_first.any(1), grad[:, 0])
+    first = values.where(is_first, 0).sum(1).where(is_first.any(1), grad[:, 0])
     grad.scatter_(1, columns, values.where(are_local, first[:, None]))
 
 
@@ -252,14 +287,15 @@ def _localize(targets: Tensor, local_width: int, group: dist.ProcessGroup | None
 
 
 def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Statistics [4, T] of each rank's slice -> those of the whole vocabulary, with two all-reduces."""
+    """Statistics [4 or 5, T] of each rank's slice -> those of the whole vocabulary, with two all-reduces."""
     if stats.shape[1] == 0:
         return stats
-    local_highest, local_mass, local_moment, local_target = stats
+    local_highest, local_mass, local_moment, local_target, *local_rest = stats
     highest = local_highest.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     below = local_highest - highest
     scale = below.exp()
-    sums = torch.stack([scale * local_mass, scale * (local_moment + below * local_mass), local_target])
+    local_sums = [scale * local_mass, scale * (local_moment + below * local_mass), local_target]
+    sums = torch.stack([*local_sums, *(scale * rest for rest in local_rest)])
     dist.all_reduce(sums, group=group)
     return torch.cat([highest[None], sums])

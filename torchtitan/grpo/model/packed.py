@@ -119,7 +119,7 @@ def _packed_forward(
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy, float32 [answer tokens], at `row.answer_positions`.
 
-    With `row.top_ids` there are also their log-probabilities, float32 [answer tokens, K].
+    With `row.top_ids` an update also gets their log-probabilities and that of the rest, float32 [answer tokens, K + 1].
 
     With `row.routes`, `model.agrees` is bool [answer tokens, layers] afterwards: whether a router would have chosen the
     same experts by itself. (It is not in the row, of which FSDP2 passes a copy on.) In an update,
@@ -162,4 +162,5 @@ def _packed_forward(
     arguments = hidden, weight, row.targets, temperature
     if predictions:
         return token_predictions(*arguments, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)
-    return token_logprobs(*arguments, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes, others=row.top_ids)
+    top_ids = row.top_ids if torch.is_grad_enabled() else None
+    return token_logprobs(*arguments, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes, others=top_ids)

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from torchtitan.grpo.data.samples import Sample
 
-LEAST_REST = 1e-6
-"""What float32 leaves of 1 - the sum of probabilities near 1: a smaller rest is taken for this."""
-
 
 def teacher_advantages(sample: Sample, coef: float) -> list[float]:
     """What the teacher contributes to the advantage of each token: coef * (log p_teacher - log p_sampler).
@@ -38,15 +35,16 @@ def reverse_kl_sum(sample: Sample) -> float:
 def top_k_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """KL(teacher || student) [T] in nats, where all tokens but the teacher's K likeliest are one outcome.
 
-    So it is never negative, 0 if the student has the teacher's probabilities, and at most the divergence of the whole
+    It is 0 if the student has the teacher's probabilities, else over 0, and at most the divergence of the whole
     distributions.
 
     Args:
         teacher_logprobs: [T, K]; -inf is no token. Without any token at a position, the divergence there is 0.
-        logprobs: The student's of the same tokens, [T, K]; the result is differentiable in them.
+        logprobs: The student's of the same tokens and of all others together, [T, K + 1], from
+            `model.logprobs.token_logprobs`. The result is differentiable in them.
     """
     known = teacher_logprobs > -torch.inf
-    theirs, ours = teacher_logprobs.where(known, 0), logprobs.where(known, 0)
-    shares, own_shares = theirs.exp().where(known, 0), ours.exp().where(known, 0)
-    rest, own_rest = (1 - shares.sum(1)).clamp(min=0), (1 - own_shares.sum(1)).clamp(min=LEAST_REST)
-    return (shares * (theirs - ours)).sum(1) + torch.xlogy(rest, rest) - rest * own_rest.log()
+    theirs, ours = teacher_logprobs.where(known, 0), logprobs[:, :-1].where(known, 0)
+    shares = theirs.exp().where(known, 0)
+    rest = (1 - shares.sum(1)).clamp(min=0)  # of float32 numbers that a server sent: its error is theirs
+    return (shares * (theirs - ours)).sum(1) + torch.xlogy(rest, rest) - rest * logprobs[:, -1]

@@ -266,7 +266,8 @@ def row_loss(
         max_age: `[async_grpo] max_trajectory_age_steps`; 0 (synchronous) measures nothing by age.
         num_servers: Of the batch; 0 measures nothing by server.
         distill_coef: `[distill] coef`, the weight of the divergence from the teacher.
-        top_logprobs: Of the teacher's tokens `row.top_ids` [A, K], with gradient; None without `[distill] top_k`.
+        top_logprobs: Of the teacher's tokens `row.top_ids` and of all others together [A, K + 1], with gradient; None
+            without `[distill] top_k`.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = importance_weights(

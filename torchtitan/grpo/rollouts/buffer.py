@@ -187,11 +187,16 @@ class StalenessBuffer:
             ],
         }
 
-    def load_state_dict(self, state: dict[str, Any], prompts_at: Callable[[list[int]], list[Prompt]]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        prompts_at: Callable[[list[int]], list[Prompt]],
+        usable: Callable[[Group], bool] = lambda group: True,
+    ) -> None:
         """Restore from `state_dict`.
 
-        Incomplete groups count as not begun. So do groups that are too old for this buffer: its age and groups per step
-        may differ from before.
+        Incomplete groups count as not begun. So do groups that are not usable, or too old for this buffer: its age and
+        groups per step may differ from before.
 
         Args:
             prompts_at: Returns the prompts with these indices.
@@ -201,7 +206,10 @@ class StalenessBuffer:
         self.entries = {}
         for saved, prompt in zip(state["entries"], prompts, strict=True):
             group = None if saved["samples"] is None else [_sample(prompt, sample) for sample in saved["samples"]]
-            entry = Entry(saved["number"], prompt, saved["occurrence"], saved["begun"], group)
+            begun_at = saved["begun"]
+            if group is not None and not usable(group):
+                group = begun_at = None
+            entry = Entry(saved["number"], prompt, saved["occurrence"], begun_at, group)
             self.entries[entry.number] = entry
         begun = self._oldest_first(entry for entry in self.entries.values() if entry.begun is not None)
         while begun and (

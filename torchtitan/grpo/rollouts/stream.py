@@ -199,11 +199,13 @@ class RolloutStream:
         return self._collector.call(read())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. Groups that were under way are requested again."""
+        """Continue from `state_dict`. Groups that were under way are requested again, and those that other teachers
+        scored, or none."""
+        usable = self._teachers.has_scored if self._teachers else lambda group: True
 
         async def load() -> None:
             self._prompts.load_state_dict(state["prompts"])
-            self._buffer.load_state_dict(state["buffer"], self._prompts.at)
+            self._buffer.load_state_dict(state["buffer"], self._prompts.at, usable)
             self.counts = Counter(state["counts"])
 
         self._collector.call(load())

@@ -59,7 +59,7 @@ def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase, voca
                     options = rollout.temperature, distill.top_k, vocab_size
                     known[url] = SCORERS[distill.engine](url, key, name, request_s, *options)
                     if distill.top_k:
-                        asyncio.run(try_once(SCORERS[distill.engine](url, key, name, request_s, *options)))
+                        asyncio.run(check_top_k(SCORERS[distill.engine](url, key, name, request_s, *options)))
                     logger.info(f"{url} teaches{f' {source}' if source else ''}: {models[url].name}")
             except (UserError, EngineError) as error:
                 raise UserError(about_teachers(str(error))) from error
@@ -88,10 +88,15 @@ def served_by(control: HttpControl, longest: int) -> tuple[str, ModelIdentity]:
     return str(models[0].get("id")), served_identity(models[0])
 
 
-async def try_once(scorer: Scorer) -> None:
-    """A server may tell fewer likeliest tokens than are asked for, as vLLM does by its --max-logprobs."""
+async def check_top_k(scorer: Scorer) -> None:
+    """Refuse a server that tells fewer likeliest tokens than are asked for, as vLLM does by its --max-logprobs."""
     try:
         await scorer.score([([0], [0])], "try")
+    except (UserError, EngineError) as error:
+        raise UserError(
+            f"[distill] top_k = {scorer.top_k}: {error}. Lower it, or start the server so that it tells as many "
+            f"(vLLM: --max-logprobs {scorer.top_k})"
+        ) from error
     finally:
         await scorer.close()
 

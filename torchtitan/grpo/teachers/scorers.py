@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
-from heapq import nlargest
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -13,6 +13,8 @@ from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob
 from torchtitan.grpo.engines.sglang import GENERATE_ROUTE
 
+MASS_ERROR = 0.01
+"""How far over 1 the rounding of a server may take the sum of probabilities."""
 COMPLETIONS_ROUTE = "/v1/completions"
 Asked = tuple[list[int], list[int]]
 """Token ids of a prompt and of an answer to it."""
@@ -20,7 +22,7 @@ Asked = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Scores:
-    """A teacher's of one answer.
+    """What a teacher says of one answer.
 
     Attributes:
         logprobs: log p(token | prompt, tokens before it) of each of its tokens.
@@ -97,24 +99,36 @@ class Scorer(HttpClient):
         """What a reply says. ValueError if it is about other tokens."""
         raise NotImplementedError
 
-    def _top(self, positions: list[Iterable[tuple[float, int]]]) -> TopTokens | None:
-        """The likeliest of (log-probability, token) of each position, which has `top_k` of them at least."""
-        if not self.top_k:
+    def _top(self, lengths: list[int], ids: Iterable[int], logprobs: Iterable[float]) -> TopTokens | None:
+        """The likeliest tokens at each position, of which a reply has `lengths`, laid end to end.
+
+        Arrays, since this takes interpreter time from the trainer: a list for each position takes ten times as long.
+        """
+        k, positions = self.top_k, len(lengths)
+        if not k:
             return None
-        best = [nlargest(self.top_k, position) for position in positions]
-        if short := [own for own in best if len(own) < self.top_k]:
-            raise ValueError(f"{len(short[0])} of the {self.top_k} likeliest tokens")
-        pairs = np.array(best, np.float64).reshape(len(best), self.top_k, 2)
-        ids, usable = pairs[..., 1].astype(np.int32), pairs[..., 1] < self._vocab_size
-        return TopTokens(np.where(usable, ids, -1), np.where(usable, pairs[..., 0], -np.inf).astype(np.float32))
+        if min(lengths, default=k) < k:
+            raise ValueError(f"{min(lengths)} of the {k} likeliest tokens ([distill] top_k)")
+        tokens, values = np.fromiter(ids, np.int64), np.fromiter(logprobs, np.float64)
+        starts = np.cumsum([0, *lengths[:-1]])
+        of_position: np.ndarray = np.repeat(np.arange(positions), lengths)
+        order = np.lexsort((-values, of_position))
+        best = order[(starts[:, None] + np.arange(k)).flatten()] if positions else order
+        tokens, values = tokens[best].reshape(positions, k), values[best].reshape(positions, k)
+        if (total := np.exp(values).sum(1).max(initial=0)) > 1 + MASS_ERROR:
+            raise ValueError(
+                f"the likeliest tokens have a probability of {total:.3g}: are they logits (--logprobs-mode)?"
+            )
+        usable = tokens < self._vocab_size
+        return TopTokens(np.where(usable, tokens, -1).astype(np.int32), np.where(usable, values, -np.inf).astype("f4"))
 
 
 class VllmScorer(Scorer):
     """Any vLLM server, by `prompt_logprobs` of OpenAI's completions route.
 
-    vLLM applies no sampling parameter to them, whatever its `--logprobs-mode`: they are those of temperature 1 (0.32:
-    `GPUModelRunner._get_prompt_logprobs_dict`). It computes the whole prompt for such a request, without cached
-    prefixes, and samples one token, which is ignored.
+    vLLM applies no sampling parameter to them: they are those of temperature 1, unless its `--logprobs-mode` asks for
+    logits (0.32: `GPUModelRunner._get_prompt_logprobs_dict`). It computes the whole prompt for such a request, without
+    cached prefixes, and samples one token, which is ignored.
     """
 
     route_hint = "is this a vLLM server that generates?"
@@ -137,7 +151,11 @@ class VllmScorer(Scorer):
         return [
             Scores(
                 [position[token].logprob for token, position in zip(answer, own, strict=True)],
-                self._top([((known.logprob, token) for token, known in position.items()) for position in own]),
+                self._top(
+                    list(map(len, own)),
+                    chain.from_iterable(own),
+                    (known.logprob for position in own for known in position.values()),
+                ),
             )
             for (_, answer), own in zip(asked, found, strict=True)
         ]
@@ -183,10 +201,12 @@ class SglangScorer(Scorer):
 
     def _of_reply(self, meta: "_Meta") -> Scores:
         logprobs = [_known(entry[0]) for entry in meta.input_token_logprobs[1:]]
-        likeliest = (meta.input_top_logprobs or [])[1:] if self.top_k else []
+        likeliest = [own or [] for own in (meta.input_top_logprobs or [])[1:]] if self.top_k else []
         if self.top_k and len(likeliest) != len(logprobs):
             raise ValueError(f"the likeliest tokens of {len(likeliest)} positions for {len(logprobs)} tokens")
-        return Scores(logprobs, self._top([[(_known(entry[0]), entry[1]) for entry in own or []] for own in likeliest]))
+        entries = list(chain.from_iterable(likeliest))
+        of_entries = (-np.inf if value is None else value for value, _, _ in entries)  # null stands for -inf
+        return Scores(logprobs, self._top(list(map(len, likeliest)), (token for _, token, _ in entries), of_entries))
 
 
 SCORERS: dict[str, type[Scorer]] = {"embedded": EmbeddedScorer, "vllm": VllmScorer, "sglang": SglangScorer}

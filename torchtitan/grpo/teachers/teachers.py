@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from statistics import fmean
 
-from torchtitan.grpo.data.samples import TEACHER, Group, Prompt
+from torchtitan.grpo.data.samples import TEACHER, Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.teachers.scorers import Asked, Scorer, Scores
@@ -61,6 +61,10 @@ class Teachers:
                 sample.reward = None
                 sample.reward_failures[TEACHER] = failure
         return group
+
+    def has_scored(self, group: Group) -> bool:
+        """Whether a group that an earlier run finished has what these teachers give."""
+        return all(_scored_as(sample) == self._all()[0].top_k for sample in group if _counts(sample))
 
     def metrics(self) -> dict[str, float]:
         """What waiting took since the last call, and the requests that failed since the start."""
@@ -136,3 +140,14 @@ class Teachers:
             logger.info("teacher %s answers again", scorer.url)
         scorer.failing = False
         return scores
+
+
+def _counts(sample: Sample) -> bool:
+    return bool(sample.token_ids) and TEACHER not in sample.reward_failures
+
+
+def _scored_as(sample: Sample) -> int | None:
+    """`[distill] top_k` of the run in which a teacher scored it; None if none did."""
+    if sample.teacher_logprobs is None:
+        return None
+    return 0 if sample.teacher_top is None else sample.teacher_top.ids.shape[1]

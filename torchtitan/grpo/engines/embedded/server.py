@@ -140,7 +140,7 @@ class EmbeddedApp:
         body = await bodies.json_of(http)
         asked = body.get("prompt")
         top_k, vocab_size = body.get("prompt_logprobs"), self.generator.model.config.vocab_size
-        if not isinstance(top_k, int):
+        if type(top_k) is not int:
             raise BadRequest("this server only scores here: set prompt_logprobs, or use /inference/v1/generate")
         if not 0 <= top_k <= vocab_size:
             raise BadRequest(f"prompt_logprobs must lie in 0..{vocab_size}, the size of the vocabulary, not {top_k}")
