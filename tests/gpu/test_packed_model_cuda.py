@@ -157,6 +157,23 @@ def test_rows_moved_in_the_background_arrive_whole():
                 assert found.device == DEVICE and torch.equal(found.cpu(), expected), name
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_teachers_tokens_have_the_logprobs_and_gradients_of_a_cpu(compile):
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(300, 32, generator=rng), torch.randn(2000, 32, generator=rng)
+    others = torch.stack([torch.randperm(2000, generator=rng)[:20] for _ in range(300)]).int()
+    others[::7, 3:9], targets = -1, others[:, 0].long()
+    results = []
+    for device in (torch.device("cpu"), DEVICE):
+        h, w = (x.to(device).detach().requires_grad_() for x in (hidden, weight))
+        options = {"others": others.to(device), "chunk_tokens": 128, "compile": compile and device == DEVICE}
+        logprobs, entropy, of_others = token_logprobs(h, w, targets.to(device), 0.9, **options)
+        (logprobs.sum() + entropy.sum() - (of_others.exp() * of_others).sum()).backward()
+        results.append([x.cpu() for x in (logprobs, entropy, of_others, h.grad, w.grad)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_compiled_blocks_serve_rows_with_any_number_of_documents(folder, monkeypatch):
     eager_logprobs = lambda *args, compile, **kwargs: token_logprobs(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(packed_model, "token_logprobs", eager_logprobs)  # the blocks' graphs alone are counted
