@@ -232,10 +232,12 @@ def _build(
         optional["routes"] = _routes(laid, documents, length + padding, layout)
     if top_k:
         top = TopTokens.none(length + padding, top_k)
-        parts = [TopTokens.none(end, top_k) if s.top is None else s.top for s, end in zip(laid, ends, strict=True)]
-        for values, of_parts in ((top.ids, [p.ids for p in parts]), (top.logprobs, [p.logprobs for p in parts])):
-            if parts:
-                values[where] = np.concatenate([p[:end] for p, end in zip(of_parts, ends, strict=True)])[trained]
+        parts = [s.top or TopTokens.none(end, top_k) for s, end in zip(laid, ends, strict=True)]
+        if parts:
+            top.ids[where] = np.concatenate([p.ids[:end] for p, end in zip(parts, ends, strict=True)])[trained]
+            top.logprobs[where] = np.concatenate([p.logprobs[:end] for p, end in zip(parts, ends, strict=True)])[
+                trained
+            ]
         optional |= {"top_ids": torch.from_numpy(top.ids), "top_logprobs": torch.from_numpy(top.logprobs)}
     return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats), optional)
 
