@@ -1,17 +1,25 @@
-"""An OpenEnv environment that counts what it is told. Run as a file by a Python that has the package `openenv`.
+"""An OpenEnv environment that counts what it is told. Run as a module it is the package's own server.
 
-    python tests/helpers/openenv_server.py PORT
+    python -m tests.helpers.openenv_server PORT
 
-`wire_app` speaks the same protocol without the package. The seed 2 fails at its first step, and 3 never answers one.
+`wire_app` speaks the same protocol without the package, and its seed 3 never answers a step. The seed 2 fails at its
+first step in both.
 """
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from tests.helpers import ROOT
 
 STEPS = 3
 
@@ -82,6 +90,30 @@ def served_wire() -> Iterator[str]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+@contextmanager
+def served_real(log: Path) -> Iterator[str]:
+    """The address of the package's server, in a process."""
+    from tests.helpers.ranks import free_port  # only now: it imports torch
+
+    port = free_port()
+    command = [sys.executable, "-m", "tests.helpers.openenv_server", str(port)]
+    with log.open("w") as file:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, process_group=0)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except urllib.error.URLError:
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(20)
 
 
 def serve_real(port: int) -> None:

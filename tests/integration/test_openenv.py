@@ -1,20 +1,13 @@
-"""Environments behind an OpenEnv server: the package's own, where a Python has it, and one that speaks its protocol."""
+"""Environments behind an OpenEnv server: the package's own, and one that speaks its protocol."""
 
 import asyncio
-import importlib.util
-import os
 import random
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers import ROOT, TINY_QWEN3
-from tests.helpers.openenv_server import STEPS, served_wire
+from tests.helpers import TINY_QWEN3
+from tests.helpers.openenv_server import STEPS, served_real, served_wire
 from tests.helpers.ranks import free_port
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
@@ -36,24 +29,9 @@ def wire() -> Iterator[str]:
 
 @pytest.fixture
 def real(tmp_path) -> Iterator[str]:
-    python = os.environ.get("OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else "")
-    if not python:
-        pytest.skip("needs the package openenv: set OPENENV_PYTHON to a Python that has it")
-    port = free_port()
-    with (tmp_path / "log").open("w") as log:
-        command = [python, str(ROOT / "tests" / "helpers" / "openenv_server.py"), str(port)]
-        server = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            break
-        except urllib.error.URLError:
-            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.2)
-    yield f"http://127.0.0.1:{port}"
-    server.terminate()
-    server.wait(20)
+    pytest.importorskip("openenv")
+    with served_real(tmp_path / "log") as url:
+        yield url
 
 
 @pytest.mark.parametrize("served", ["wire", "real"])
