@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.embedded_servers import tiny_model
+from torchtitan.grpo.engines.embedded import scoring
 from torchtitan.grpo.engines.embedded.scoring import token_logprobs
 
 SEQUENCES = {
@@ -18,7 +19,8 @@ SEQUENCES = {
 
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
-def test_what_sequences_share_changes_nothing(sequences, top_k):
+def test_what_sequences_share_changes_nothing(sequences, top_k, monkeypatch):
+    monkeypatch.setattr(scoring, "WORTH_TOKENS", 1)
     for ids, found in zip(sequences, token_logprobs(tiny_model(), sequences, 1.2, top_k), strict=True):
         with torch.no_grad():
             expected = (tiny_model()(torch.tensor([ids])).logits[0].float() / 1.2).log_softmax(-1)
@@ -37,5 +39,7 @@ def test_a_prompt_that_a_group_shares_is_computed_once(monkeypatch):
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(model.base_model, "forward", forward)
-    token_logprobs(model, [[*range(20), 7, 3], [*range(20), 14]])
-    assert computed == [20, 4]
+    token_logprobs(model, [[*range(30), 7, 3], *[[*range(30), 14]] * 9])
+    assert computed == [30, 20]
+    token_logprobs(model, [[*range(30), 7, 3], [*range(30), 14]])
+    assert computed[2:] == [64], "a pass of its own would cost more than it saves"

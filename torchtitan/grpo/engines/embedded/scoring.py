@@ -9,6 +9,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torchtitan.grpo.engines.embedded.generator import PREFILL_TOKENS
 
+WORTH_TOKENS = 256
+"""Computing fewer tokens twice costs less than a pass of their own."""
 LOGITS_BYTES = 256 << 20
 """Most memory for logits at once, in float32."""
 
@@ -65,10 +67,11 @@ def _batches(sequences: Sequence[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def _shared(batch: Sequence[list[int]]) -> int:
-    """How many tokens all of several sequences begin with, at most all but one of the shortest."""
+    """How many tokens several sequences begin with alike, at most all but one of the shortest; 0 if that saves little."""
     first, *others = batch
     most = min(map(len, batch)) - 1 if others else 0
-    return next((i for i in range(most) if any(ids[i] != first[i] for ids in others)), most)
+    shared = next((i for i in range(most) if any(ids[i] != first[i] for ids in others)), most)
+    return shared if shared * len(others) >= WORTH_TOKENS else 0
 
 
 def _of_sequence(
