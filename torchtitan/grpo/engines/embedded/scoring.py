@@ -67,7 +67,7 @@ def _batches(sequences: Sequence[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def _shared(batch: Sequence[list[int]]) -> int:
-    """How many tokens several sequences begin with alike, at most all but one of the shortest; 0 if that saves little."""
+    """How many tokens all sequences begin with, at most all but one of the shortest; 0 if that saves little."""
     first, *others = batch
     most = min(map(len, batch)) - 1 if others else 0
     shared = next((i for i in range(most) if any(ids[i] != first[i] for ids in others)), most)
