@@ -646,8 +646,7 @@ class Distill:
     top_k: Annotated[int, Range(at_least=0, at_most=128)] = 0
     """0: the teacher's term is an advantage of the sampled token. K: it is a loss instead, `coef` times the forward KL
     divergence from the teacher at each sampled token, where all but the teacher's K likeliest tokens are one outcome.
-    It says more of each position, and replies are as many times as large. vLLM gives up to 20, its
-    `--max-logprobs`."""
+    It says more of each position, and replies grow with K. vLLM gives up to 20, its `--max-logprobs`."""
     api_key_env: str = ""
     """Environment variable that holds the API key of the teachers' servers."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
