@@ -48,3 +48,13 @@ def top_k_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     shares = theirs.exp().where(known, 0)
     rest = (1 - shares.sum(1)).clamp(min=0)  # of float32 numbers that a server sent: its error is theirs
     return (shares * (theirs - ours)).sum(1) + torch.xlogy(rest, rest) - rest * logprobs[:, -1]
+
+
+def teacher_sums(divergence: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Divergence from the teacher, and the probability that its known tokens have by it: sums over the tokens with a
+    weight. `divergence` is of `top_k_kl`, [T], and `teacher_logprobs` are [T, K]."""
+    trained = weights != 0
+    return {
+        "top_k_kl_sum": divergence.detach().where(trained, 0).sum(),
+        "top_k_mass_sum": teacher_logprobs.exp().sum(1).where(trained, 0).sum(),
+    }

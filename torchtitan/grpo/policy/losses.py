@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Grpo
-from torchtitan.grpo.policy.distillation import top_k_kl
+from torchtitan.grpo.policy.distillation import teacher_sums, top_k_kl
 from torchtitan.grpo.policy.rows import Microbatch
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -315,16 +315,6 @@ def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: T
     return {
         "mismatch_kl_sum": _k3(log_ratio).sum(),
         "mismatch_abs_sum": log_ratio.abs().sum(),
-    }
-
-
-def teacher_sums(divergence: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Divergence from the teacher, and the probability that its known tokens have by it: sums over the tokens with a
-    weight. `divergence` is of `distillation.top_k_kl`, [T], and `teacher_logprobs` are [T, K]."""
-    trained = weights != 0
-    return {
-        "top_k_kl_sum": divergence.detach().where(trained, 0).sum(),
-        "top_k_mass_sum": teacher_logprobs.exp().sum(1).where(trained, 0).sum(),
     }
 
 

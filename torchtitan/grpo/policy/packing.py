@@ -234,10 +234,9 @@ def _build(
         top = TopTokens.none(length + padding, top_k)
         parts = [s.top or TopTokens.none(end, top_k) for s, end in zip(laid, ends, strict=True)]
         if parts:
-            top.ids[where] = np.concatenate([p.ids[:end] for p, end in zip(parts, ends, strict=True)])[trained]
-            top.logprobs[where] = np.concatenate([p.logprobs[:end] for p, end in zip(parts, ends, strict=True)])[
-                trained
-            ]
+            kept = np.concatenate([np.arange(len(p.ids)) < end for p, end in zip(parts, ends, strict=True)])
+            top.ids[where] = np.concatenate([p.ids for p in parts])[kept][trained]
+            top.logprobs[where] = np.concatenate([p.logprobs for p in parts])[kept][trained]
         optional |= {"top_ids": torch.from_numpy(top.ids), "top_logprobs": torch.from_numpy(top.logprobs)}
     return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats), optional)
 

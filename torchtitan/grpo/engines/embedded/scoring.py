@@ -27,7 +27,7 @@ def token_logprobs(
     those of the `top_k` likeliest tokens in its place.
 
     The sequences are computed together, so the result is a function of these arguments alone, to the last bit. What all
-    of a batch begin with, as a group's prompt, is computed once.
+    of a batch begin with, as a group's prompt, is computed once, if that saves `WORTH_TOKENS`.
 
     Raises:
         FloatingPointError: The model's logits are NaN.
