@@ -151,7 +151,7 @@ def test_rows_moved_in_the_background_arrive_whole():
     for there, row in zip(moved, rows, strict=True):
         for name, expected in vars(row.to("cpu")).items():
             found = getattr(there, name)
-            if name == "max_seqlen":
+            if name == "max_seqlen" or expected is None:  # a teacher's tokens and experts are not in every row
                 assert found == expected
             else:
                 assert found.device == DEVICE and torch.equal(found.cpu(), expected), name

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -223,18 +224,29 @@ def test_log_probabilities_of_given_tokens_for_which_a_teacher_is_asked(served: 
     [model] = served.server().control.models()
     client = SCORERS[served.engine](served.url, None, model["id"], 60.0, temperature, top_k=5)
     asked = [(PROMPT, [7, 9, 11]), ([5, 9], [4000, 17, 300, 8]), (PROMPT, PROMPT[:40])]
+    arrays, as_arrays = [], getattr(client, "_of_arrays", None)
 
     def request(asked: list, plain=client._request) -> tuple:
         route, body = plain(asked)
+        if not arrays:
+            body.pop("vllm_xargs", None)  # as a vLLM without the plug-in takes it
         if "sampling_params" not in body:
             return route, body | {"temperature": temperature}
         return route, body | {"sampling_params": [p | {"temperature": temperature} for p in body["sampling_params"]]}
 
     monkeypatch.setattr(client, "_request", request)
+    monkeypatch.setattr(client, "_of_arrays", lambda *sent: arrays.append(1) or as_arrays(*sent), raising=False)
 
     async def run() -> list[Scores]:
+        one_by_one = await client.score(asked, "plain")
+        assert not arrays
+        arrays.append(0)
         found = await asyncio.gather(*(client.score(asked, f"r{i}") for i in range(2)))
+        assert sum(arrays) == (len(asked) * 2 if served.engine == "vllm" else 0)
         await client.close()
+        for score, plain in zip(found[1], one_by_one, strict=True):
+            assert np.allclose(score.logprobs, plain.logprobs, rtol=0, atol=EXACT)
+            assert np.allclose(score.top.logprobs, plain.top.logprobs, rtol=0, atol=EXACT)
         return found[1]
 
     computed = temperature if served.engine == "embedded" else 1.0

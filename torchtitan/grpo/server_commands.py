@@ -39,6 +39,20 @@ CPU_MODEL_LEN = 1024
 """Longest request on a CPU, if nothing else is said and the model can take it: vLLM reserves memory for one."""
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block, in every model family."""
+GRAPH_TOKENS = 1024
+"""Tokens of the largest pass for which vLLM has a CUDA graph. Of itself it stops at 512 on Hopper GPUs. With that many
+answers under way, each pass with a new prompt is larger; without a graph, generation of a small model then takes 1.4
+times as long (docs/benchmarks.md). vLLM lowers it to the most tokens that a pass may have."""
+_GRAPH_FLAGS = (
+    "--max-cudagraph",
+    "--cudagraph",
+    "--compilation-config",
+    "-cc",
+    "-O",
+    "--optimization",
+    "--enforce-eager",
+)
+"""Beginnings of vLLM's own flags about graphs. With one of them it gets no other."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's slots for adapters. A smaller adapter fits into a larger slot."""
 _TITLE = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -166,6 +180,8 @@ class ServerCommand:
             flags += self._without_tokenizer()
         else:
             flags += ["--dtype", "bfloat16"]
+            if not any(word.replace("_", "-").startswith(_GRAPH_FLAGS) for word in self.flags):
+                flags += ["--max-cudagraph-capture-size", str(GRAPH_TOKENS)]
         if self.gpus:
             flags += ["--tensor-parallel-size", str(len(self.gpus))]
         if max_model_len:

@@ -8,7 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from torchtitan.grpo.inside_vllm.bundled_outputs import INLINE_BYTES, VARIABLE, Bundles, tokens_per_entry
+from torchtitan.grpo.inside_vllm.bundled_outputs import (
+    INLINE_BYTES,
+    LARGE_PER_MESSAGE,
+    VARIABLE,
+    Bundles,
+    messages,
+    tokens_per_entry,
+)
 
 
 class Reason(enum.IntEnum):
@@ -28,7 +35,8 @@ class Entry(msgspec.Struct):
     new_logprobs: Any = None
     finish_reason: Reason | None = None
     prefill_stats: Any = None
-    experts: Any = None
+    pooling_output: Any = None
+    routed_experts: Any = None
     num_nans: int = 0
 
 
@@ -72,7 +80,7 @@ def test_an_entry_with_more_than_tokens_is_sent_with_what_waited() -> None:
     held = bundles()
     assert sent(held, entry("a", 1, prefill_stats="cached")) == [("a", [1])]
     assert sent(held, entry("a", 2)) == []
-    assert sent(held, entry("a", 3, experts=np.zeros(5))) == [("a", [2, 3])]
+    assert sent(held, entry("a", 3, pooling_output=np.zeros(5))) == [("a", [2, 3])]
     assert sent(held, entry("a", 4)) == []
     assert sent(held, entry("a", 5, num_nans=1)) == [("a", [4, 5])]
     assert sent(held, entry("a", 6)) == []
@@ -96,6 +104,59 @@ def test_all_that_waits_can_be_taken_and_the_aborted_forgotten() -> None:
     assert taken[0][0].finish_reason is None
     assert held.take() == {}
     assert sent(held, entry("b", 3, finish_reason=Reason.STOP)) == [("b", [3])]
+
+
+def experts(*positions: int) -> np.ndarray:
+    """Of two layers with three experts each."""
+    return np.array([[[i, i + 1, i + 2]] * 2 for i in positions], dtype=np.uint8)
+
+
+def test_experts_wait_until_the_answer_ends_and_tokens_do_not() -> None:
+    held = bundles(2)
+    steps = [entry("a", 1, prefill_stats="cached", routed_experts=experts(0, 1, 2))]  # those of a prompt
+    steps += [entry("a", i, routed_experts=experts(i)) for i in range(3, 8)]
+    passed = [e for step in steps for e in held.pass_through(0, [step])]
+    assert [e.new_token_ids for e in passed] == [[1], [3, 4], [5, 6]]
+    assert all(e.routed_experts is None for e in passed)
+    held.pass_through(0, [entry("b", 1, routed_experts=experts(50))])
+    (last,) = held.pass_through(0, [entry("a", 8, finish_reason=Reason.STOP, routed_experts=experts(8))])
+    assert last.new_token_ids == [7, 8]
+    assert last.routed_experts.dtype == np.uint8
+    assert last.routed_experts.tolist() == experts(*range(9)).tolist()
+    (again,) = held.pass_through(0, [entry("a", 9, finish_reason=Reason.STOP, routed_experts=experts(9))])
+    assert again.routed_experts.tolist() == experts(9).tolist()  # another request of that name
+
+
+def test_experts_of_an_answer_that_is_read_at_once_are_sent_at_once() -> None:
+    held = bundles()
+    for reason in (None, Reason.STOP):
+        (sent_at_once,) = held.pass_through(0, [entry("stream", 1, finish_reason=reason, routed_experts=experts(1))])
+        assert sent_at_once.routed_experts.tolist() == experts(1).tolist()
+
+
+def test_experts_are_taken_before_an_abort_and_not_before_new_weights() -> None:
+    held = bundles(2)
+    held.pass_through(0, [entry("a", 1, routed_experts=experts(1)), entry("b", 2, routed_experts=experts(2))])
+    held.pass_through(1, [entry("c", 3, routed_experts=experts(3)), entry("d", 4)])
+    held.pass_through(0, [entry("a", 2, routed_experts=experts(2))])  # its bundle has gone
+    assert all(e.routed_experts is None for entries in held.take().values() for e in entries)
+    held.keep_only({"a", "c", "d"})
+    taken = held.take(experts=True)
+    assert {client: [(e.request_id, e.new_token_ids) for e in entries] for client, entries in taken.items()} == {
+        0: [("a", [])],
+        1: [("c", [])],
+    }
+    assert taken[0][0].routed_experts.tolist() == experts(1, 2).tolist() and taken[0][0].finish_reason is None
+    assert held.take(experts=True) == {}
+
+
+def test_entries_with_experts_are_few_to_a_message() -> None:
+    plain = [entry(f"p{i}", 1) for i in range(3)]
+    assert messages(plain) == [plain] and messages([]) == [[]]
+    large = [entry(f"l{i}", 1, routed_experts=experts(1)) for i in range(LARGE_PER_MESSAGE + 2)]
+    *first, rest = messages([plain[0], *large, *plain[1:]])
+    assert [len(part) for part in first] == [LARGE_PER_MESSAGE, 2] and sum(first, []) == large
+    assert rest == plain
 
 
 @pytest.mark.parametrize("columns", [1, 2, 6, 40])

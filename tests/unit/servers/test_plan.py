@@ -47,6 +47,21 @@ def test_on_a_cpu_the_longest_request_is_one_that_the_model_can_take(tmp_path):
     assert value(ServerCommand("vllm", "org/name", "python3", device="cpu").argv("", {}), "--max-model-len") == "1024"
 
 
+def test_vllm_on_a_gpu_has_graphs_for_larger_passes_unless_told_otherwise():
+    for word in ("", "--enforce-eager", "--compilation_config", "-O0", "--cudagraph-capture-sizes", "--max-num-seqs=9"):
+        own = (word,) if word else ()
+        argv = ServerCommand("vllm", "org/name", "python3", device="cuda", flags=own).argv("", {})
+        ours = word in ("", "--max-num-seqs=9")
+        assert (
+            (value(argv, "--max-cudagraph-capture-size") == "1024")
+            if ours
+            else "--max-cudagraph-capture-size" not in argv
+        )
+    argv = ServerCommand("vllm", "org/name", "python3", device="cpu").argv("", {})
+    assert "--max-cudagraph-capture-size" not in argv
+    assert "--max-cudagraph-capture-size" not in ServerCommand("sglang", "m", "python3", device="cuda").argv("", {})
+
+
 def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
     words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "vllm", "--rollout.replicas", "1"]
     for rank, slot in ((1, 1), (9, 16), (32, 32), (257, 320)):

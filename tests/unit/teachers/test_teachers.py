@@ -1,6 +1,7 @@
 """Teachers on real embedded servers: what they answer, who is asked when one fails, and who is refused at the start."""
 
 import asyncio
+import base64
 import json
 import shutil
 import socket
@@ -22,6 +23,8 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
+from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
 from torchtitan.grpo.teachers.connect import check_top_k, connect_teachers
 from torchtitan.grpo.teachers.scorers import EmbeddedScorer, Scores, SglangScorer, VllmScorer
 from torchtitan.grpo.teachers.teachers import Teachers
@@ -205,12 +208,26 @@ def test_what_the_user_can_fix_ends_the_run(servers):
         scored(Teachers({"": [scorer(servers[0].url)]}, 10.0), group)
 
 
+def arrays(ids: list[int], logprobs: list[float]) -> dict:
+    """A reply of the plug-in."""
+    sent = {"ids": np.array(ids, np.int32), "logprobs": np.array(logprobs, np.float32)}
+    scores = {name: base64.b64encode(values.tobytes()).decode() for name, values in sent.items()}
+    return {"choices": [{"index": 0, "prompt_logprobs": None, "prompt_scores": scores}]}
+
+
 ASKED = [([5, 6], [7, 8])]
 ODD_REPLIES = {
     "no answer": (VllmScorer, {"choices": []}),
     "other tokens": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, *[{"9": {"logprob": -1}}] * 3]}]}),
     "too few": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, {"6": {"logprob": -1}}]}]}),
     "not a logprob": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, {"6": {"logprob": 3}}]}]}),
+    "nothing of the answer": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": None}]}),
+    "arrays: other tokens": (VllmScorer, arrays([7, 9], [-1, -1])),
+    "arrays: too few": (VllmScorer, arrays([7], [-1])),
+    "arrays: of two lengths": (VllmScorer, arrays([7, 8], [-1])),
+    "arrays: logits": (VllmScorer, arrays([7, 8], [-1, 3])),
+    "arrays: not a number": (VllmScorer, arrays([7, 8], [-1, float("nan")])),
+    "arrays: torn": (VllmScorer, {"choices": [{"index": 0, "prompt_scores": {"ids": "AAA", "logprobs": "AAAA"}}]}),
     "sglang: too few": (SglangScorer, [{"meta_info": {"input_token_logprobs": [[None, 6, None], [-1, 7, None]]}}]),
     "sglang: none": (SglangScorer, [{"meta_info": {"input_token_logprobs": [[None, 6, None]] * 3}}]),
     "sglang: not two": (SglangScorer, [{"meta_info": {"input_token_logprobs": []}}] * 2),
@@ -218,6 +235,8 @@ ODD_REPLIES = {
 SCORED = [[None, 6, None], [-1, 7, None], [-1, 8, None]]
 ODD_TOPS = {
     "too few": (VllmScorer, {"choices": [{"index": 0, "prompt_logprobs": [None, *[{"7": {"logprob": -1}}] * 3]}]}),
+    "arrays: too few": (VllmScorer, arrays([7, 7, 8, 8], [-1] * 4)),
+    "arrays: logits": (VllmScorer, arrays([7, 7, 3, 8, 8, 3], [-0.1] * 6)),
     "no tops": (SglangScorer, [{"meta_info": {"input_token_logprobs": SCORED}}]),
     "empty": (SglangScorer, [{"meta_info": {"input_token_logprobs": SCORED, "input_top_logprobs": [None] * 3}}]),
     "logits": (
@@ -282,6 +301,20 @@ def test_a_server_that_tells_too_few_tokens_is_refused_at_the_start(reply, monke
     monkeypatch.setattr(client, "_post", post)
     with pytest.raises(UserError, match=r"\[distill\] top_k = 5: http://a:1.* Lower it, or .*vLLM: --max-logprobs 5"):
         asyncio.run(check_top_k(client))
+
+
+def test_arrays_of_the_plug_in_are_read(monkeypatch):
+    client = VllmScorer("http://teacher", None, "tiny", 5.0, top_k=2, vocab_size=50)
+    assert client._request(ASKED + ASKED)[1]["vllm_xargs"] == {ARGUMENT: "2,2"}
+
+    async def post(*_: object) -> bytes:
+        return json.dumps(arrays([7, 7, 60, 8, 3, 2], [-0.5, -0.5, -np.inf, -np.inf, -0.25, -2])).encode()
+
+    monkeypatch.setattr(client, "_post", post)
+    [found] = asyncio.run(client.score(ASKED, "r"))
+    assert found.logprobs == [-0.5, LOWEST]
+    assert found.top.ids.tolist() == [[7, -1], [3, 2]]  # the model has no token 60
+    assert found.top.logprobs.tolist() == [[-0.5, -np.inf], [-0.25, -2]]
 
 
 def test_sglang_writes_null_for_a_token_that_cannot_be(monkeypatch):

@@ -3,6 +3,7 @@
 
     process         at start                        when `--weight-transfer-config` names our backend
     API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields
+                                                    prompt_scores: a teacher's tokens as arrays
                                                     served_model: /v1/models tells the model's shape
                                                     quick_pause: /pause does not sleep
                     adapter_requests: with --enable-lora, each request gets the trainer's adapter

@@ -11,6 +11,9 @@ trainer's are. (So they have no stop strings, which the API server would look fo
 of weight version, so counts of tokens by version do not change. Engines with data parallelism run another loop and are
 left alone.
 
+With routing replay each entry also has the token's experts. They are kept back until the answer ends: nobody reads them
+before, and a server that sent them by token was a fifth slower than without them (docs/routing_replay.md).
+
 BUNDLE_TOKENS in a server's environment sets `tokens_per_entry`; 1 leaves vLLM as it is.
 """
 
@@ -35,8 +38,14 @@ INLINE_BYTES = 256
 0.32 takes the departure of the last part for that of all parts, and may then overwrite a first part that is still being
 sent. That happens to a large first part, such as everything that was kept back."""
 
+LARGE_PER_MESSAGE = 16
+"""Entries with larger arrays, which are experts, leave in messages of so few that the first part is small: pyzmq copies
+a part below 64 KiB, and an entry without its large arrays has about 1 KiB."""
+
 _MAY_WAIT = ("request_id", "new_token_ids", "new_logprobs")
 """Fields of an entry that may wait. An entry with a value in any other field is sent at once."""
+_EXPERTS = "routed_experts"
+"""The field with the experts of tokens: an array of which each row is a position's."""
 
 
 @dataclass
@@ -65,8 +74,22 @@ class _Bundle:
         return entry
 
 
+class _Experts:
+    """Experts of a request's positions so far, as bytes: a row's view would keep the array of its whole step."""
+
+    def __init__(self, client: int, like: np.ndarray) -> None:
+        self.client = client
+        self._bytes, self._dtype, self._of_row = bytearray(), like.dtype, like.shape[1:]
+
+    def add(self, rows: np.ndarray) -> None:
+        self._bytes += rows.tobytes()
+
+    def rows(self) -> np.ndarray:
+        return np.frombuffer(self._bytes, self._dtype).reshape(-1, *self._of_row)
+
+
 class Bundles:
-    """Tokens that have not been sent yet, by request.
+    """Tokens, and experts of tokens, that have not been sent yet, by request.
 
     Args:
         tokens: Tokens per bundle.
@@ -79,26 +102,49 @@ class Bundles:
         self._others = operator.attrgetter(*(set(entry_class.__struct_fields__) - set(_MAY_WAIT)))
         self._nothing = self._others(entry_class(request_id="", new_token_ids=[]))
         self._bundles: dict[str, _Bundle] = {}
+        self._experts: dict[str, _Experts] = {}
 
     def pass_through(self, client: int, entries: Iterable[Any]) -> list[Any]:
         """Those of one step's entries that are to be sent now."""
         return [sent for entry in entries if (sent := self._entry(client, entry)) is not None]
 
-    def take(self) -> dict[int, list[Any]]:
-        """Everything that was kept back, as entries by client."""
-        taken: dict[int, list[Any]] = {}
+    def take(self, experts: bool = False) -> dict[int, list[Any]]:
+        """All tokens that were kept back, as entries by client; with `experts` those too."""
+        made: dict[str, tuple[int, Any]] = {}
         for request, bundle in self._bundles.items():
-            empty = self._entry_class(request_id=request, new_token_ids=[])
-            taken.setdefault(bundle.client, []).append(bundle.into(empty))
+            made[request] = bundle.client, bundle.into(self._entry_class(request_id=request, new_token_ids=[]))
         self._bundles = {}
+        for request, known in self._experts.items() if experts else ():
+            empty = self._entry_class(request_id=request, new_token_ids=[])
+            setattr(made.setdefault(request, (known.client, empty))[1], _EXPERTS, known.rows())
+        if experts:
+            self._experts = {}
+        taken: dict[int, list[Any]] = {}
+        for client, entry in made.values():
+            taken.setdefault(client, []).append(entry)
         return taken
 
     def keep_only(self, requests: Collection[str]) -> None:
         """Forget all other requests: they were aborted."""
-        for request in [request for request in self._bundles if request not in requests]:
-            del self._bundles[request]
+        self._bundles = {request: bundle for request, bundle in self._bundles.items() if request in requests}
+        self._experts = {request: known for request, known in self._experts.items() if request in requests}
+
+    def _keep_experts(self, client: int, entry: Any) -> None:
+        """Take the experts out of an entry, and put all of the request's into its last one."""
+        request, rows = entry.request_id, getattr(entry, _EXPERTS, None)
+        known, ended = self._experts.get(request), entry.finish_reason is not None
+        if known is None:
+            if rows is None or ended or not self._may_wait(request):
+                return
+            known = self._experts[request] = _Experts(client, rows)
+        if rows is not None:
+            known.add(rows)
+        setattr(entry, _EXPERTS, known.rows() if ended else None)
+        if ended:
+            del self._experts[request]
 
     def _entry(self, client: int, entry: Any) -> Any | None:
+        self._keep_experts(client, entry)
         request = entry.request_id
         bundle = self._bundles.get(request)
         if not entry.new_token_ids or not self._plain(entry):
@@ -128,6 +174,15 @@ class Bundles:
 def _array_bytes(entry: Any) -> int:
     """Bytes of the entry's token-id array, the largest of its log-probability arrays."""
     return 0 if entry.new_logprobs is None else entry.new_logprobs[0].nbytes
+
+
+def messages(entries: list[Any]) -> list[list[Any]]:
+    """Entries as messages. Those with experts are few to each. Those without come last, in one that may be empty."""
+    large = [entry for entry in entries if getattr(entry, _EXPERTS, None) is not None]
+    if not large:
+        return [entries]
+    small = [entry for entry in entries if getattr(entry, _EXPERTS, None) is None]
+    return [large[i : i + LARGE_PER_MESSAGE] for i in range(0, len(large), LARGE_PER_MESSAGE)] + [small]
 
 
 def install(engine: Any) -> None:
@@ -167,14 +222,19 @@ def _install(engine: Any, tokens: int) -> None:
     def update_and_bundle(*args: Any, **kwargs: Any) -> dict[int, Any]:
         by_client = update(*args, **kwargs)
         for client, outputs in by_client.items():
-            outputs.outputs = bundles.pass_through(client, outputs.outputs)
+            *first, outputs.outputs = messages(bundles.pass_through(client, outputs.outputs))
+            send(client, first)
         return by_client
 
-    def send_all() -> None:
-        outputs = {client: EngineCoreOutputs(outputs=entries) for client, entries in bundles.take().items()}
-        attach_version(outputs)
-        for item in outputs.items():
-            engine.output_queue.put_nowait(item)
+    def send(client: int, parts: list[list[Any]]) -> None:
+        for entries in parts:
+            outputs = {client: EngineCoreOutputs(outputs=entries)}
+            attach_version(outputs)
+            engine.output_queue.put_nowait((client, outputs[client]))
+
+    def send_all(experts: bool = False) -> None:
+        for client, entries in bundles.take(experts).items():
+            send(client, [part for part in messages(entries) if part])
 
     @functools.wraps(finish)
     def finish_and_forget(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +252,7 @@ def _install(engine: Any, tokens: int) -> None:
     @functools.wraps(pause)
     def send_before_abort(mode: str = "abort", *args: Any, **kwargs: Any) -> Any:
         if mode == "abort":  # clients get what their requests have so far
-            send_all()
+            send_all(experts=True)
         return pause(mode, *args, **kwargs)
 
     scheduler.update_from_output, scheduler.finish_requests = update_and_bundle, finish_and_forget

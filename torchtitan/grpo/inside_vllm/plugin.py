@@ -83,6 +83,7 @@ def set_up_api_server(vllm_config: Any) -> None:
         adapter_requests,
         bundled_outputs,
         flat_logprobs,
+        prompt_scores,
         quick_pause,
         served_model,
         token_versions,
@@ -92,6 +93,7 @@ def set_up_api_server(vllm_config: Any) -> None:
         logger.warning(complaint)
     bundled_outputs.tokens_per_entry()
     flat_logprobs.install()
+    prompt_scores.install()
     quick_pause.install()
     served_model.install(vllm_config.model_config.hf_config)
     if vllm_config.lora_config is not None:

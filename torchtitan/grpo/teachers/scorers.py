@@ -1,6 +1,7 @@
 """Clients of a teacher's server: token ids in, log-probabilities of each answer token and the likeliest ones out."""
 
 import asyncio
+import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -12,9 +13,13 @@ import numpy as np
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob
 from torchtitan.grpo.engines.sglang import GENERATE_ROUTE
+from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
+from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
 
 MASS_ERROR = 0.01
 """How far over 1 the rounding of a server may take the sum of probabilities."""
+LARGEST = 1e-3
+"""Log-probability that rounding may make of a certain token."""
 COMPLETIONS_ROUTE = "/v1/completions"
 Asked = tuple[list[int], list[int]]
 """Token ids of a prompt and of an answer to it."""
@@ -128,7 +133,8 @@ class VllmScorer(Scorer):
 
     vLLM applies no sampling parameter to them: they are those of temperature 1, unless its `--logprobs-mode` asks for
     logits (0.32: `GPUModelRunner._get_prompt_logprobs_dict`). It computes the whole prompt for such a request, without
-    cached prefixes, and samples one token, which is ignored.
+    cached prefixes, and samples one token, which is ignored. A server with this project's plug-in replies with arrays
+    (`inside_vllm/prompt_scores.py`).
     """
 
     route_hint = "is this a vLLM server that generates?"
@@ -137,28 +143,45 @@ class VllmScorer(Scorer):
         return _Completions
 
     def _request(self, asked: list[Asked]) -> tuple[str, dict[str, Any]]:
+        starts = {ARGUMENT: ",".join(str(len(prompt)) for prompt, _ in asked)}
+        return COMPLETIONS_ROUTE, self._body(asked) | {"vllm_xargs": starts}
+
+    def _body(self, asked: list[Asked]) -> dict[str, Any]:
         sequences = [prompt + answer for prompt, answer in asked]
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.top_k}
-        return COMPLETIONS_ROUTE, {"model": self.model, "prompt": sequences, **sampling}
+        return {"model": self.model, "prompt": sequences, **sampling}
 
     def _read(self, payload: bytes, asked: list[Asked]) -> list[Scores]:
         choices = {choice.index: choice for choice in self._reply.decode(payload).choices}
         if sorted(choices) != list(range(len(asked))):
             raise ValueError(f"{len(choices)} choices for {len(asked)} answers")
-        found = [
-            _of_answer(choices[i].prompt_logprobs, len(prompt), answer) for i, (prompt, answer) in enumerate(asked)
-        ]
-        return [
-            Scores(
-                [position[token].logprob for token, position in zip(answer, own, strict=True)],
-                self._top(
-                    list(map(len, own)),
-                    chain.from_iterable(own),
-                    (known.logprob for position in own for known in position.values()),
-                ),
-            )
-            for (_, answer), own in zip(asked, found, strict=True)
-        ]
+        return [self._of_choice(choices[i], len(prompt), answer) for i, (prompt, answer) in enumerate(asked)]
+
+    def _of_choice(self, choice: "_Choice", prompt_tokens: int, answer: list[int]) -> Scores:
+        if choice.prompt_scores is not None:
+            return self._of_arrays(choice.prompt_scores, answer)
+        own = _of_answer(choice.prompt_logprobs or [], prompt_tokens, answer)
+        entries = (known.logprob for position in own for known in position.values())
+        return Scores(
+            [position[token].logprob for token, position in zip(answer, own, strict=True)],
+            self._top(list(map(len, own)), chain.from_iterable(own), entries),
+        )
+
+    def _of_arrays(self, sent: "_Arrays", answer: list[int]) -> Scores:
+        wide = 1 + self.top_k
+        ids, logprobs = (
+            np.frombuffer(base64.b64decode(text), dtype)
+            for text, dtype in ((sent.ids, np.int32), (sent.logprobs, np.float32))
+        )
+        if not len(ids) == len(logprobs) == len(answer) * wide:
+            raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities for {len(answer)} x {wide}")
+        ids, logprobs = ids.reshape(-1, wide), logprobs.reshape(-1, wide)
+        if ids[:, 0].tolist() != answer:
+            raise ValueError("log-probabilities of other tokens than were sent")
+        if not (logprobs <= LARGEST).all():
+            raise ValueError("a log-probability that is NaN or over 0: are they logits (--logprobs-mode)?")
+        likeliest = self._top([self.top_k] * len(answer), ids[:, 1:].flatten(), logprobs[:, 1:].flatten())
+        return Scores(np.maximum(logprobs[:, 0], LOWEST).tolist(), likeliest)
 
 
 class EmbeddedScorer(VllmScorer):
@@ -167,8 +190,7 @@ class EmbeddedScorer(VllmScorer):
     route_hint = "is this an embedded server?"
 
     def _request(self, asked: list[Asked]) -> tuple[str, dict[str, Any]]:
-        route, body = super()._request(asked)
-        return route, body | {"prompt_logprobs_temperature": self.temperature}
+        return COMPLETIONS_ROUTE, self._body(asked) | {"prompt_logprobs_temperature": self.temperature}
 
 
 class SglangScorer(Scorer):
@@ -217,9 +239,15 @@ class _Token(msgspec.Struct):
     logprob: Logprob
 
 
+class _Arrays(msgspec.Struct):
+    ids: str
+    logprobs: str
+
+
 class _Choice(msgspec.Struct):
     index: int
-    prompt_logprobs: list[dict[int, _Token] | None]
+    prompt_logprobs: list[dict[int, _Token] | None] | None = None
+    prompt_scores: _Arrays | None = None
 
 
 class _Completions(msgspec.Struct):

@@ -1,0 +1,90 @@
+"""vLLM replies with the log-probabilities of answers that it was sent as arrays, to requests that ask for them.
+
+A teacher's server scores answers by `prompt_logprobs` of its completions route. For each position the API server
+decodes the text of each likely token, builds a dictionary and an object for it, and writes them as JSON. One thread
+does it all, and takes longer than the model (docs/distillation.md).
+
+`install` leaves texts, objects and JSON out where a request names ARGUMENT in `vllm_xargs`: the position at which each
+of its sequences has its first answer token, with commas between. Each choice then has `prompt_logprobs: null` and KEY:
+base64 of `ids` (int32) and of `logprobs` (float32), for the positions from there on. At each stands the token that was
+sent, and then the likeliest ones, best first. Without `install`, vLLM ignores the argument and replies as ever.
+"""
+
+import base64
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+
+from torchtitan.grpo.inside_vllm.replies import with_field
+
+logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
+
+ARGUMENT = "torchtitan_grpo_scores_from"
+KEY = "prompt_scores"
+
+
+def install() -> None:
+    """In vLLM's API server. If its parts are not where they are expected, it stays as it is and the log says so."""
+    try:
+        _install()
+    except (ImportError, AttributeError) as error:
+        logger.warning("This vLLM's completions are unknown (%s): a teacher's tokens are sent one by one.", error)
+
+
+def _install() -> None:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.logprobs import FlatLogprobs
+
+    to_params = CompletionRequest.to_sampling_params
+    respond = OpenAIServingCompletion.request_output_to_completion_response
+    if getattr(respond, "scores", False):
+        return
+
+    @functools.wraps(to_params)
+    def flat_if_asked(self: CompletionRequest, *args: Any, **kwargs: Any) -> Any:
+        params = to_params(self, *args, **kwargs)
+        if starts(self):
+            params.flat_logprobs, params.detokenize = True, False
+        return params
+
+    @functools.wraps(respond)
+    def respond_with_scores(
+        self: OpenAIServingCompletion, results: list[Any], request: CompletionRequest, *args: Any, **kwargs: Any
+    ) -> Any:
+        begin = starts(request)
+        taken: dict[int, dict[str, str]] = {}
+        if len(begin) == len(results):
+            for i, result in enumerate(results):
+                if isinstance(result.prompt_logprobs, FlatLogprobs):
+                    taken[i] = packed(result.prompt_logprobs, begin[i])
+                    result.prompt_logprobs = None
+        reply = respond(self, results, request, *args, **kwargs)
+        return with_field(reply, KEY, taken) if taken else reply
+
+    respond_with_scores.scores = True  # type: ignore[attr-defined]
+    CompletionRequest.to_sampling_params = flat_if_asked
+    OpenAIServingCompletion.request_output_to_completion_response = respond_with_scores
+    logger.info("Log-probabilities of sent answers leave as arrays, to requests that ask for them.")
+
+
+def starts(request: Any) -> list[int]:
+    """The position of each sequence's first answer token; none unless a `CompletionRequest` asks for scores alone."""
+    named = (request.vllm_xargs or {}).get(ARGUMENT)
+    scores_alone = request.prompt_logprobs is not None and (request.n or 1) == 1
+    if not (isinstance(named, str) and scores_alone) or request.logprobs is not None or request.echo:
+        return []
+    numbers = named.split(",")
+    return list(map(int, numbers)) if all(map(str.isdecimal, numbers)) else []
+
+
+def packed(flat: Any, begin: int) -> dict[str, str]:
+    """What vLLM's `FlatLogprobs` of a sequence says of the positions from `begin` on."""
+    first = flat.start_indices[begin] if begin < len(flat.start_indices) else len(flat.logprobs)
+    arrays = {"ids": (flat.token_ids, np.int32), "logprobs": (flat.logprobs, np.float32)}
+    return {
+        name: base64.b64encode(np.asarray(values[first:], dtype).tobytes()).decode()
+        for name, (values, dtype) in arrays.items()
+    }
