@@ -40,19 +40,16 @@ CPU_MODEL_LEN = 1024
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block, in every model family."""
 GRAPH_TOKENS = 1024
-"""Tokens of the largest pass for which vLLM has a CUDA graph. Of itself it stops at 512 on Hopper GPUs. With that many
-answers under way, each pass with a new prompt is larger; without a graph, generation of a small model then takes 1.4
-times as long (docs/benchmarks.md). vLLM lowers it to the most tokens that a pass may have."""
+"""Tokens of the largest pass for which vLLM has a CUDA graph: twice --max-num-seqs, and this at most. Of itself vLLM
+stops at 512 on Hopper GPUs. With that many answers under way, each pass with a new prompt is larger; without a graph,
+generation of a small model then takes 1.4 times as long (docs/benchmarks.md). vLLM lowers it to the most tokens that a
+pass may have."""
 _GRAPH_FLAGS = (
-    "--max-cudagraph",
-    "--cudagraph",
-    "--compilation-config",
-    "-cc",
-    "-O",
-    "--optimization",
-    "--enforce-eager",
+    *("--max-cudagraph-capture-size", "--cudagraph-capture-sizes", "--compilation-config", "-cc", "-O"),
+    *("--optimization-level", "--enforce-eager", "--speculative-config", "-sc", "--spec-"),
 )
-"""Beginnings of vLLM's own flags about graphs. With one of them it gets no other."""
+"""Beginnings of vLLM's own flags that speak of graphs, or need sizes of their own. With one of them, or with a file of
+flags (--config), vLLM gets no flag about graphs."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's slots for adapters. A smaller adapter fits into a larger slot."""
 _TITLE = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -180,8 +177,7 @@ class ServerCommand:
             flags += self._without_tokenizer()
         else:
             flags += ["--dtype", "bfloat16"]
-            if not any(word.replace("_", "-").startswith(_GRAPH_FLAGS) for word in self.flags):
-                flags += ["--max-cudagraph-capture-size", str(GRAPH_TOKENS)]
+            flags += self._graphs()
         if self.gpus:
             flags += ["--tensor-parallel-size", str(len(self.gpus))]
         if max_model_len:
@@ -213,6 +209,15 @@ class ServerCommand:
             flags += ["--context-length", str(self.max_model_len)]
         module = ["-c", _ADD_SGLANG_KEY] if environ.get("SGLANG_API_KEY") else ["-m", "sglang.launch_server"]
         return [*module, *flags]
+
+    def _graphs(self) -> list[str]:
+        """How large a pass has a CUDA graph, if vLLM's own flags leave it open."""
+        words = [word.replace("_", "-") for flag in self.flags for word in flag.split("=", 1)]
+        if "--config" in words or any(word.startswith(_GRAPH_FLAGS) for word in words):
+            return []
+        known = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--max-num-seqs"]
+        passes = 2 * int(known[-1]) if known and known[-1].isdecimal() else GRAPH_TOKENS
+        return ["--max-cudagraph-capture-size", str(min(GRAPH_TOKENS, -(-passes // 16) * 16))]
 
     def _positions(self) -> int:
         """Tokens that the model can take."""

@@ -1,7 +1,10 @@
 """Entries of vLLM's engine, by classes of the same shape: what is sent when, and that nothing is lost or reordered."""
 
 import enum
+import queue
 import random
+import sys
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +16,7 @@ from torchtitan.grpo.inside_vllm.bundled_outputs import (
     LARGE_PER_MESSAGE,
     VARIABLE,
     Bundles,
+    install,
     messages,
     tokens_per_entry,
 )
@@ -157,6 +161,85 @@ def test_entries_with_experts_are_few_to_a_message() -> None:
     *first, rest = messages([plain[0], *large, *plain[1:]])
     assert [len(part) for part in first] == [LARGE_PER_MESSAGE, 2] and [*first[0], *first[1]] == large
     assert rest == plain
+
+
+class Outputs(msgspec.Struct):
+    outputs: list[Entry] = []
+
+
+class Core:
+    """Of vLLM's engine core and scheduler, what `install` wraps. A step ends with what `ending` says."""
+
+    def __init__(self) -> None:
+        params = SimpleNamespace(output_kind="final", detokenize=False)
+        self.scheduler, self.output_queue, self.ending = self, queue.SimpleQueue(), ""
+        self.requests = {name: SimpleNamespace(sampling_params=params) for name in ("a", "b", "c")}
+
+    def update_from_output(self, entries: list[Entry]) -> dict[int, Outputs]:
+        for ended in [e.request_id for e in entries if e.finish_reason is not None]:
+            del self.requests[ended]
+        if self.ending:
+            self.finish_requests([self.ending])
+            entries = [*entries, Entry(self.ending, [], finish_reason=Reason.STOP)]
+        return {0: Outputs(entries)}
+
+    def finish_requests(self, names: list[str]) -> None:
+        for name in names:
+            del self.requests[name]
+
+    def collective_rpc(self, method: str) -> None: ...
+
+    def pause_scheduler(self, mode: str = "abort") -> None: ...
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    parts = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parts)
+    monkeypatch.setitem(
+        sys.modules, "vllm.v1.engine", SimpleNamespace(EngineCoreOutput=Entry, EngineCoreOutputs=Outputs)
+    )
+    monkeypatch.delenv(VARIABLE, raising=False)
+    made = Core()
+    install(made)
+    return made
+
+
+def step(core: Core, *entries: Entry) -> list[Entry]:
+    """What a step sends."""
+    (last,) = core.update_from_output(list(entries)).values()
+    queued = [core.output_queue.get_nowait()[1].outputs for _ in range(core.output_queue.qsize())]
+    return [e for part in [*queued, last.outputs] for e in part]
+
+
+def test_an_answer_that_ends_beside_a_request_that_fails_is_whole(core: Core) -> None:
+    for i in range(5):
+        assert step(core, *(entry(name, i, routed_experts=experts(i)) for name in "ab")) == []
+    core.ending = "b"  # vLLM fails it while it makes the step's entries
+    last = step(core, entry("a", 5, finish_reason=Reason.STOP, routed_experts=experts(5)))
+    assert [(e.request_id, e.new_token_ids) for e in last] == [("a", [0, 1, 2, 3, 4, 5]), ("b", [0, 1, 2, 3, 4])]
+    assert last[0].routed_experts.tolist() == experts(*range(6)).tolist()
+
+
+def test_a_request_that_is_aborted_between_steps_is_forgotten(core: Core) -> None:
+    step(core, entry("a", 0, routed_experts=experts(0)), entry("b", 0))
+    core.finish_requests(["a"])
+    core.pause_scheduler("abort")
+    assert [e.request_id for e in core.output_queue.get_nowait()[1].outputs] == ["b"]
+    assert core.output_queue.empty()
+
+
+def test_a_pause_that_aborts_sends_experts_first_and_new_weights_send_tokens_alone(core: Core) -> None:
+    step(core, entry("a", 0, routed_experts=experts(0)))
+    core.collective_rpc("finish_weight_update")
+    (sent,) = core.output_queue.get_nowait()[1].outputs
+    assert sent.new_token_ids == [0] and sent.routed_experts is None
+    step(core, entry("a", 1, routed_experts=experts(1)))
+    core.pause_scheduler("keep")
+    assert core.output_queue.empty()
+    core.pause_scheduler()
+    (sent,) = core.output_queue.get_nowait()[1].outputs
+    assert sent.new_token_ids == [1] and sent.routed_experts.tolist() == experts(0, 1).tolist()
 
 
 @pytest.mark.parametrize("columns", [1, 2, 6, 40])

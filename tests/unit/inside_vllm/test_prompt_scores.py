@@ -11,11 +11,11 @@ from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT, packed, starts
 
 def request(named: object = "2,3", **fields: object) -> SimpleNamespace:
     usual = {"vllm_xargs": {ARGUMENT: named}, "prompt_logprobs": 0, "n": 1, "logprobs": None, "echo": False}
-    return SimpleNamespace(**usual | fields)
+    return SimpleNamespace(**usual | {"stream": False, "prompt": [[5, 6, 7], [5, 6, 7, 8]]} | fields)
 
 
 def test_a_request_for_scores_alone_names_where_each_answer_begins():
-    assert starts(request()) == [2, 3] and starts(request("7", n=None)) == [7]
+    assert starts(request()) == [2, 3] and starts(request("2", n=None, prompt=[[5, 6, 7]])) == [2]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,11 @@ def test_a_request_for_scores_alone_names_where_each_answer_begins():
         request(n=2),
         request(logprobs=1),
         request(echo=True),
+        request(stream=True),
+        request(named="2"),
+        request(prompt="two words"),
+        request(prompt=["two", "texts"]),
+        request(named="2,3,4", prompt=[5, 6, 7]),
     ],
 )
 def test_any_other_request_gets_vllms_own_reply(other):

@@ -47,19 +47,31 @@ def test_on_a_cpu_the_longest_request_is_one_that_the_model_can_take(tmp_path):
     assert value(ServerCommand("vllm", "org/name", "python3", device="cpu").argv("", {}), "--max-model-len") == "1024"
 
 
-def test_vllm_on_a_gpu_has_graphs_for_larger_passes_unless_told_otherwise():
-    for word in ("", "--enforce-eager", "--compilation_config", "-O0", "--cudagraph-capture-sizes", "--max-num-seqs=9"):
-        own = (word,) if word else ()
-        argv = ServerCommand("vllm", "org/name", "python3", device="cuda", flags=own).argv("", {})
-        ours = word in ("", "--max-num-seqs=9")
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("", "1024"),
+        ("--max-num-seqs 512 --config-format hf", "1024"),
+        ("--max-num-seqs=500 --cudagraph-metrics", "1008"),
+        ("--max_num_seqs 600 --max-num-seqs 9", "32"),
+        ("--max-num-seqs many", "1024"),  # vLLM says what is wrong with it
+        *(
+            (flag, None)
+            for flag in ("--enforce-eager", "-O0", "-cc.mode=0", "--cudagraph-capture-sizes 8", "--config=a")
+        ),
+        *((flag, None) for flag in ("--compilation_config={}", "--max-cudagraph-capture-size 8", "--spec-model x")),
+    ],
+)
+def test_vllm_on_a_gpu_has_graphs_for_larger_passes_unless_told_otherwise(flags, tokens):
+    own = tuple(flags.split())
+    for device in ("cuda", ""):
+        argv = ServerCommand("vllm", "org/name", "python3", device=device, flags=own).argv("", {})
+        ours = argv[: -len(own) or None]
         assert (
-            (value(argv, "--max-cudagraph-capture-size") == "1024")
-            if ours
-            else "--max-cudagraph-capture-size" not in argv
-        )
-    argv = ServerCommand("vllm", "org/name", "python3", device="cpu").argv("", {})
-    assert "--max-cudagraph-capture-size" not in argv
-    assert "--max-cudagraph-capture-size" not in ServerCommand("sglang", "m", "python3", device="cuda").argv("", {})
+            value(ours, "--max-cudagraph-capture-size") if "--max-cudagraph-capture-size" in ours else None
+        ) == tokens
+    others = ServerCommand("vllm", "m", "python3", device="cpu"), ServerCommand("sglang", "m", "python3", device="cuda")
+    assert all("--max-cudagraph-capture-size" not in other.argv("", {}) for other in others)
 
 
 def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():

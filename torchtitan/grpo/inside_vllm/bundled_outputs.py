@@ -11,8 +11,8 @@ trainer's are. (So they have no stop strings, which the API server would look fo
 of weight version, so counts of tokens by version do not change. Engines with data parallelism run another loop and are
 left alone.
 
-With routing replay each entry also has the token's experts. They are kept back until the answer ends: nobody reads them
-before, and a server that sent them by token was a fifth slower than without them (docs/routing_replay.md).
+With routing replay each entry also has the token's experts. They are kept back until the answer ends, or a pause aborts
+it: nobody reads them before. A reply to vLLM's own route /abort_requests has none.
 
 BUNDLE_TOKENS in a server's environment sets `tokens_per_entry`; 1 leaves vLLM as it is.
 """
@@ -218,9 +218,16 @@ def _install(engine: Any, tokens: int) -> None:
 
     bundles = Bundles(tokens, EngineCoreOutput, may_wait)
 
+    updating = False
+
     @functools.wraps(update)
     def update_and_bundle(*args: Any, **kwargs: Any) -> dict[int, Any]:
-        by_client = update(*args, **kwargs)
+        nonlocal updating
+        updating = True
+        try:
+            by_client = update(*args, **kwargs)
+        finally:
+            updating = False
         for client, outputs in by_client.items():
             *first, outputs.outputs = messages(bundles.pass_through(client, outputs.outputs))
             send(client, first)
@@ -239,7 +246,8 @@ def _install(engine: Any, tokens: int) -> None:
     @functools.wraps(finish)
     def finish_and_forget(*args: Any, **kwargs: Any) -> Any:
         result = finish(*args, **kwargs)
-        bundles.keep_only(requests)
+        if not updating:  # else answers have ended whose last entries are still to come
+            bundles.keep_only(requests)
         return result
 
     @functools.wraps(call_workers)

@@ -2,7 +2,7 @@
 
 A teacher's server scores answers by `prompt_logprobs` of its completions route. For each position the API server
 decodes the text of each likely token, builds a dictionary and an object for it, and writes them as JSON. One thread
-does it all, and takes longer than the model (docs/distillation.md).
+does it all: docs/distillation.md has what it takes.
 
 `install` leaves texts, objects and JSON out where a request names ARGUMENT in `vllm_xargs`: the position at which each
 of its sequences has its first answer token, with commas between. Each choice then has `prompt_logprobs: null` and KEY:
@@ -54,13 +54,11 @@ def _install() -> None:
     def respond_with_scores(
         self: OpenAIServingCompletion, results: list[Any], request: CompletionRequest, *args: Any, **kwargs: Any
     ) -> Any:
-        begin = starts(request)
         taken: dict[int, dict[str, str]] = {}
-        if len(begin) == len(results):
-            for i, result in enumerate(results):
-                if isinstance(result.prompt_logprobs, FlatLogprobs):
-                    taken[i] = packed(result.prompt_logprobs, begin[i])
-                    result.prompt_logprobs = None
+        for i, (begin, result) in enumerate(zip(starts(request), results, strict=False)):
+            if isinstance(result.prompt_logprobs, FlatLogprobs):
+                taken[i] = packed(result.prompt_logprobs, begin)
+                result.prompt_logprobs = None
         reply = respond(self, results, request, *args, **kwargs)
         return with_field(reply, KEY, taken) if taken else reply
 
@@ -71,13 +69,15 @@ def _install() -> None:
 
 
 def starts(request: Any) -> list[int]:
-    """The position of each sequence's first answer token; none unless a `CompletionRequest` asks for scores alone."""
+    """The position of each sequence's first answer token; none unless a `CompletionRequest` asks for scores alone, of a
+    list of sequences of token ids."""
     named = (request.vllm_xargs or {}).get(ARGUMENT)
     scores_alone = request.prompt_logprobs is not None and (request.n or 1) == 1
-    if not (isinstance(named, str) and scores_alone) or request.logprobs is not None or request.echo:
+    if not (isinstance(named, str) and scores_alone) or request.logprobs is not None or request.echo or request.stream:
         return []
-    numbers = named.split(",")
-    return list(map(int, numbers)) if all(map(str.isdecimal, numbers)) else []
+    numbers, sequences = named.split(","), request.prompt
+    of_each = isinstance(sequences, list) and len(sequences) == len(numbers) and isinstance(sequences[0], list)
+    return list(map(int, numbers)) if of_each and all(map(str.isdecimal, numbers)) else []
 
 
 def packed(flat: Any, begin: int) -> dict[str, str]:
