@@ -72,12 +72,16 @@ class RouteShape:
                 f"{self.experts - 1}"
             )
         routes = routes.astype(self.dtype)
-        twice: np.ndarray = np.zeros(positions, bool)
-        for i, j in itertools.combinations(range(self.top_k), 2):  # three times as fast as sorting
-            twice |= (routes[..., i] == routes[..., j]).any(1)
+        chosen = np.ascontiguousarray(
+            np.moveaxis(routes, -1, 0)
+        )  # comparisons of whole arrays: a tenth of a sort's time
+        twice: np.ndarray = np.zeros((positions, self.layers), bool)
+        for i, j in itertools.combinations(range(self.top_k), 2):
+            twice |= chosen[i] == chosen[j]
         if twice.any():
+            position = int(twice.any(1).argmax())
             raise ValueError(
-                f"routed_experts names an expert twice at position {int(twice.argmax())}: the server did not record "
+                f"routed_experts names an expert twice at position {position}: the server did not record "
                 "what its kernel chose (vLLM: --moe-backend triton)"
             )
         return routes
