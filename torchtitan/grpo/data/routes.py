@@ -72,9 +72,8 @@ class RouteShape:
                 f"{self.experts - 1}"
             )
         routes = routes.astype(self.dtype)
-        chosen = np.ascontiguousarray(
-            np.moveaxis(routes, -1, 0)
-        )  # comparisons of whole arrays: a tenth of a sort's time
+        # Whole arrays are compared, which takes a tenth of a sort's time.
+        chosen = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
         twice: np.ndarray = np.zeros((positions, self.layers), bool)
         for i, j in itertools.combinations(range(self.top_k), 2):
             twice |= chosen[i] == chosen[j]
