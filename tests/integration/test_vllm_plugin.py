@@ -25,6 +25,8 @@ model, backend = sys.argv[1:]
 OURS = "torchtitan.grpo.inside_vllm.", "torchtitan.grpo.weight_wire"
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.v1.engine import async_llm, core
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -32,7 +34,7 @@ from vllm.v1.engine.output_processor import RequestState
 
 def parts():
     '''Everything that the project replaces somewhere, besides its two hooks.'''
-    classes = ServingTokens, AsyncMPClient, RequestState, async_llm.AsyncLLM
+    classes = ServingTokens, AsyncMPClient, RequestState, async_llm.AsyncLLM, CompletionRequest, OpenAIServingCompletion
     return {f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if name != "__init__"}
 
 before = parts()
@@ -112,7 +114,10 @@ print(json.dumps({
 }))
 """
 ENTRY = ["torchtitan.grpo.inside_vllm.backend", PLUGIN_MODULE]
-REPLACED = {"ServingTokens._create_tokens_logprobs", "ServingTokens.serve_tokens_full_generator"}
+REPLACED = {
+    *("ServingTokens._create_tokens_logprobs", "ServingTokens.serve_tokens_full_generator"),
+    *("CompletionRequest.to_sampling_params", "OpenAIServingCompletion.request_output_to_completion_response"),
+}
 
 
 def look(tmp_path: Path, backend: str, program: str) -> tuple[dict, str]:

@@ -24,7 +24,8 @@ from torchtitan.grpo.version_names import origin, version_of
 
 ANY_VOCAB = 1 << 31
 _ERROR_CHARS = 300
-Logprob = Annotated[float, msgspec.Meta(ge=-1e4, le=1e-3)]
+LARGEST_LOGPROB = 1e-3
+Logprob = Annotated[float, msgspec.Meta(ge=-1e4, le=LARGEST_LOGPROB)]
 """The range of a sampled token's log-probability. Only rounding takes it above 0. Servers write -9999 for -inf."""
 
 

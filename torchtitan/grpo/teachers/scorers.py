@@ -11,15 +11,13 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.samples import TopTokens
-from torchtitan.grpo.engines.http_client import ANY_VOCAB, HttpClient, Logprob
+from torchtitan.grpo.engines.http_client import ANY_VOCAB, LARGEST_LOGPROB, HttpClient, Logprob
 from torchtitan.grpo.engines.sglang import GENERATE_ROUTE
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
 
 MASS_ERROR = 0.01
 """How far over 1 the rounding of a server may take the sum of probabilities."""
-LARGEST = 1e-3
-"""Log-probability that rounding may make of a certain token."""
 COMPLETIONS_ROUTE = "/v1/completions"
 Asked = tuple[list[int], list[int]]
 """Token ids of a prompt and of an answer to it."""
@@ -119,7 +117,10 @@ class Scorer(HttpClient):
         of_position: np.ndarray = np.repeat(np.arange(positions), lengths)
         order = np.lexsort((-values, of_position))
         best = order[(starts[:, None] + np.arange(k)).flatten()] if positions else order
-        tokens, values = tokens[best].reshape(positions, k), values[best].reshape(positions, k)
+        return self._known(tokens[best].reshape(positions, k), values[best].reshape(positions, k))
+
+    def _known(self, tokens: np.ndarray, values: np.ndarray) -> TopTokens:
+        """Likeliest tokens and their log-probabilities, both [positions, top_k]. ValueError if they cannot be."""
         if (total := np.exp(values).sum(1).max(initial=0)) > 1 + MASS_ERROR:
             raise ValueError(
                 f"the likeliest tokens have a probability of {total:.3g}: are they logits (--logprobs-mode)?"
@@ -178,9 +179,9 @@ class VllmScorer(Scorer):
         ids, logprobs = ids.reshape(-1, wide), logprobs.reshape(-1, wide)
         if ids[:, 0].tolist() != answer:
             raise ValueError("log-probabilities of other tokens than were sent")
-        if not (logprobs <= LARGEST).all():
+        if not (logprobs <= LARGEST_LOGPROB).all():
             raise ValueError("a log-probability that is NaN or over 0: are they logits (--logprobs-mode)?")
-        likeliest = self._top([self.top_k] * len(answer), ids[:, 1:].flatten(), logprobs[:, 1:].flatten())
+        likeliest = self._known(ids[:, 1:], logprobs[:, 1:]) if self.top_k else None
         return Scores(np.maximum(logprobs[:, 0], LOWEST).tolist(), likeliest)
 
 
