@@ -211,6 +211,7 @@ class Trainer:
     def pack(self, groups: list[Group], step: int) -> Batch:
         """Turn rewards into advantages and answers into packed rows: this rank's rows of each minibatch."""
         grpo, budget, limit = self.config.grpo, self.row_tokens, self.config.rollout.max_answer_tokens
+        share = self.config.training.share_prompts
         ahead = step > self.step
         if not ahead:  # ahead, this step's activations may still need the memory
             self.offload.prefetch()
@@ -228,7 +229,7 @@ class Trainer:
                     compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
                     numbers = partial(self.sampler_check.numbers, compared)
                     samples = training_samples(*own, step - 1, grpo, limit, numbers, self.config.distill)
-                    rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens)
+                    rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens, share)
                     packed.append(rows)
                 minibatches.append([row.to(self.device) for row in self.broadcast.rows(rows, self.data_rank)])
             metrics = rollout_metrics(groups, rewards, step - 1, self.max_age)

@@ -182,7 +182,8 @@ class SftTrainer(grpo_train.Trainer):
         """On rank 0. The weights of the rows hold the number of trained tokens in all of them."""
         every = (each.documents for each in conversations if isinstance(each, Conversation))
         samples = supervised_samples([document for documents in every for document in documents])
-        return pack(samples, self.row_tokens, self.data_ranks, self.row_multiple, self.attention_tokens)
+        layout = self.data_ranks, self.row_multiple, self.attention_tokens, self.config.training.share_prompts
+        return pack(samples, self.row_tokens, *layout)
 
     def own_rows(self, rows: list[list[PackedRow]] | None) -> list[PackedRow]:
         return self.broadcast.rows(rows, self.data_rank)

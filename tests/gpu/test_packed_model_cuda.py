@@ -80,6 +80,14 @@ def samples() -> list[PackedSample]:
     return [PackedSample(draw(p), draw(a), 1.0, 1.0, [0.0] * a) for p, a in lengths]
 
 
+def group(answers: tuple[int, ...] = (20, 150, 7)) -> list[PackedSample]:
+    """Samples with one prompt, which a row has once."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda n: torch.randint(0, 1000, (n,), generator=generator).tolist()  # noqa: E731
+    prompt = draw(61)
+    return [PackedSample(prompt, draw(n), 1.0, 1.0, [0.0] * n) for n in answers]
+
+
 def expected(folder, batch: list[PackedSample]) -> list[torch.Tensor]:
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     result = []
@@ -99,10 +107,11 @@ def test_logprobs_equal_transformers_and_train(folder, precision, compile, toler
     if flash_attention == "FA4":
         pytest.importorskip(MODULE, reason="flash-attn-4 is not installed")
     torch.backends.cuda.matmul.allow_tf32 = False
-    batch = samples()
+    batch = samples() + group()
     model = build(folder, precision, compile, flash_attention, keeps)
-    (row,) = pack(batch, 640, 1, 640)[0]
+    (row,) = pack(batch, 896, 1, 896)[0]
     row = row.to(DEVICE)
+    assert len(row.prompts.tails) == 20 + 7 and len(row.prompts.prompts) == 60
     reference = expected(folder, batch)
     want = torch.cat([reference[i] for i in row.samples.tolist()])
     logprobs, entropy = model(row, 1.0)
@@ -117,11 +126,29 @@ def test_logprobs_equal_transformers_and_train(folder, precision, compile, toler
     assert model(row, 1.0)[0].sum().item() > before + 10
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("flash_attention", ["FA2", "FA4"])
+def test_a_prompt_that_answers_share_has_the_gradients_of_its_copies(folder, flash_attention, compile):
+    if flash_attention == "FA4":
+        pytest.importorskip(MODULE, reason="flash-attn-4 is not installed")
+    batch = group((200, 3, 70)) + samples()[:1] + group((40, 41, 1))[::-1]
+    found = {}
+    for precision, share in (("bfloat16", True), ("bfloat16", False), ("float32", False)):
+        model = build(folder, precision, compile, flash_attention)
+        ((row,),) = pack(batch, 896, 1, 896, share_prompts=share)
+        assert row.shared.any() == share
+        (model(row.to(DEVICE), 1.0)[0] * row.advantages[row.loss_mask].to(DEVICE)).sum().backward()
+        found[precision, share] = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    exact = found["float32", False]
+    errors = [((found["bfloat16", share] - exact).norm() / exact.norm()).item() for share in (True, False)]
+    assert errors[0] < 1.2 * errors[1] < 0.1  # rounding, and no more of it
+
+
 def test_the_host_waits_for_nothing_in_forward_and_backward(folder):
     """From pinned row to gradients: with boolean masks the host waited for the device at every row."""
     model = build(folder, "bfloat16", compile=False)
-    rows = pack(samples(), 448, 1, 448)[0] + pack([], 448, 1, 448)[0]
-    assert len(rows) >= 3
+    rows = pack(samples() + group(), 448, 1, 448)[0] + pack([], 448, 1, 448)[0]
+    assert len(rows) >= 3 and any(row.shared.any() for row in rows)
     total = torch.zeros((), device=DEVICE)
 
     def train(row) -> None:
@@ -145,7 +172,7 @@ def test_the_host_waits_for_nothing_in_forward_and_backward(folder):
 
 def test_rows_moved_in_the_background_arrive_whole():
     """Many rows in flight at once: pinned memory is not given out again before its copy is done."""
-    rows = [pack([sample], 640, 1, 640)[0][0] for sample in samples()] * 20
+    rows = [pack(batch, 640, 1, 640)[0][0] for batch in ([[sample] for sample in samples()] + [group()])] * 20
     torch.cuda._sleep(50_000_000)  # the copies queue up behind it
     moved = [row.to(DEVICE) for row in rows]
     for there, row in zip(moved, rows, strict=True):
@@ -153,6 +180,9 @@ def test_rows_moved_in_the_background_arrive_whole():
             found = getattr(there, name)
             if name == "max_seqlen" or expected is None:  # a teacher's tokens and experts are not in every row
                 assert found == expected
+            elif name == "prompts":
+                for its, own in zip(found, expected, strict=True):
+                    assert its == own if isinstance(own, int) else torch.equal(its.cpu(), own)
             else:
                 assert found.device == DEVICE and torch.equal(found.cpu(), expected), name
 
@@ -179,7 +209,7 @@ def test_compiled_blocks_serve_rows_with_any_number_of_documents(folder, monkeyp
     monkeypatch.setattr(packed_model, "token_logprobs", eager_logprobs)  # the blocks' graphs alone are counted
     torch._dynamo.reset()
     model = build(folder, "bfloat16", compile=True)
-    for i, batch in enumerate((samples()[:2], samples(), [])):
+    for i, batch in enumerate((samples()[:2], samples(), [], group(), group((1, 2, 3, 4)) + samples()[:3])):
         ((row,),) = pack(batch, 640, 1, 640)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             model(row.to(DEVICE), 1.0)[0].sum().backward()

@@ -7,14 +7,15 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torchtitan.grpo.model import documents as module
-from torchtitan.grpo.model.documents import SharedPrefixes, shared_prefixes
+from torchtitan.grpo.model.documents import Documents, Extents, shared_prefixes
+from torchtitan.grpo.policy.rows import SharedPrompts
 from torchtitan.models.attention import VarlenMetadata
 
 
-def shared(documents: list[list[int]]) -> tuple[SharedPrefixes, torch.Tensor, torch.Tensor] | None:
+def shared(documents: list[list[int]]) -> tuple[Documents, torch.Tensor, torch.Tensor] | None:
     lengths = torch.tensor([len(document) for document in documents])
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    return shared_prefixes(torch.tensor([t for document in documents for t in document]), bounds, int(lengths.max()))
+    return shared_prefixes(torch.tensor([t for document in documents for t in document]), bounds)
 
 
 def prefixes(documents: list[list[int]]) -> list[tuple[int, ...]]:
@@ -52,6 +53,63 @@ def check(documents: list[list[int]], computed: set[tuple[int, ...]]) -> None:
 )
 def test_each_distinct_prefix_is_computed_once(documents):
     check(documents, set(prefixes(documents)))
+
+
+def row_of(groups: list[tuple[list[int], list[list[int]]]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and bounds of a row that holds each group's prompt once, in front of its first document."""
+    tokens, positions, bounds = [], [], [0]
+    for prompt, tails in groups:
+        for i, tail in enumerate(tails):
+            tokens += tail if i else prompt + tail
+            positions += range(len(prompt) if i else 0, len(prompt) + len(tail))
+            bounds.append(len(tokens))
+    return torch.tensor(tokens), torch.tensor(positions), torch.tensor(bounds, dtype=torch.int32)
+
+
+GROUPS = [
+    ([1, 2, 3], [[4, 5], [4], [6, 7, 8]]),
+    ([9], [[1]]),  # a group of one
+    ([], [[5, 5], [5]]),  # nothing in common
+    ([1, 2], [[3, 3], [3, 4]]),
+]
+
+
+def test_documents_are_read_with_the_prompt_of_an_earlier_one():
+    tokens, positions, bounds = row_of(GROUPS)
+    whole = [prompt + tail for prompt, tails in GROUPS for tail in tails]
+    prompts = SharedPrompts.of(positions, bounds)
+    extents = Extents.of(bounds, prompts)
+    assert extents.lengths.tolist() == [len(document) for document in whole]
+    read = tokens[extents.at(torch.arange(6))].tolist()
+    assert [row[: len(document)] for row, document in zip(read, whole, strict=True)] == whole
+    padded = Documents(bounds, bounds, 5, 5, prompts).padded
+    assert padded.slots[padded.taken].tolist() == list(range(len(tokens)))
+    batches, first = [], 0
+    for number, length in padded.shapes:
+        batches += tokens[padded.slots[first : first + number * length]].view(number, length).tolist()
+        first += number * length
+    for document in whole:
+        assert any(batch[: len(document)] == document for batch in batches)
+
+
+def test_prefixes_are_shared_beyond_the_prompts_that_a_row_holds_once():
+    tokens, positions, bounds = row_of(GROUPS)
+    of_row = prefixes([prompt + tail for prompt, tails in GROUPS for tail in tails])
+    extents = Extents.of(bounds, prompts := SharedPrompts.of(positions, bounds))
+    result, kept, index = shared_prefixes(tokens, bounds, prompts)
+    place = {}  # of each position of the row, its prefix
+    for k, length in enumerate(extents.lengths.tolist()):
+        at = extents.at(torch.arange(length))[k].tolist()
+        before = int(extents.lengths[:k].sum())
+        place |= {position: of_row[before + c] for c, position in enumerate(at)}
+    computed = [place[i] for i in kept.tolist()]
+    assert sorted(computed) == sorted(set(of_row))
+    assert [computed[i] for i in index.tolist()] == [place[i] for i in range(len(tokens))]
+    assert result.padded.slots[result.padded.taken].tolist() == list(range(len(kept)))
+
+
+def test_a_row_without_shared_prompts_has_none():
+    assert SharedPrompts.of(torch.tensor([0, 1, 2, 0, 1, 1]), torch.tensor([0, 3, 6], dtype=torch.int32)) is None
 
 
 def test_random_groups():

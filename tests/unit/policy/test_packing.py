@@ -40,6 +40,9 @@ def unpack(microbatches: list[list[PackedRow]]) -> dict[int, PackedSample]:
         for k, index in enumerate(row.samples.tolist()):
             document = slice(bounds[k], bounds[k + 1])
             assert (row.sample_ids[document] == k).all()
+            shared = int(row.positions[bounds[k]])
+            if not shared:
+                whole = bounds[k]
             mask = row.loss_mask[document]
             first = int(mask.nonzero()[0])
             assert mask[first:].all()
@@ -49,7 +52,7 @@ def unpack(microbatches: list[list[PackedRow]]) -> dict[int, PackedSample]:
             (weight,) = set(row.weights[document][mask].tolist())
             assert index not in found
             found[index] = PackedSample(
-                tokens[: first + 1].tolist(),
+                row.tokens[whole : whole + shared].tolist() + tokens[: first + 1].tolist(),
                 targets[mask].tolist(),
                 advantage,
                 weight,
@@ -71,8 +74,9 @@ def check_rows(microbatches: list[list[PackedRow]], budget_tokens: int, pad_mult
         microbatch = row.to("cpu")
         assert microbatch.max_seqlen == max(lengths)
         documents, padding = lengths[: len(row.samples)], lengths[len(row.samples) :]
-        longest = max(documents, default=1)
-        expected = [p for n in documents for p in range(n)]
+        assert row.lengths.tolist() == documents
+        expected = [shared + p for n, shared in zip(documents, row.shared.tolist(), strict=True) for p in range(n)]
+        longest = max(expected, default=0) + 1
         expected += [min(p, max(longest - 1, 1)) for n in padding for p in range(n)]  # within the model's table
         assert row.positions.tolist() == expected
         assert all(n <= PADDING_DOCUMENT_TOKENS for n in padding)
@@ -257,14 +261,14 @@ def test_as_few_rows_as_either_way_of_packing_finds():
     # first fit: 5 + 5, 4 + 4 + 3, 3; least loaded: 5 + 4 + 3 twice
     # first fit: 6 + 4, 4 + 3 + 3; least loaded: 6 + 3, 4 + 4, and no room for the last 3
     for lengths, budget_tokens in ((5, 5, 4, 4, 3, 3), 12), ((6, 4, 4, 3, 3), 10):
-        packed = pack([sample(n, 1) for n in lengths], budget_tokens, 1)
+        packed = pack(by_lengths(*lengths), budget_tokens, 1)
         check_rows(packed, budget_tokens, 1)
         assert [len(row.tokens) for row in packed[0]] == [budget_tokens, budget_tokens]
         assert sorted(unpack(packed)) == list(range(len(lengths)))
 
 
 def by_lengths(*lengths: int) -> list[PackedSample]:
-    return [sample(n, 1) for n in lengths]
+    return [sample(n, 1, seed=i) for i, n in enumerate(lengths)]
 
 
 def row_costs(packed: list[list[PackedRow]], attention_tokens: float) -> list[list[float]]:
@@ -323,13 +327,115 @@ def test_rows_of_similar_cost_share_a_turn():
 
 def test_packing_metrics():
     one = pack(by_lengths(6, 3), 8, 2, 8)  # rows of 6 + 2 and 3 + 5
-    assert packing_metrics([one]) == {"pack/padding_fraction": 7 / 16, "pack/imbalance": 1.0}
+    assert packing_metrics([one]) == {
+        "pack/padding_fraction": 7 / 16,
+        "pack/shared_fraction": 0.0,
+        "pack/imbalance": 1.0,
+    }
     # costs with 2: (6 + 9) + (2 + 1) = 18 and (3 + 9 / 4) + (5 + 25 / 4) = 16.5
     assert packing_metrics([one], 2)["pack/imbalance"] == pytest.approx(18 / 17.25)
     two = pack(by_lengths(8, 8, 4), 8, 2)  # a turn of 8 and 8 and one of 4 and a token of padding
     metrics = packing_metrics([one, two])
     assert metrics["pack/padding_fraction"] == pytest.approx(8 / 37)
     assert metrics["pack/imbalance"] == pytest.approx((8 + 8 + 4) / (8 + 8 + 2.5))
+
+
+def group(prompt_tokens: int, answers: list[int], seed: int) -> list[PackedSample]:
+    """Samples with one prompt. Half of them have a copy of it."""
+    own = [sample(prompt_tokens, n, seed + 100 * i) for i, n in enumerate(answers)]
+    for i, each in enumerate(own):
+        each.prompt_ids = own[0].prompt_ids if i % 2 else list(own[0].prompt_ids)
+    return own
+
+
+def test_exact_row_of_a_group():
+    answers = [[3, 4], [5], [6, 7, 8]]
+    samples = [PackedSample([1, 9, 2], ids, 1.0, 1.0, [0.0] * len(ids)) for ids in answers]
+    ((row,),) = pack(samples, 20, 1, 10)
+    assert row.tokens.tolist() == [1, 9, 2, 3, 2, 2, 6, 7, 0, 0]
+    assert row.positions.tolist() == [0, 1, 2, 3, 2, 2, 3, 4, 0, 1]
+    assert row.targets.tolist() == [0, 0, 3, 4, 5, 6, 7, 8, 0, 0]
+    assert row.sample_index.tolist() == [0, 0, 0, 0, 1, 2, 2, 2, -1, -1]
+    assert row.cu_seqlens.tolist() == [0, 4, 5, 8, 10]
+    assert (row.lengths.tolist(), row.shared.tolist()) == ([4, 1, 3], [0, 2, 2])
+    microbatch = row.to("cpu")
+    assert microbatch.max_seqlen == 4 and microbatch.samples.tolist() == [0, 1, 2]
+    assert [x if isinstance(x, int) else x.tolist() for x in microbatch.prompts] == [
+        [4, 5, 6, 7],
+        [0, 1],
+        [0, 4],
+        [0, 2],
+        4,
+        2,
+    ]
+    (apart,) = pack(samples, 16, 1, 1, share_prompts=False)[0]
+    assert not apart.shared.any() and apart.to("cpu").prompts is None and len(apart.tokens) == 4 + 3 + 5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("pad_multiple", [1, 256])
+@pytest.mark.parametrize("attention_tokens", [64.0, math.inf])
+def test_groups_have_their_prompt_once_in_a_row(num_ranks, pad_multiple, attention_tokens):
+    rng = random.Random(7)
+    samples = [
+        s for i in range(9) for s in group(rng.choice([1, 2, 30, 90]), [rng.randint(1, 60) for _ in range(6)], i)
+    ]
+    rng.shuffle(samples)
+    packed = pack(samples, 256, num_ranks, pad_multiple, attention_tokens)
+    check_rows(packed, 256, pad_multiple)
+    found = unpack(packed)
+    assert sorted(found) == list(range(len(samples)))
+    for i, expected in enumerate(samples):
+        assert found[i].prompt_ids == expected.prompt_ids and found[i].answer_ids == expected.answer_ids
+        assert found[i].sampler_logprobs == pytest.approx(expected.sampler_logprobs)
+    apart = pack(samples, 256, num_ranks, pad_multiple, attention_tokens, share_prompts=False)
+    check_rows(apart, 256, pad_multiple)
+    assert len(packed[0]) < len(apart[0])
+    (metrics, without) = (packing_metrics([rows], attention_tokens) for rows in (packed, apart))
+    assert without["pack/shared_fraction"] == 0
+    tokens = sum(len(s.prompt_ids) + len(s.answer_ids) - 1 for s in samples)
+    once = tokens - sum({tuple(s.prompt_ids): 5 * (len(s.prompt_ids) - 1) for s in samples}.values())
+    assert 0.5 * (1 - once / tokens) < metrics["pack/shared_fraction"] <= 1 - once / tokens
+
+
+def test_a_group_beyond_the_budget_has_its_prompt_in_each_row():
+    samples = group(20, [10] * 9, 0)  # 19 in common and 10 each: four in a row of 60
+    packed = pack(samples, 60, 1)
+    check_rows(packed, 60, 1)
+    assert [row.lengths.tolist() for row in packed[0]] == [[29, 10, 10]] * 3
+    assert sorted(unpack(packed)) == list(range(9))
+
+
+def test_small_parts_of_groups_even_out_ranks():
+    """A rank each for two groups of unlike size would leave one waiting."""
+    samples = group(8, [8] * 24, 0) + group(8, [8] * 8, 1)
+    packed = pack(samples, 512, 2)
+    check_rows(packed, 512, 1)
+    assert packing_metrics([packed])["pack/imbalance"] < 1.05
+
+
+def test_prompts_with_other_routes_are_not_shared():
+    samples = group(4, [2, 2, 2], 0)
+    for s, expert in zip(samples, (1, 1, 2), strict=True):
+        s.routes = np.full((5, 1, 1), expert, np.uint8)
+        s.routes[3:] = 7 + expert  # of the last token of the prompt and the first of the answer: each has its own
+    ((row,),) = pack(samples, 64, 1)
+    assert row.shared.tolist() == [0, 3, 0]
+    assert row.routes.flatten().tolist() == [1, 1, 1, 8, 8, 8, 8, 2, 2, 2, 9, 9]
+    samples[1].routes = None
+    ((row,),) = pack(samples, 64, 1)
+    assert row.shared.tolist() == [0, 0, 0]
+
+
+def test_costs_of_documents_without_their_prompt():
+    """3 + 4 tokens, of which the second document has 4 and attends to 7: 6 + 36 / 4 and 4 + (49 - 9) / 4."""
+    ((row,),) = pack(group(4, [3, 4], 0), 64, 1, attention_tokens=2)
+    assert row.lengths.tolist() == [6, 4]
+    filler = pack(by_lengths(1), 64, 1)
+    assert packing_metrics([[[row]]], 2)["pack/imbalance"] == 1.0
+    two_ranks = [[row], filler[0]]
+    expected = 6 + 36 / 4 + 4 + 40 / 4
+    assert packing_metrics([two_ranks], 2)["pack/imbalance"] == pytest.approx(expected / ((expected + 1.25) / 2))
 
 
 def test_padding_has_few_documents_even_in_an_empty_row():

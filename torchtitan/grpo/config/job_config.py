@@ -76,6 +76,9 @@ class Training:
     """Steps between Python garbage collections."""
     tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
     """Tokens of one packed forward and backward pass on one data-parallel rank. 0 means `training.seq_len`."""
+    share_prompts: bool = True
+    """Compute a prompt once for the answers of its group that are in one row. The result is the same but for rounding.
+    Off gives each answer a prompt of its own."""
     kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
     """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 4.6 GiB.
     0 keeps none."""

@@ -12,7 +12,8 @@
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
     replay.py              routing replay: a mixture's routers use the sampler's experts
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens
-    flash_attention.py     attention kernels;  logprobs.py: the loss layer without the full logits
+    flash_attention.py     which attention kernels;  flash_operator.py: their operator, with shared prompts
+    logprobs.py            the loss layer without the full logits
     flops.py               FLOPs of training by the model's formula
 
 config.json -> hf_config -> source -> parallelize -> packed -> policy/. Only a family's own file knows its name.

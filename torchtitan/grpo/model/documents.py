@@ -2,9 +2,11 @@
 
 Two documents that begin with the same tokens have the same hidden states there: under causal attention, a state depends
 on the tokens up to its own position and on nothing else. All answers of a group begin with the same prompt, and short
-answers are often equal. `shared_prefixes` keeps each distinct prefix once, as in a trie of the row's documents.
+answers are often equal. A packed row may hold a group's prompt once (see `policy/rows.py`). On a CPU `shared_prefixes`
+keeps each distinct prefix once, as in a trie of the row's documents.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Self
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.grpo.policy.rows import SharedPrompts
 from torchtitan.models.attention import VarlenMetadata
 
 SHARED_TOKENS_MAX = 1 << 22
@@ -35,85 +38,139 @@ class PaddedDocuments:
 
 
 class Documents(VarlenMetadata):
-    """Where each document of a packed row starts (`cu_seq_q`, int32 [docs + 1]), as torchtitan's layers expect it."""
+    """Where each document of a packed row starts (`cu_seq_q`, int32 [docs + 1]), as torchtitan's layers expect it.
 
-    @functools.cached_property
-    def padded(self) -> PaddedDocuments:
-        starts = self.cu_seq_q.long()
-        return _padded(starts[:-1], starts.diff(), torch.arange(int(starts[-1]), device=starts.device))
+    The rest are further elements, no attributes: FSDP2 builds the tuples among its arguments anew, without attributes.
 
-
-class SharedPrefixes(Documents):
-    """Documents of which each distinct prefix is computed once.
-
-    `padded` is a fifth element, no attribute: FSDP2 builds the tuples among its arguments anew, without attributes.
+    Attributes:
+        prompts: Those that the row holds once for several documents.
+        padded: For attention that takes one length.
     """
 
-    def __new__(cls, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, padded: PaddedDocuments) -> Self:
-        return tuple.__new__(cls, (cu_seq_q, cu_seq_k, max_q, max_k, padded))
+    def __new__(
+        cls,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        prompts: SharedPrompts | None = None,
+        padded: PaddedDocuments | None = None,
+    ) -> Self:
+        return tuple.__new__(cls, (cu_seq_q, cu_seq_k, max_q, max_k, prompts, padded))
+
+    @property
+    def prompts(self) -> SharedPrompts | None:
+        return tuple.__getitem__(self, 4)
 
     @functools.cached_property
     def padded(self) -> PaddedDocuments:
-        return tuple.__getitem__(self, 4)
+        given: PaddedDocuments | None = tuple.__getitem__(self, 5)
+        if given is not None:
+            return given
+        positions = torch.arange(int(self.cu_seq_q[-1]), device=self.cu_seq_q.device)
+        return _padded(Extents.of(self.cu_seq_q, self.prompts), positions)
 
 
-def shared_prefixes(tokens: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[SharedPrefixes, Tensor, Tensor] | None:
-    """What to compute of a row [T] on the host; None if its documents have no prefix in common.
+@dataclass
+class Extents:
+    """Where a row has its documents, each with its prompt: two ranges of positions.
+
+    Attributes:
+        lengths: int64 [docs], positions of each document.
+        shared: int64 [docs], how many of them are an earlier document's, from its start on; 0 for a whole document.
+        prompts: int64 [docs], where those start.
+        own: int64 [docs], where the others start.
+    """
+
+    lengths: Tensor
+    shared: Tensor
+    prompts: Tensor
+    own: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, prompts: SharedPrompts | None) -> Self:
+        own, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        if prompts is None or prompts.is_none:
+            return cls(lengths, torch.zeros_like(own), own, own)
+        first, last = prompts.tails[prompts.cu_tails[:-1]], prompts.tails[prompts.cu_tails[1:] - 1]
+        group = (torch.searchsorted(first, own, right=True) - 1).clamp(min=0)
+        lacks = (own >= first[group]) & (own <= last[group])
+        shared = prompts.cu_prompts.diff().long()[group].where(lacks, 0)
+        start = prompts.prompts[prompts.cu_prompts[:-1]][group].where(lacks, own)
+        return cls(lengths + shared, shared, start, own)
+
+    def select(self, documents: Tensor) -> Self:
+        return dataclasses.replace(self, **{name: x[documents] for name, x in vars(self).items()})
+
+    def at(self, columns: Tensor) -> Tensor:
+        """int64 [docs, columns], the positions that are `columns` into the documents; their last one behind the end."""
+        inside = torch.minimum(columns, self.lengths[:, None] - 1)
+        shared = self.shared[:, None]
+        return (self.prompts[:, None] + inside).where(inside < shared, self.own[:, None] + inside - shared)
+
+
+def shared_prefixes(
+    tokens: Tensor, cu_seqlens: Tensor, prompts: SharedPrompts | None = None
+) -> tuple[Documents, Tensor, Tensor] | None:
+    """What to compute of a row [T] on the host; None if its documents have no prefix in common that it holds twice.
 
     Sorted, a document has no longer prefix in common with any before it than with the one right before it.
 
     Args:
-        longest: Tokens of the longest document.
+        prompts: Those that the row holds once.
 
     Returns:
         The documents, as attention over the computed positions takes them; int64 [U], the positions of the row that
         are computed; int64 [T], which of these has the state of each position of the row.
     """
-    starts, ends = cu_seqlens[:-1].numpy().astype(np.int64), cu_seqlens[1:].numpy().astype(np.int64)
-    width = min(longest, SHARED_TOKENS_MAX // len(starts))
-    if len(starts) < 2 or width < 1:
+    extents = Extents.of(cu_seqlens, prompts)
+    longest = int(extents.lengths.max())
+    width = min(longest, SHARED_TOKENS_MAX // len(extents.lengths))
+    if len(extents.lengths) < 2 or width < 1:
         return None
-    columns = np.arange(width)
-    lengths = ends - starts
-    exists = columns < lengths[:, None]
+    columns = torch.arange(width)
+    exists = (columns < extents.lengths[:, None]).numpy()
+    positions = extents.at(columns).numpy()
     # -1 sorts behind every token: a document follows those that it is a prefix of.
-    table = np.where(exists, tokens.numpy()[np.minimum(starts[:, None] + columns, ends[:, None] - 1)], -1)
+    table = np.where(exists, tokens.numpy()[positions], -1)
     order = np.argsort(np.ascontiguousarray(table, np.int32).view(f"V{4 * width}").ravel(), kind="stable")
-    table, starts, lengths, exists = table[order], starts[order], lengths[order], exists[order]
+    table, positions, exists = table[order], positions[order], exists[order]
     same = np.zeros_like(exists)
     same[1:] = np.logical_and.accumulate((table[1:] == table[:-1]) & exists[1:], axis=1)
-    if not same.any():
-        return None
     # The first document that has a prefix owns its last position.
-    owner = np.maximum.accumulate(np.where(same, 0, np.arange(len(starts))[:, None]), axis=0)
+    owner = np.maximum.accumulate(np.where(same, 0, np.arange(len(same))[:, None]), axis=0)
     owned = np.arange(int(cu_seqlens[-1]))
-    owned[(starts[:, None] + columns)[exists]] = (starts[owner] + columns)[exists]
+    owned[positions[exists]] = np.take_along_axis(positions, owner, axis=0)[exists]
     kept = (owned == np.arange(len(owned))).nonzero()[0]
+    if len(kept) == len(owned):
+        return None
     place = np.empty_like(owned)
     place[kept] = np.arange(len(kept))
     index = torch.from_numpy(place[owned])
+    extents = extents.select(torch.from_numpy(order))
+    lengths = extents.lengths.numpy()
     last = np.minimum(lengths, width) - 1
-    whole = ~same[np.arange(len(starts)), last] | (lengths > width)  # the others are the beginning of one of these
-    padded = _padded(torch.from_numpy(starts[whole]), torch.from_numpy(lengths[whole]), index)
-    return SharedPrefixes(cu_seqlens, cu_seqlens, longest, longest, padded), torch.from_numpy(kept), index
+    whole = ~same[np.arange(len(same)), last] | (lengths > width)  # the others are the beginning of one of these
+    padded = _padded(extents.select(torch.from_numpy(whole)), index)
+    return Documents(cu_seqlens, cu_seqlens, longest, longest, None, padded), torch.from_numpy(kept), index
 
 
-def _padded(starts: Tensor, lengths: Tensor, index: Tensor) -> PaddedDocuments:
+def _padded(extents: Extents, index: Tensor) -> PaddedDocuments:
     """Group documents by length up to a power of two: padding at most doubles the work.
 
     Args:
         index: For each position of the row, the one that is read in its place.
     """
-    classes = torch.ceil(torch.log2(lengths.clamp(min=1).double())).long()
+    classes = torch.ceil(torch.log2(extents.lengths.clamp(min=1).double())).long()
     slots, shapes = [], []
     taken = torch.full((int(index.max()) + 1,), torch.iinfo(torch.int64).max, device=index.device)
     first = 0
     for length_class in classes.unique().tolist():
-        members = classes == length_class
-        columns = torch.arange(int(lengths[members].max()), device=starts.device)
-        valid = columns < lengths[members, None]
+        members = extents.select(classes == length_class)
+        columns = torch.arange(int(members.lengths.max()), device=index.device)
+        valid = columns < members.lengths[:, None]
         # Under a causal mask no valid query sees the padding on its right: any position will do there.
-        read = index[torch.where(valid, starts[members, None] + columns, starts[members, None])]
+        read = index[members.at(columns)]
         slots.append(read.flatten())
         shapes.append((read.shape[0], read.shape[1]))
         # Documents with a common prefix give its states alike. The first one's are taken, so that gradients repeat.

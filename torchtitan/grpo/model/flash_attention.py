@@ -2,16 +2,14 @@
 
 FlashAttention 4 (the CuTe DSL kernels of Dao-AILab/flash-attention, `flash-attn-4` on PyPI) is for Hopper and
 Blackwell, where version 2 reaches less than half of the hardware's peak. torch 2.11's adapter for it has no backward
-pass for causal documents and supports only some of its releases. So it is wrapped here as an operator that
-`torch.compile` and activation checkpointing know. It is young: its results are compared with version 2's before use.
+pass for causal documents and supports only some of its releases. So `flash_operator.py` calls its kernels. It is young:
+its results are compared with version 2's before use.
 """
 
 import functools
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,9 +17,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.flash_operator import MODULE, flash_attention, package
+from torchtitan.grpo.policy.rows import SharedPrompts
 from torchtitan.tools.logging import logger
 
-PACKAGE, MODULE = "flash-attn-4", "flash_attn.cute.interface"
+PACKAGE = "flash-attn-4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities with forward and backward kernels of version 4: Hopper and Blackwell."""
 TOLERANCE = 0.02
@@ -30,11 +30,12 @@ TOLERANCE = 0.02
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 Attention = Callable[..., Tensor]
-"""attention(q, k, v, starts, longest, scale): causal, within each document of a packed row.
+"""attention(q, k, v, starts, longest, prompts, scale): causal, within each document of a packed row.
 
 q: [T, heads, head_dim], k and v: [T, kv_heads, head_dim], float16 or bfloat16 on CUDA. starts: int32 [documents + 1],
-the first position of each document, then T. longest: upper bound for a document's length. scale: of the scores, by
-default head_dim ** -0.5. Returns [T, heads, head_dim].
+the first position of each document, then T. longest: upper bound for a document's length. prompts: the `SharedPrompts`
+to which documents attend besides themselves, or None. scale: of the scores, by default head_dim ** -0.5. Returns
+[T, heads, head_dim].
 """
 
 
@@ -76,7 +77,7 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> st
     if capability[0] not in CAPABILITIES:
         return f"it is for compute capabilities {' and '.join(f'{c}.x' for c in CAPABILITIES)}, not {capability}"
     try:
-        _kernels()
+        package()
         example = _example(device, heads, kv_heads, head_dim)
         pairs = zip(_results(flash_attention_4, *example), _results(flash_attention_2, *example), strict=True)
         worst = max(((new - old).norm() / old.norm()).item() for new, old in pairs)
@@ -88,124 +89,55 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> st
     return ""
 
 
-def _example(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    """q, k, v, gradient of the output, and starts; documents end at tile boundaries and inside tiles."""
-    starts = torch.tensor([0, 1, 130, 386, 700], dtype=torch.int32)
+def _example(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> tuple[Any, ...]:
+    """q, k, v, gradient of the output, starts and prompts; documents end at tile boundaries and inside tiles."""
+    starts = torch.tensor([0, 1, 130, 386, 700, 765], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) + p for n, p in ((1, 0), (129, 0), (256, 0), (314, 200), (65, 200))])
+    prompts = SharedPrompts.of(positions, starts)
+    assert prompts is not None
+    shared = SharedPrompts(*(x if isinstance(x, int) else x.to(device) for x in prompts))
     generator = torch.Generator().manual_seed(0)
     shapes = [(int(starts[-1]), n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
     parts = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
-    return *parts, starts.to(device)
+    return *parts, starts.to(device), shared
 
 
-def _results(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, starts: Tensor) -> list[Tensor]:
+def _results(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, starts: Tensor, prompts: SharedPrompts
+) -> list[Tensor]:
     """Output and the gradients of q, k and v, in float32."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs, starts, q.shape[0])
+    out = attention(*inputs, starts, q.shape[0], prompts)
     out.backward(grad)
     return [x.float() for x in (out.detach(), *(x.grad for x in inputs))]
 
 
 def flash_attention_2(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    longest: int,
+    prompts: SharedPrompts | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """An `Attention`: torch's `varlen_attn`."""
-    grouped: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if prompts is not None:
+        return flash_attention(q, k, v, starts, longest, *prompts, scale, 2)[0]
+    grouped: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
     return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
 
 
 def flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    longest: int,
+    prompts: SharedPrompts | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """An `Attention`: the CuTe DSL kernels of `flash-attn-4`."""
-    return _forward(q.contiguous(), k.contiguous(), v.contiguous(), starts, longest, scale)[0]
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    return importlib.import_module(MODULE)
-
-
-@torch.library.custom_op("torchtitan_grpo::flash_attention_4", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Output, and the log of each softmax's sum, float32 [heads, T]."""
-    found = _kernels()._flash_attn_fwd(
-        q, k, v, return_lse=True, softmax_scale=scale, causal=True, **_documents(starts, longest)
-    )
-    return found[0], found[1].contiguous()  # newer releases return more
-
-
-@torch.library.custom_op("torchtitan_grpo::flash_attention_4_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = _kernels()._flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        grad.contiguous(),
-        lse,
-        softmax_scale=scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_documents(starts, longest),
-    )
-    return found[0], found[1], found[2]
-
-
-def _documents(starts: Tensor, longest: int) -> dict[str, Any]:
-    return {
-        "cu_seqlens_q": starts,
-        "cu_seqlens_k": starts,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }
-
-
-@_forward.register_fake
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-@_backward.register_fake
-def _backward_fake(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, ctx.longest, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, starts)
-
-
-def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, starts = ctx.saved_tensors
-    return *_backward(grad, q, k, v, out, lse, starts, ctx.longest, ctx.scale), None, None, None
-
-
-_forward.register_autograd(_autograd, setup_context=_setup_context)
-
-KEPT_BY_SELECTIVE_CHECKPOINTING = torch.ops.torchtitan_grpo.flash_attention_4.default
-"""Kept so that attention is never recomputed, as torchtitan keeps `varlen_attn`."""
+    shared = (None, None, None, None, 0, 0) if prompts is None else prompts
+    return flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), starts, longest, *shared, scale, 4)[0]

@@ -36,15 +36,17 @@ class TrainingFlops:
         attention = 6 * args.n_layers * args.n_heads * args.head_dim
         return cls(matrices, output, attention)
 
-    def __call__(self, lengths: Iterable[int], answer_tokens: int) -> int:
+    def __call__(self, lengths: Iterable[int], answer_tokens: int, shared: Iterable[int] | None = None) -> int:
         """FLOPs of packed documents.
 
         Args:
             lengths: Tokens of each document, prompt and answer.
             answer_tokens: Trained answer tokens of all of them.
+            shared: Positions that each document has in an earlier one, besides its own tokens. None: no document has.
         """
         lengths = list(lengths)
-        attention = self.per_square * sum(length**2 for length in lengths)
+        before = [0] * len(lengths) if shared is None else shared
+        attention = self.per_square * sum(n * (n + 2 * p) for n, p in zip(lengths, before, strict=True))
         return self.per_token * sum(lengths) + self.per_answer_token * answer_tokens + attention
 
 

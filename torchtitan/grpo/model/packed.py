@@ -21,7 +21,7 @@ from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
 from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
-from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.policy.rows import Microbatch, SharedPrompts
 
 
 class PackedAttention(nn.Module):
@@ -41,7 +41,7 @@ class PackedAttention(nn.Module):
             q, k, v = q.to_local(), k.to_local(), v.to_local()
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = self.flash(q, k, v, documents.cu_seq_q, documents.max_q, scale)
+            out = self.flash(q, k, v, documents.cu_seq_q, documents.max_q, documents.prompts, scale)
         else:
             out = _by_length_class(q, k, v, documents, scale)
         out = out.unsqueeze(0)
@@ -126,17 +126,25 @@ def _packed_forward(
     `model.expert_tokens` counts the answer tokens by expert. With `predictions` it does not, and there is also whether
     the target is a likeliest token, bool [answer tokens].
     """
+    tokens, positions, answer_positions, routes = row.tokens, row.positions, row.answer_positions, row.routes
     # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
     longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
+    prompts = row.prompts
     if compile:  # and not for each number of documents either
         torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
-    documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest)
-    tokens, positions, answer_positions, routes = row.tokens, row.positions, row.answer_positions, row.routes
+        prompts = SharedPrompts.none(tokens.device) if prompts is None else prompts
+        prompts = prompts._replace(longest_tails=len(tokens), longest_prompt=longest)
+        for tensor in prompts[:4]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest, prompts)
     # Not on CUDA, where the host would wait for the tokens. Not under TP and compile, which need rows of fixed lengths.
     if tokens.device.type == "cpu" and tp_mesh is None and not compile:
         keys = tokens if routes is None else route_keys(tokens, routes)
-        shared = shared_prefixes(keys, row.cu_seqlens, longest)
-        if shared is not None:
+        shared = shared_prefixes(keys, row.cu_seqlens, prompts)
+        if shared is None:
+            padded = documents.padded  # once for all blocks
+            documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest, prompts, padded)
+        else:
             documents, kept, index = shared
             tokens, positions, answer_positions = tokens[kept], positions[kept], index[answer_positions]
             routes = None if routes is None else routes[kept]

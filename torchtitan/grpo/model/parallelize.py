@@ -22,12 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.grpo.model.flash_attention import (
-    KEPT_BY_SELECTIVE_CHECKPOINTING,
-    Attention,
-    choose_attention,
-    flash_attention_2,
-)
+from torchtitan.grpo.model.flash_attention import Attention, choose_attention, flash_attention_2
+from torchtitan.grpo.model.flash_operator import KEPT_BY_SELECTIVE_CHECKPOINTING
 from torchtitan.grpo.model.lora import add_adapters, init_adapters
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import ModelSource

@@ -6,7 +6,7 @@ groups of samples, scored                       data/, rollouts/, rewards/
   distillation.py  a teacher's log-probabilities -> advantages of tokens
   losses.py      token weights; PPO, GSPO, CISPO, KL, importance correction (pure functions on [T])
   rows.py        PackedSample -> PackedRow (host) -> Microbatch (device)
-  packing.py     samples -> rows of equal cost on every rank
+  packing.py     samples -> rows of equal cost on every rank; assignment.py: which row gets which
   gradients.py   forward and backward over a step's rows
   finite.py      steps without a finite gradient are left out; weights that are not finite are not saved
   sft.py         loss and step of supervised fine-tuning, on the same rows; the warm start

@@ -1,8 +1,7 @@
 """Samples of different lengths -> packed rows under a token budget, the same number of rows on every rank."""
 
-import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torchtitan.grpo.data.routes import free
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.assignment import Group, assign, groups_by_prompt
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow, PackedSample
 
 PADDING_DOCUMENT_TOKENS = 256
@@ -26,6 +26,7 @@ def pack(
     num_ranks: int,
     pad_multiple: int = 1,
     attention_tokens: float = math.inf,
+    share_prompts: bool = True,
 ) -> list[list[PackedRow]]:
     """Rows of at most `budget_tokens` for each rank, on the host: `result[rank]` holds that rank's rows.
 
@@ -39,11 +40,16 @@ def pack(
     A document of L tokens costs L + L^2 / (2 `attention_tokens`). A token of padding costs 1. Three loads are tried:
     cost, attention alone (right where padding makes all rows as long) and tokens. The one whose turns cost least wins.
 
+    Samples with the same prompt stay together in parts of their group, and each part has the prompt once. Parts of
+    several sizes are tried: large ones repeat fewer prompts, small ones balance better.
+
     Args:
         budget_tokens: `[training] tokens_per_microbatch`, a multiple of `pad_multiple`.
         pad_multiple: Rows are padded to a multiple of this; the budget itself gives rows of one fixed length.
         attention_tokens: The position from which a token's attention costs more than its linear layers, from
             `model.packed.attention_tokens`; infinity balances tokens.
+        share_prompts: `[training] share_prompts`. False gives every document its own prompt.
+
     Raises:
         UserError: a sample exceeds the budget, or the budget is not a multiple of `pad_multiple`.
         ValueError: an empty prompt, or values per token that do not match the answer.
@@ -56,7 +62,8 @@ def pack(
     for i, sample in enumerate(samples):
         _check(i, sample, budget_tokens)
     lengths = {i: tokens for i, sample in enumerate(samples) if (tokens := sample.document_tokens)}
-    rows = _assign(lengths, budget_tokens, num_ranks, pad_multiple, attention_tokens)
+    groups = groups_by_prompt(samples, lengths) if share_prompts else [Group([i], 0) for i in lengths]
+    rows = assign(groups, lengths, budget_tokens, num_ranks, pad_multiple, attention_tokens)
     turns, layout = len(rows) // num_ranks, _layout(samples)
     k = max((sample.top.ids.shape[1] for sample in samples if sample.top is not None), default=0)
     return [
@@ -66,24 +73,28 @@ def pack(
 
 
 def packing_metrics(minibatches: list[list[list[PackedRow]]], attention_tokens: float = math.inf) -> dict[str, float]:
-    """What packing costs, over the results of one or more calls of `pack`.
+    """What packing costs and saves, over the results of one or more calls of `pack`.
 
-    `pack/padding_fraction` is the share of padding in all tokens. `pack/imbalance` is the cost (see `pack`) of each
+    `pack/padding_fraction` is the share of padding in all tokens. `pack/shared_fraction` is the share of the documents'
+    tokens that no row has, because an earlier document has them. `pack/imbalance` is the cost (see `pack`) of each
     turn's most expensive row over the mean of its ranks, both summed over turns. It is 1 if no rank waits.
     """
     rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
     padding = sum(int((row.sample_ids < 0).sum()) for row in rows)
+    tokens, shared = sum(len(row.tokens) for row in rows), sum(int(row.shared.sum()) for row in rows)
     turns = [turn for rows_by_rank in minibatches for turn in zip(*rows_by_rank, strict=True)]
     costs = [[_row_cost(row, attention_tokens) for row in turn] for turn in turns]
     return {
-        "pack/padding_fraction": padding / sum(len(row.tokens) for row in rows),
+        "pack/padding_fraction": padding / tokens,
+        "pack/shared_fraction": shared / max(1, tokens - padding + shared),
         "pack/imbalance": sum(map(max, costs)) / sum(sum(turn) / len(turn) for turn in costs),
     }
 
 
 def _row_cost(row: PackedRow, attention_tokens: float) -> float:
+    starts = row.positions[row.cu_seqlens[:-1].long()].double()
     lengths = row.cu_seqlens.diff().double()
-    return float((lengths + lengths.square() / (2 * attention_tokens)).sum())
+    return float((lengths + lengths * (2 * starts + lengths) / (2 * attention_tokens)).sum())
 
 
 def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
@@ -112,90 +123,37 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
         )
 
 
-def _assign(
-    lengths: dict[int, int], budget_tokens: int, num_ranks: int, pad_multiple: int, attention_tokens: float
-) -> list[list[int]]:
-    """Sample indices of each row, rows in falling order of cost; a multiple of `num_ranks` rows, at least that many."""
-    attention = {i: tokens**2 / (2 * attention_tokens) for i, tokens in lengths.items()}
-    costs = {i: tokens + attention[i] for i, tokens in lengths.items()}
-    all_loads: list[Mapping[int, float]] = [lengths] if attention_tokens == math.inf else [costs, attention, lengths]
-
-    def cost(row: list[int]) -> float:
-        tokens = sum(lengths[i] for i in row)
-        return max(1, -(-tokens // pad_multiple)) * pad_multiple + sum(attention[i] for i in row)
-
-    def duration(rows: list[list[int]]) -> float:
-        return sum(sorted(map(cost, rows), reverse=True)[::num_ranks])
-
-    longest_first = sorted(lengths, key=lambda i: (-lengths[i], i))
-    tight = _first_fit(longest_first, lengths, budget_tokens)
-    least_turns = max(1, -(-sum(lengths.values()) // (budget_tokens * num_ranks)))
-    most_turns = max(1, -(-len(tight) // num_ranks))
-    for turns in range(least_turns, most_turns + 1):
-        tried = (_least_loaded(longest_first, lengths, loads, budget_tokens, turns * num_ranks) for loads in all_loads)
-        balanced = [rows for rows in tried if rows]
-        if balanced:
-            rows = min(balanced, key=duration)
-            break
-    else:  # balancing wastes room that first fit does not
-        rows = tight + [[] for _ in range(most_turns * num_ranks - len(tight))]
-    return sorted(map(sorted, rows), key=lambda row: (-cost(row), -sum(lengths[i] for i in row)))
-
-
-def _least_loaded(
-    order: list[int], lengths: dict[int, int], loads: Mapping[int, float], budget_tokens: int, num_rows: int
-) -> list[list[int]]:
-    """Each sample into the row with the least load of those that have room for it; [] if none has."""
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
-    room = [budget_tokens] * num_rows
-    heap: list[tuple[float, int]] = [(0, row) for row in range(num_rows)]  # (load, row)
-    for i in order:
-        full = []
-        while heap and room[heap[0][1]] < lengths[i]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return []
-        load, row = heap[0]
-        heapq.heapreplace(heap, (load + loads[i], row))
-        rows[row].append(i)
-        room[row] -= lengths[i]
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return rows
-
-
-def _first_fit(order: list[int], lengths: dict[int, int], budget_tokens: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for i in order:
-        row = next((r for r, free in enumerate(room) if free >= lengths[i]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(budget_tokens)
-        rows[row].append(i)
-        room[row] -= lengths[i]
-    return rows
-
-
 def _build(
-    samples: list[PackedSample], row: list[int], pad_multiple: int, layout: np.ndarray | None, top_k: int
+    samples: list[PackedSample], parts: list[list[int]], pad_multiple: int, layout: np.ndarray | None, top_k: int
 ) -> PackedRow:
-    """Lay the samples of one row end to end and pad; an empty row is `pad_multiple` tokens of padding."""
+    """Lay the samples of one row end to end and pad; an empty row is `pad_multiple` tokens of padding.
+
+    Args:
+        parts: Samples with one prompt in each, which the first one's document has.
+    """
+    row = [i for part in parts for i in part]
     laid = [samples[i] for i in row]
     ends = [s.trained_end for s in laid]
+    firsts = [k == 0 for part in parts for k in range(len(part))]
+    skips = [0 if first else len(s.prompt_ids) - 1 for first, s in zip(firsts, laid, strict=True)]
+    skipped = np.array(skips, np.int64)
     prompts, answers = np.array([len(s.prompt_ids) for s in laid], np.int64), np.array(ends, np.int64)
-    documents = prompts + answers - 1
+    documents = prompts + answers - 1 - skipped
     length = int(documents.sum())
     padding = -length % pad_multiple if length else pad_multiple
     all_ints: np.ndarray = np.zeros((len(INT_ROWS), length + padding), np.int64)
     all_floats: np.ndarray = np.zeros((len(FLOAT_ROWS), length + padding), np.float32)
     ints, floats = dict(zip(INT_ROWS, all_ints, strict=True)), dict(zip(FLOAT_ROWS, all_floats, strict=True))
 
-    positions = np.arange(length) - np.repeat(documents.cumsum() - documents, documents)
-    pad_positions = np.minimum(np.arange(padding) % PADDING_DOCUMENT_TOKENS, documents.max(initial=2) - 1)
+    positions = np.arange(length) - np.repeat(documents.cumsum() - documents - skipped, documents)
+    pad_positions = np.minimum(np.arange(padding) % PADDING_DOCUMENT_TOKENS, positions.max(initial=1))
     ints["positions"][:] = np.append(positions, pad_positions)
     ints["sample_index"][:] = np.append(np.repeat(np.array(row, np.int64), documents), np.full(padding, -1))
-    tokens = [ids for s, end in zip(laid, ends, strict=True) for ids in (s.prompt_ids, s.answer_ids[: end - 1])]
+    tokens = [
+        ids
+        for s, skip, end in zip(laid, skips, ends, strict=True)
+        for ids in (s.prompt_ids[skip:], s.answer_ids[: end - 1])
+    ]
     ints["tokens"][:length] = _flat(tokens, np.int64, length)
 
     trained = np.ones(answers.sum(), bool)  # over answer tokens, as `lay` gets them
@@ -229,14 +187,14 @@ def _build(
     floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
     optional = {}
     if layout is not None:
-        optional["routes"] = _routes(laid, documents, length + padding, layout)
+        optional["routes"] = _routes(laid, skips, documents, length + padding, layout)
     if top_k:
         top = TopTokens.none(length + padding, top_k)
-        parts = [s.top or TopTokens.none(end, top_k) for s, end in zip(laid, ends, strict=True)]
-        if parts:
-            kept = np.concatenate([np.arange(len(p.ids)) < end for p, end in zip(parts, ends, strict=True)])
-            top.ids[where] = np.concatenate([p.ids for p in parts])[kept][trained]
-            top.logprobs[where] = np.concatenate([p.logprobs for p in parts])[kept][trained]
+        tops = [s.top or TopTokens.none(end, top_k) for s, end in zip(laid, ends, strict=True)]
+        if tops:
+            kept = np.concatenate([np.arange(len(t.ids)) < end for t, end in zip(tops, ends, strict=True)])
+            top.ids[where] = np.concatenate([t.ids for t in tops])[kept][trained]
+            top.logprobs[where] = np.concatenate([t.logprobs for t in tops])[kept][trained]
         optional |= {"top_ids": torch.from_numpy(top.ids), "top_logprobs": torch.from_numpy(top.logprobs)}
     return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats), optional)
 
@@ -246,14 +204,16 @@ def _layout(samples: list[PackedSample]) -> np.ndarray | None:
     return next((s.routes[:0] for s in samples if s.routes is not None), None)
 
 
-def _routes(laid: list[PackedSample], documents: np.ndarray, total: int, layout: np.ndarray) -> Tensor:
+def _routes(
+    laid: list[PackedSample], skips: list[int], documents: np.ndarray, total: int, layout: np.ndarray
+) -> Tensor:
     """The row's routes; free where a sample has none, and on padding."""
     routes = np.full((total, *layout.shape[1:]), free(layout.dtype), layout.dtype)
     end = 0
-    for sample, length in zip(laid, documents.tolist(), strict=True):
+    for sample, skip, length in zip(laid, skips, documents.tolist(), strict=True):
         start, end = end, end + length
         if sample.routes is not None:
-            routes[start:end] = sample.routes[:length]
+            routes[start:end] = sample.routes[skip : skip + length]
     return torch.from_numpy(routes)
 
 

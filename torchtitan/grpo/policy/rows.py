@@ -2,12 +2,17 @@
 
 A row is documents laid end to end with no gaps. A document is a prompt and its answer up to the last trained token,
 less that token, which predicts nothing that is trained.
+
+Answers of a group have their prompt in common. Under causal attention its states depend on nothing behind it, so a row
+can hold it once: the first document is whole, and those right behind it begin with the prompt's last token, which
+predicts each one's first. They attend to the prompt's other positions in the first document.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,8 +82,9 @@ class PackedRow:
 
     Attributes:
         tokens: int64, input of the model.
-        positions: int64, 0 at the start of each document. Padding documents stay within the row's largest position, or
-            within 1, so that they never leave the model's RoPE table.
+        positions: int64, in the whole document: 0 at its start, but for a document that lacks its prompt. Padding
+            documents stay within the row's largest position, or within 1, so that they never leave the model's RoPE
+            table.
         targets: int64, the document's next token where that is trained, else 0.
         servers: int64, the number of the server that the target is compared with, from 1, or 0 for none; -1 where the
             target is not trained.
@@ -126,13 +132,13 @@ class PackedRow:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 [docs + 1]: where each document starts, then T. Padding documents are included."""
-        starts = (self.positions == 0).nonzero().flatten()
+        starts = self._begins.nonzero().flatten()
         return torch.cat([starts, starts.new_tensor([len(self.tokens)])]).int()
 
     @cached_property
     def sample_ids(self) -> Tensor:
         """int64 [T], nondecreasing 0..n-1 over the row's samples; -1 on padding."""
-        document = (self.positions == 0).cumsum(0) - 1
+        document = self._begins.cumsum(0) - 1
         return document.where(self.sample_index >= 0, -1)
 
     @property
@@ -143,8 +149,21 @@ class PackedRow:
 
     @property
     def lengths(self) -> Tensor:
-        """int32 [n], positions of the document of sample id k."""
+        """int32 [n], positions that the row has of the document of sample id k."""
         return self.cu_seqlens.diff()[self.sample_index[self.cu_seqlens[:-1].long()] >= 0]
+
+    @property
+    def shared(self) -> Tensor:
+        """int64 [n], positions that sample id k has in an earlier document: its first one's position."""
+        starts = self.cu_seqlens[:-1].long()
+        return self.positions[starts[self.sample_index[starts] >= 0]]
+
+    @property
+    def _begins(self) -> Tensor:
+        """bool [T], True at each document's first position."""
+        begins = self.positions == 0
+        begins[1:] |= self.sample_index[1:] != self.sample_index[:-1]
+        return begins
 
     def to(self, device: torch.device | str) -> "Microbatch":
         """What a training step reads of the row, on `device`: one copy, which does not block towards CUDA."""
@@ -160,11 +179,71 @@ class PackedRow:
             "samples": self.samples,
             **answers,
         } | ({"routes": self.routes} if self.routes is not None else {})
-        longest = int(self.cu_seqlens.diff().max())
+        prompts = SharedPrompts.of(self.positions, self.cu_seqlens)
+        moved = [*tensors.values(), *(prompts[:4] if prompts is not None else ())]
         device = torch.device(device)
         if device != self.tokens.device:
-            tensors = dict(zip(tensors, _move(list(tensors.values()), device), strict=True))
-        return Microbatch(**tensors, max_seqlen=longest)
+            moved = _move(moved, device)
+        if prompts is not None:
+            tails, ids, cu_tails, cu_prompts = moved[len(tensors) :]
+            prompts = prompts._replace(tails=tails, prompts=ids, cu_tails=cu_tails, cu_prompts=cu_prompts)
+        tensors = dict(zip(tensors, moved, strict=False))
+        return Microbatch(**tensors, max_seqlen=int(self.cu_seqlens.diff().max()), prompts=prompts)
+
+
+class SharedPrompts(NamedTuple):
+    """Prompts that a row holds once, in groups of documents: a whole one, and those behind it that lack their prompt.
+
+    Attributes:
+        tails: int64 [Q], the positions of the documents that lack their prompt.
+        prompts: int64 [K], the positions that these attend to besides their own.
+        cu_tails, cu_prompts: int32 [groups + 1], where each group's positions start in `tails` and `prompts`.
+        longest_tails, longest_prompt: Positions of the largest group's.
+    """
+
+    tails: Tensor
+    prompts: Tensor
+    cu_tails: Tensor
+    cu_prompts: Tensor
+    longest_tails: int
+    longest_prompt: int
+
+    @classmethod
+    def none(cls, device: torch.device) -> "SharedPrompts":
+        """For compiled blocks, which would be compiled again if a row had no such tuple: fewer tails than groups.
+
+        No two sizes are alike where they need not be, none is 0 or 1: torch.compile would take either for a rule.
+        """
+        indices = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+        bounds = torch.zeros(4, dtype=torch.int32, device=device)
+        return cls(*indices, bounds, bounds, 0, 0)
+
+    @property
+    def is_none(self) -> bool:
+        return len(self.tails) < len(self.cu_tails) - 1
+
+    @classmethod
+    def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "SharedPrompts | None":
+        """Those of a `PackedRow` on the host; None if all its documents are whole."""
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        shared = positions[starts]
+        if not shared.any():
+            return None
+        documents = torch.arange(len(starts))
+        whole = documents.where(shared == 0, 0).cummax(0).values  # the group's, of each document
+        own = (shared > 0).nonzero().flatten()
+        groups, of_group = whole[own].unique_consecutive(return_inverse=True)
+        tails = torch.zeros(len(groups), dtype=torch.int64).index_add_(0, of_group, lengths[own])
+        prompts = torch.zeros_like(tails)
+        prompts[of_group] = shared[own]
+        return cls(
+            _ranges(starts[own], lengths[own]),
+            _ranges(starts[groups], prompts),
+            _bounds(tails),
+            _bounds(prompts),
+            int(tails.max()),
+            int(prompts.max()),
+        )
 
 
 @dataclass
@@ -182,6 +261,7 @@ class Microbatch:
         samples: int64 [n], which of the samples given to `pack` has sample id k.
         routes: See `PackedRow`.
         top_ids, top_logprobs: int32 and float32 [A, K].
+        prompts: Those that the row holds once for several documents; None if there are none.
     """
 
     tokens: Tensor
@@ -200,6 +280,7 @@ class Microbatch:
     routes: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+    prompts: SharedPrompts | None = None
 
     def without_routes(self) -> "Microbatch":
         """The same row for a model that routes by itself, as the reference does."""
@@ -208,6 +289,17 @@ class Microbatch:
 
 ANSWER_FIELDS = ("targets", "sample_ids", "ages", "servers", "advantages", "weights", "sampler_logprobs")
 """Fields of `Microbatch` that hold one value per trained answer token."""
+
+
+def _bounds(sizes: Tensor) -> Tensor:
+    """[n] -> int32 [n + 1], where each of n parts starts, then their sum."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """int64 [sum of lengths], the numbers from each start on."""
+    first = starts - (lengths.cumsum(0) - lengths)
+    return first.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

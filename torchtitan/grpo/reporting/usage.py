@@ -52,9 +52,9 @@ class Usage:
         """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`."""
         rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
         self._rows = max((len(rows) for rows_by_rank in minibatches for rows in rows_by_rank), default=0)
-        lengths = [length for row in rows for length in row.lengths.tolist()]
+        lengths, shared = ([n for row in rows for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
         answer_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens) / 1e12}
+        return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens, shared) / 1e12}
 
     def metrics(self, step: dict[str, Any], times: dict[str, float], fleet: Fleet | None) -> dict[str, float]:
         """Speeds of the step, memory and GPU hours now.
