@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model import flash_attention as module
 from torchtitan.grpo.model import flash_operator
+from torchtitan.grpo.model.documents import Documents, for_compiled_blocks
 from torchtitan.grpo.model.flash_attention import choose_attention, flash_attention_2, flash_attention_4
 from torchtitan.grpo.model.flash_operator import Kernels
 from torchtitan.grpo.policy.rows import SharedPrompts
@@ -151,3 +152,27 @@ def test_compile_knows_the_operator():
     q, k = torch.empty(10, 4, 64, device="meta"), torch.empty(10, 2, 64, device="meta")
     out = flash_attention_4(q.requires_grad_(), k, k, torch.empty(3, dtype=torch.int32, device="meta"), 10)
     assert out.shape == q.shape and out.requires_grad
+
+
+def test_a_compiled_block_serves_rows_with_and_without_shared_prompts(monkeypatch):
+    """In one graph, compiled once: without a GPU the operator's place in it, by exact kernels."""
+    monkeypatch.setitem(flash_operator.KERNELS, 2, exact_kernels())
+    torch._dynamo.reset()
+
+    def block(q, k, documents):
+        return flash_attention_2(q * 2, k, k, documents.cu_seq_q, documents.max_q, documents.prompts, 0.3) + q
+
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    rows = [([24], [0]), ([10, 3, 2, 9], [0, 4, 4, 0]), ([5, 2, 1, 1, 6, 9], [0, 2, 2, 2, 0, 3]), ([12, 12], [0, 0])]
+    for i, (lengths, shared) in enumerate(rows):
+        positions = torch.cat([torch.arange(n) + p for n, p in zip(lengths, shared, strict=True)])
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        q, k = torch.randn(24, 4, 8, requires_grad=True), torch.randn(24, 2, 8, requires_grad=True)
+        prompts = for_compiled_blocks(SharedPrompts.of(positions, starts), 24, 24, starts.device)
+        documents = Documents(starts, starts, 24, 24, prompts)
+        expected = torch.autograd.grad(block(q, k, documents).square().sum(), (q, k))
+        torch._dynamo.maybe_mark_dynamic(starts, 0)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            out = compiled(q, k, documents)
+        for found, wanted in zip(torch.autograd.grad(out.square().sum(), (q, k)), expected, strict=True):
+            torch.testing.assert_close(found, wanted)

@@ -18,13 +18,14 @@ BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
 import rollouts as bench  # noqa: E402
-from async_bench import generation, long_tail, measured, modes, processes  # noqa: E402
+from async_bench import alone, generation, long_tail, measured, modes, processes  # noqa: E402
 from async_bench.model import make_model  # noqa: E402
 from bench_common.arguments import as_flags  # noqa: E402
 from bench_common.process import Process  # noqa: E402
 
 from torchtitan.grpo.config.load import load_config  # noqa: E402
 from torchtitan.grpo.data.prompts import load_tokenizer  # noqa: E402
+from torchtitan.grpo.data.routes import RouteShape  # noqa: E402
 from torchtitan.grpo.data.samples import Prompt  # noqa: E402
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
@@ -48,6 +49,8 @@ from torchtitan.grpo.rollouts.environment import RolloutClient  # noqa: E402
         ("modes --out x --pre cpu", "unrecognized arguments: --pre"),
         ("modes --out x -- training.steps 3", "'training.steps' is not --section.key"),
         ("model x --end sometimes", "sometimes"),
+        ("generation x", "URL[+routes]"),
+        ("generation x 127.0.0.1:8000", "write http://host:port"),
     ],
 )
 def test_bad_arguments_are_refused_with_what_to_change(arguments, message, capsys):
@@ -217,6 +220,30 @@ def test_generation_rate_ends_when_a_server_is_gone(engine):
     asks = [generation.Ask([1, 2], 4, (0,))]
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         asyncio.run(generation.generation_rate(engine, ["http://127.0.0.1:9"], asks, 4, 5.0, 5.0, 5.0))
+
+
+def test_servers_take_turns_in_generation_alone(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    async def rate(engine, urls, asks, sequences, *times, routes, ignore_eos):
+        asked.append((urls, asks[0].prompt_ids, routes))
+        return 100.0 if routes is None else 90.0
+
+    monkeypatch.setattr(alone, "generation_rate", rate)
+    a, b = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    words = ["generation", str(tmp_path), a, f"{b}+routes", "--rounds", "2", "--sequences", "8"]
+    with pytest.raises(UserError, match="no mixture of experts: name the servers without"):
+        bench.run(bench.parse_arguments(words))
+    experts = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100} | experts))
+    asked.clear()
+    assert bench.run(bench.parse_arguments(words)) == 0
+    shape = RouteShape(3, 2, 4)
+    assert [(urls, routes) for urls, _, routes in asked] == [([a], None), ([b], shape)] * 2
+    assert len({tuple(prompt) for _, prompt, _ in asked}) == 4  # no server answers from its cache
+    said = capsys.readouterr().out
+    assert f"| {a} | 100 | 100 | 100 | 1.00 |" in said and f"| {b}+routes | 90.0 | 90.0 | 90.0 | 0.900 |" in said
 
 
 def test_a_mode_end_to_end_on_a_cpu(tmp_path):

@@ -60,15 +60,38 @@ class Documents(VarlenMetadata):
 
     @property
     def prompts(self) -> SharedPrompts | None:
-        return tuple.__getitem__(self, 4)
+        return self[4]  # torch.compile knows no tuple.__getitem__
 
     @functools.cached_property
     def padded(self) -> PaddedDocuments:
-        given: PaddedDocuments | None = tuple.__getitem__(self, 5)
+        given: PaddedDocuments | None = self[5]
         if given is not None:
             return given
         positions = torch.arange(int(self.cu_seq_q[-1]), device=self.cu_seq_q.device)
         return _padded(Extents.of(self.cu_seq_q, self.prompts), positions)
+
+
+def for_compiled_blocks(
+    prompts: SharedPrompts | None, row_tokens: int, longest: int, device: torch.device
+) -> SharedPrompts:
+    """The same for blocks that are compiled once for all rows, which have any sizes, or no shared prompts at all.
+
+    Args:
+        longest: Constant upper bound for a document's length.
+    """
+    if prompts is None:
+        # More groups than tails. No size is 0 or 1 or another's, which torch.compile would take for a rule.
+        indices = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+        bounds = torch.zeros(4, dtype=torch.int32, device=device)
+        prompts = SharedPrompts(*indices, bounds, bounds.clone(), 0, 0)
+    for tensor in (prompts.tails, prompts.prompts, prompts.cu_tails, prompts.cu_prompts):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return prompts._replace(longest_tails=row_tokens, longest_prompt=longest)
+
+
+def is_empty(tails: Tensor, cu_tails: Tensor) -> bool:
+    """Whether these stand for no shared prompts, see `for_compiled_blocks`. Every group has a tail."""
+    return tails.shape[0] < cu_tails.shape[0] - 1
 
 
 @dataclass
@@ -90,7 +113,7 @@ class Extents:
     @classmethod
     def of(cls, cu_seqlens: Tensor, prompts: SharedPrompts | None) -> Self:
         own, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-        if prompts is None or prompts.is_none:
+        if prompts is None or is_empty(prompts.tails, prompts.cu_tails):
             return cls(lengths, torch.zeros_like(own), own, own)
         first, last = prompts.tails[prompts.cu_tails[:-1]], prompts.tails[prompts.cu_tails[1:] - 1]
         group = (torch.searchsorted(first, own, right=True) - 1).clamp(min=0)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.grpo.model.documents import is_empty
+
 MODULE = "flash_attn.cute.interface"
 
 
@@ -94,11 +96,6 @@ def _named(lengths: Lengths) -> dict[str, Any]:
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True))
 
 
-def _has(tails: Tensor | None, cu_tails: Tensor | None) -> bool:
-    """Whether documents lack their prompt, see `SharedPrompts.none`."""
-    return tails is not None and cu_tails is not None and tails.shape[0] >= cu_tails.shape[0] - 1
-
-
 KERNELS = {2: Kernels(_forward_2, _backward_2), 4: Kernels(_forward_4, _backward_4)}
 
 
@@ -125,7 +122,7 @@ def flash_attention(
     """
     run = KERNELS[version].forward
     out, lse = run(q, k, v, Lengths(starts, starts, longest, longest), True, scale)
-    if not _has(tails, cu_tails):
+    if tails is None or is_empty(tails, cu_tails):
         return out, lse
     lengths = Lengths(cu_tails, cu_prompts, longest_tails, longest_prompt)
     queries, keys, values = q.index_select(0, tails), k.index_select(0, prompts), v.index_select(0, prompts)
@@ -160,7 +157,7 @@ def _backward(
     run = KERNELS[version].backward
     grad = grad.contiguous()
     dq, dk, dv = run(grad, q, k, v, out, lse, Lengths(starts, starts, longest, longest), True, scale)
-    if not _has(tails, cu_tails):
+    if tails is None or is_empty(tails, cu_tails):
         return dq, dk, dv
     lengths = Lengths(cu_tails, cu_prompts, longest_tails, longest_prompt)
     grad, q, out = (x.index_select(0, tails) for x in (grad, q, out))

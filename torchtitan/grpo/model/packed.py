@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan.grpo.model.documents import Documents, shared_prefixes
+from torchtitan.grpo.model.documents import Documents, for_compiled_blocks, shared_prefixes
 from torchtitan.grpo.model.experts import expert_tokens
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
 from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
-from torchtitan.grpo.policy.rows import Microbatch, SharedPrompts
+from torchtitan.grpo.policy.rows import Microbatch
 
 
 class PackedAttention(nn.Module):
@@ -132,10 +132,7 @@ def _packed_forward(
     prompts = row.prompts
     if compile:  # and not for each number of documents either
         torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
-        prompts = SharedPrompts.none(tokens.device) if prompts is None else prompts
-        prompts = prompts._replace(longest_tails=len(tokens), longest_prompt=longest)
-        for tensor in prompts[:4]:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        prompts = for_compiled_blocks(prompts, len(tokens), longest, tokens.device)
     documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest, prompts)
     # Not on CUDA, where the host would wait for the tokens. Not under TP and compile, which need rows of fixed lengths.
     if tokens.device.type == "cpu" and tp_mesh is None and not compile:

@@ -209,20 +209,6 @@ class SharedPrompts(NamedTuple):
     longest_prompt: int
 
     @classmethod
-    def none(cls, device: torch.device) -> "SharedPrompts":
-        """For compiled blocks, which would be compiled again if a row had no such tuple: fewer tails than groups.
-
-        No two sizes are alike where they need not be, none is 0 or 1: torch.compile would take either for a rule.
-        """
-        indices = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-        bounds = torch.zeros(4, dtype=torch.int32, device=device)
-        return cls(*indices, bounds, bounds, 0, 0)
-
-    @property
-    def is_none(self) -> bool:
-        return len(self.tails) < len(self.cu_tails) - 1
-
-    @classmethod
     def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "SharedPrompts | None":
         """Those of a `PackedRow` on the host; None if all its documents are whole."""
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
