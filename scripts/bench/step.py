@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=positive, default=4096, metavar="TOKENS", help="length (default 4096)")
     parser.add_argument("--microbatches", type=positive, default=1, help="per step and GPU (default 1)")
     parser.add_argument("--prompt-share", type=share, default=0.0, help="of a document, not trained (default 0)")
+    parser.add_argument("--group", type=positive, default=1, help="documents with the same prompt (default 1)")
     parser.add_argument(
         "--ac",
         choices=["auto", "none", "matmul", "selective", "full"],
@@ -70,6 +71,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--documents {args.documents}: a document needs a prompt and an answer, so 2 or more")
     if args.tokens % args.documents:
         parser.error(f"--tokens {args.tokens} is not a multiple of --documents {args.documents}")
+    if args.microbatches * args.tokens // args.documents % args.group:
+        parser.error(f"--group {args.group} does not divide the documents of --microbatches and --tokens")
     if any(args.lora) and "ours" not in args.what:
         parser.error("--lora is for the contender ours: add it to --what")
     if args.profile and set(args.what) <= {"logprobs", "offload"}:

@@ -2,28 +2,20 @@
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
-from pathlib import Path
+from types import SimpleNamespace
 
 from async_bench.generation import Ask, generation_rate, under_way
 from async_bench.long_tail import draw_lengths
 from bench_common.output import Output, Row
 
-from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.replay import route_shape
+from torchtitan.grpo.model.source import resolve_model
 
 PROMPTS = 600
 SAMPLES = 16
 """Answers to each prompt, so that servers have prompts in their caches as in training."""
-
-
-def route_shape(config: dict, folder: Path) -> RouteShape:
-    """Of a folder's config.json. Raises UserError for a dense model."""
-    if "num_experts" not in config:
-        raise UserError(f"{folder} is no mixture of experts: name the servers without +routes")
-    return RouteShape(config["num_hidden_layers"], config["num_experts_per_tok"], config["num_experts"])
 
 
 def asks_of(args: argparse.Namespace, vocab_size: int) -> list[Ask]:
@@ -35,9 +27,11 @@ def asks_of(args: argparse.Namespace, vocab_size: int) -> list[Ask]:
 
 
 def measure_alone(args: argparse.Namespace, out: Output) -> None:
-    """`rollouts.py generation`: a table with each server's rate in each round."""
-    config = json.loads((args.model / "config.json").read_text())
-    asks = asks_of(args, config["vocab_size"])
+    """`rollouts.py generation`: each server's rate in each round, and a table."""
+    folder = SimpleNamespace(flavor="", hf_assets_path=str(args.model), weights="hf")
+    model_args = resolve_model(folder, args.prompt_tokens + args.max_answer).model_args
+    routes = route_shape(model_args) if any("+" in server for server in args.servers) else None
+    asks = asks_of(args, model_args.vocab_size)
     rates: dict[str, list[float]] = {server: [] for server in args.servers}
     part = 0
     for turn in range(args.rounds):
@@ -56,7 +50,7 @@ def measure_alone(args: argparse.Namespace, out: Output) -> None:
                     args.count_s,
                     args.count_s * 10,
                     under_way(own, args.sequences, turn),
-                    routes=route_shape(config, args.model) if asked else None,
+                    routes=routes if asked else None,
                     ignore_eos=True,
                 )
             )

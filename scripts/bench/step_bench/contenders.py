@@ -14,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer, build_optimizer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.losses import row_loss
@@ -37,6 +38,7 @@ class Contender:
         ac, compiled: What it really does, which may be less than was asked for.
         note: Anything else that a reader of the table should know.
         logprobs: A pass without gradients over the same rows, as for old log-probabilities; only `ours` has one.
+        flops: Of one step on this rank, if it computes less than whole documents.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class Contender:
     compiled: bool
     note: str = ""
     logprobs: Callable[[], None] | None = None
+    flops: int | None = None
 
 
 def ours(setup: Setup) -> Contender:
@@ -65,8 +68,10 @@ def ours(setup: Setup) -> Contender:
         )
     row_tokens = config.training.tokens_per_microbatch
     multiple = row_tokens if config.compile.enable else setup.dims.tp
-    rows = [row.to(setup.device) for row in pack(samples, row_tokens, 1, multiple)[0]]
-    if len(rows) != work.microbatches:
+    (packed,) = pack(samples, row_tokens, 1, multiple, share_prompts=config.training.share_prompts)
+    lengths, shared = ([n for row in packed for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
+    rows = [row.to(setup.device) for row in packed]
+    if len(rows) > work.microbatches:
         raise RuntimeError(f"packed into {len(rows)} rows, not {work.microbatches}")
 
     def loss_of(index: int, row: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,11 +91,13 @@ def ours(setup: Setup) -> Contender:
         model,
         build_optimizers([model], config.optimizer, setup.dims),
         gradients,
-        sum(len(row.tokens) for row in rows),
+        sum(lengths) + sum(shared),
         sum(len(row.targets) for row in rows),
         checkpointing(config),
         config.compile.enable,
+        f"{len(rows)} rows" if any(shared) else "",
         logprobs=logprobs,
+        flops=TrainingFlops.of(model)(lengths, work.trained_tokens, shared),
     )
 
 

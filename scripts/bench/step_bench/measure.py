@@ -84,7 +84,7 @@ def measure(setup: Setup, contender: Contender) -> dict[str, Any]:
 
     world = dist.get_world_size()
     tokens = work.tokens * setup.data_ranks
-    flops = setup.flops * setup.data_ranks
+    flops = (contender.flops or setup.flops) * setup.data_ranks
     return {
         "parameters": setup.parameters,
         "lora": job["lora"],

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
@@ -231,13 +231,13 @@ def test_servers_take_turns_in_generation_alone(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(alone, "generation_rate", rate)
     a, b = "http://127.0.0.1:1", "http://127.0.0.1:2"
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
     words = ["generation", str(tmp_path), a, f"{b}+routes", "--rounds", "2", "--sequences", "8"]
-    with pytest.raises(UserError, match="no mixture of experts: name the servers without"):
+    shape = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 64, "vocab_size": 100, "num_hidden_layers": 3}
+    Qwen3Config(**shape).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="mixtures of experts, and this model has none"):
         bench.run(bench.parse_arguments(words))
-    experts = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 4}
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100} | experts))
-    asked.clear()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    Qwen3MoeConfig(**shape, **experts).save_pretrained(tmp_path)
     assert bench.run(bench.parse_arguments(words)) == 0
     shape = RouteShape(3, 2, 4)
     assert [(urls, routes) for urls, _, routes in asked] == [([a], None), ([b], shape)] * 2

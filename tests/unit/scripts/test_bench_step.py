@@ -89,6 +89,14 @@ def test_work_counts_positions_and_trained_tokens(prompt_share, prompt, trained)
     assert torch.equal(work.advantages(0), work.advantages(0))
 
 
+def test_documents_of_a_group_have_one_prompt():
+    job = {"documents": 32, "tokens": 96, "microbatches": 2, "prompt_share": 0.3, "group": 2}
+    sequences = Work.of(job).sequences(100, seed=0).flatten(0, 1)
+    for first, second in zip(sequences[::2], sequences[1::2], strict=True):
+        assert torch.equal(first[:10], second[:10]) and not torch.equal(first[10:], second[10:])
+    assert not torch.equal(sequences[0, :10], sequences[2, :10])
+
+
 def test_flops_of_the_tiny_shape_by_hand(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("tiny", 32)))
     with torch.device("meta"):
