@@ -112,7 +112,7 @@ def test_logprobs_equal_transformers_and_train(folder, precision, compile, toler
     model = build(folder, precision, compile, flash_attention, keeps)
     (row,) = pack(batch, 896, 1, 896)[0]
     row = row.to(DEVICE)
-    assert len(row.prompts.tails) == 150 + 7 and len(row.prompts.prompts) == 60
+    assert len(row.keys.positions) == len(row.tokens) + 2 * 60
     reference = expected(folder, batch)
     want = torch.cat([reference[i] for i in row.samples.tolist()])
     logprobs, entropy = model(row, 1.0)
@@ -135,7 +135,7 @@ def test_a_prompt_that_answers_share_has_the_gradients_of_its_copies(folder, fla
     batch = group((200, 3, 70)) + samples()[:1] + group((40, 41, 1))[::-1]
     found = {}
     for precision, share in (("bfloat16", True), ("bfloat16", False), ("float32", False)):
-        model = build(folder, precision, compile, flash_attention)
+        model = build(folder, precision, compile and precision == "bfloat16", flash_attention)
         ((row,),) = pack(batch, 896, 1, 896, share_prompts=share)
         assert row.shared.any() == share
         model(row.to(DEVICE), 1.0)[0].sum().backward()
@@ -181,9 +181,8 @@ def test_rows_moved_in_the_background_arrive_whole():
             found = getattr(there, name)
             if name == "max_seqlen" or expected is None:  # a teacher's tokens and experts are not in every row
                 assert found == expected
-            elif name == "prompts":
-                for its, own in zip(found, expected, strict=True):
-                    assert its == own if isinstance(own, int) else torch.equal(its.cpu(), own)
+            elif name == "keys":
+                assert all(torch.equal(its.cpu(), own) for its, own in zip(found[:2], expected[:2], strict=True))
             else:
                 assert found.device == DEVICE and torch.equal(found.cpu(), expected), name
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from tests.helpers.microbatches import microbatches
 from tests.helpers.tiny_models import as_in_files, with_biases
-from torchtitan.grpo.model.documents import Documents, shared_prefixes
+from torchtitan.grpo.model.documents import Documents, documents_of, shared_prefixes
 from torchtitan.grpo.model.packed import _by_length_class, attention_tokens, make_packed
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.rows import PackedSample
@@ -99,8 +99,8 @@ def test_packed_logprobs_entropy_and_gradients_equal_transformers(family, tied, 
     answers = [ids[:n] + [5] * more for n, more in ((0, 1), (9, 4), (30, 0), (20, 0))]  # a group with shared prefixes
     batch += [replace(batch[2], answer_ids=answer, sampler_logprobs=None) for answer in answers]
     (row,) = microbatches(batch, 320, 1, pad_multiple)[0]
-    assert row.prompts is not None and len(row.prompts.prompts) == 16
-    _, kept, _ = shared_prefixes(row.tokens, row.cu_seqlens, row.prompts)
+    assert row.keys is not None and len(row.keys.positions) == len(row.tokens) + 4 * 16
+    _, kept, _ = shared_prefixes(row.tokens, documents_of(row))
     assert len(kept) < len(row.tokens) - 40
     logprobs, entropy = model(row, TEMPERATURE)
     loss = logprobs.sum()

@@ -7,15 +7,17 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torchtitan.grpo.model import documents as module
-from torchtitan.grpo.model.documents import Documents, Extents, shared_prefixes
-from torchtitan.grpo.policy.rows import SharedPrompts
+from torchtitan.grpo.model.documents import Documents, shared_prefixes
+from torchtitan.grpo.policy.rows import DocumentKeys
 from torchtitan.models.attention import VarlenMetadata
 
 
 def shared(documents: list[list[int]]) -> tuple[Documents, torch.Tensor, torch.Tensor] | None:
     lengths = torch.tensor([len(document) for document in documents])
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    return shared_prefixes(torch.tensor([t for document in documents for t in document]), bounds)
+    longest = int(lengths.max())
+    tokens = torch.tensor([t for document in documents for t in document])
+    return shared_prefixes(tokens, Documents(bounds, bounds, longest, longest))
 
 
 def prefixes(documents: list[list[int]]) -> list[tuple[int, ...]]:
@@ -74,15 +76,18 @@ GROUPS = [
 ]
 
 
+def given(groups: list[tuple[list[int], list[list[int]]]]) -> tuple[torch.Tensor, Documents, list[list[int]]]:
+    tokens, positions, bounds = row_of(groups)
+    keys = DocumentKeys.of(positions, bounds)
+    documents = Documents(bounds, keys.cu_keys, 9, keys.longest, keys.positions)
+    return tokens, documents, [prompt + tail for prompt, tails in groups for tail in tails]
+
+
 def test_documents_are_read_with_the_prompt_of_an_earlier_one():
-    tokens, positions, bounds = row_of(GROUPS)
-    whole = [prompt + tail for prompt, tails in GROUPS for tail in tails]
-    prompts = SharedPrompts.of(positions, bounds)
-    extents = Extents.of(bounds, prompts)
-    assert extents.lengths.tolist() == [len(document) for document in whole]
-    read = tokens[extents.at(torch.arange(6))].tolist()
-    assert [row[: len(document)] for row, document in zip(read, whole, strict=True)] == whole
-    padded = Documents(bounds, bounds, 5, 5, prompts).padded
+    tokens, documents, whole = given(GROUPS)
+    assert tokens[documents.keys].tolist() == [token for document in whole for token in document]
+    assert documents.cu_seq_k.diff().tolist() == [len(document) for document in whole] and documents.max_k == 6
+    padded = documents.padded
     assert padded.slots[padded.taken].tolist() == list(range(len(tokens)))
     batches, first = [], 0
     for number, length in padded.shapes:
@@ -90,26 +95,21 @@ def test_documents_are_read_with_the_prompt_of_an_earlier_one():
         first += number * length
     for document in whole:
         assert any(batch[: len(document)] == document for batch in batches)
+    assert documents.with_padded().padded.slots.tolist() == padded.slots.tolist()
 
 
 def test_prefixes_are_shared_beyond_the_prompts_that_a_row_holds_once():
-    tokens, positions, bounds = row_of(GROUPS)
-    of_row = prefixes([prompt + tail for prompt, tails in GROUPS for tail in tails])
-    extents = Extents.of(bounds, prompts := SharedPrompts.of(positions, bounds))
-    result, kept, index = shared_prefixes(tokens, bounds, prompts)
-    place = {}  # of each position of the row, its prefix
-    for k, length in enumerate(extents.lengths.tolist()):
-        at = extents.at(torch.arange(length))[k].tolist()
-        before = int(extents.lengths[:k].sum())
-        place |= {position: of_row[before + c] for c, position in enumerate(at)}
+    tokens, documents, whole = given(GROUPS)
+    place = dict(zip(documents.keys.tolist(), prefixes(whole), strict=True))  # of each position of the row, its prefix
+    result, kept, index = shared_prefixes(tokens, documents)
     computed = [place[i] for i in kept.tolist()]
-    assert sorted(computed) == sorted(set(of_row))
+    assert sorted(computed) == sorted(set(prefixes(whole)))
     assert [computed[i] for i in index.tolist()] == [place[i] for i in range(len(tokens))]
     assert result.padded.slots[result.padded.taken].tolist() == list(range(len(kept)))
 
 
-def test_a_row_without_shared_prompts_has_none():
-    assert SharedPrompts.of(torch.tensor([0, 1, 2, 0, 1, 1]), torch.tensor([0, 3, 6], dtype=torch.int32)) is None
+def test_a_row_whose_documents_are_whole_needs_no_keys():
+    assert DocumentKeys.of(torch.tensor([0, 1, 2, 0, 1, 1]), torch.tensor([0, 3, 6], dtype=torch.int32)) is None
 
 
 def test_random_groups():

@@ -10,6 +10,7 @@ import torch
 
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.assignment import MOST_COPIES
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, pack, packing_metrics
 from torchtitan.grpo.policy.rows import ANSWER_FIELDS, Microbatch, PackedRow, PackedSample, _move
 
@@ -360,16 +361,11 @@ def test_exact_row_of_a_group():
     assert (row.lengths.tolist(), row.shared.tolist()) == ([4, 1, 3], [0, 2, 2])
     microbatch = row.to("cpu")
     assert microbatch.max_seqlen == 4 and microbatch.samples.tolist() == [0, 1, 2]
-    assert [x if isinstance(x, int) else x.tolist() for x in microbatch.prompts] == [
-        [4, 5, 6, 7],
-        [0, 1],
-        [0, 4],
-        [0, 2],
-        4,
-        2,
-    ]
+    positions, cu_keys, longest = microbatch.keys
+    assert positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6, 7, 8, 9]
+    assert cu_keys.tolist() == [0, 4, 7, 12, 14] and longest == 5
     (apart,) = pack(samples, 16, 1, 1, share_prompts=False)[0]
-    assert not apart.shared.any() and apart.to("cpu").prompts is None and len(apart.tokens) == 4 + 3 + 5
+    assert not apart.shared.any() and apart.to("cpu").keys is None and len(apart.tokens) == 4 + 3 + 5
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -412,6 +408,14 @@ def test_small_parts_of_groups_even_out_ranks():
     packed = pack(samples, 512, 2)
     check_rows(packed, 512, 1)
     assert packing_metrics([packed])["pack/imbalance"] < 1.05
+
+
+def test_documents_have_at_most_eight_times_the_tokens_of_their_row():
+    samples = group(100, [1] * 40, 0)  # 100 and 39 more would be 4,000 of documents
+    ((row,),) = pack(samples, 1024, 1)
+    assert sorted(unpack([[row]])) == list(range(40))
+    assert len(row.to("cpu").keys.positions) == 4000 <= MOST_COPIES * len(row.tokens)
+    assert row.shared.tolist().count(0) == 5
 
 
 def test_prompts_with_other_routes_are_not_shared():

@@ -8,17 +8,16 @@ its results are compared with version 2's before use.
 
 import functools
 import importlib.util
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.flash_operator import MODULE, flash_attention, package
-from torchtitan.grpo.policy.rows import SharedPrompts
+from torchtitan.grpo.policy.rows import DocumentKeys
 from torchtitan.tools.logging import logger
 
 PACKAGE = "flash-attn-4"
@@ -27,15 +26,11 @@ CAPABILITIES = (9, 10)
 TOLERANCE = 0.02
 """Largest relative difference (Frobenius norms) between two kernels' bfloat16 results. Rounding gives a fifth of it."""
 
-_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
 Attention = Callable[..., Tensor]
-"""attention(q, k, v, starts, longest, prompts, scale): causal, within each document of a packed row.
+"""attention(q, k, v, documents, scale): causal, within each document of a packed row.
 
-q: [T, heads, head_dim], k and v: [T, kv_heads, head_dim], float16 or bfloat16 on CUDA. starts: int32 [documents + 1],
-the first position of each document, then T. longest: upper bound for a document's length. prompts: the `SharedPrompts`
-to which documents attend besides themselves, or None. scale: of the scores, by default head_dim ** -0.5. Returns
-[T, heads, head_dim].
+q: [T, heads, head_dim], k and v: [T, kv_heads, head_dim], float16 or bfloat16 on CUDA. documents: `Documents`. scale:
+of the scores, by default head_dim ** -0.5. Returns [T, heads, head_dim].
 """
 
 
@@ -90,54 +85,36 @@ def _unfit(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> st
 
 
 def _example(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> tuple[Any, ...]:
-    """q, k, v, gradient of the output, starts and prompts; documents end at tile boundaries and inside tiles."""
-    starts = torch.tensor([0, 1, 130, 386, 700, 765], dtype=torch.int32)
+    """q, k, v, gradient of the output, and documents; they end at tile boundaries and inside tiles."""
     positions = torch.cat([torch.arange(n) + p for n, p in ((1, 0), (129, 0), (256, 0), (314, 200), (65, 200))])
-    prompts = SharedPrompts.of(positions, starts)
-    assert prompts is not None
-    shared = SharedPrompts(*(x if isinstance(x, int) else x.to(device) for x in prompts))
+    starts = torch.tensor([0, 1, 130, 386, 700, 765], dtype=torch.int32)
+    keys = DocumentKeys.of(positions, starts)
+    assert keys is not None
     generator = torch.Generator().manual_seed(0)
     shapes = [(int(starts[-1]), n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
     parts = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
-    return *parts, starts.to(device), shared
+    cu_seqlens, cu_keys, indices = (x.to(device) for x in (starts, keys.cu_keys, keys.positions))
+    return *parts, Documents(cu_seqlens, cu_keys, 314, keys.longest, indices)
 
 
-def _results(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, starts: Tensor, prompts: SharedPrompts
-) -> list[Tensor]:
+def _results(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Documents) -> list[Tensor]:
     """Output and the gradients of q, k and v, in float32."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs, starts, q.shape[0], prompts)
+    out = attention(*inputs, documents)
     out.backward(grad)
     return [x.float() for x in (out.detach(), *(x.grad for x in inputs))]
 
 
-def flash_attention_2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    longest: int,
-    prompts: SharedPrompts | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """An `Attention`: torch's `varlen_attn`."""
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if prompts is not None:
-        return flash_attention(q, k, v, starts, longest, *prompts, scale, 2)[0]
-    grouped: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
-    return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
+def flash_attention_2(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
+    """An `Attention`: torch's own kernels, as `varlen_attn` has them."""
+    return _attend(q, k, v, documents, scale, 2)
 
 
-def flash_attention_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    longest: int,
-    prompts: SharedPrompts | None = None,
-    scale: float | None = None,
-) -> Tensor:
+def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
     """An `Attention`: the CuTe DSL kernels of `flash-attn-4`."""
-    shared = (None, None, None, None, 0, 0) if prompts is None else prompts
-    return flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), starts, longest, *shared, scale, 4)[0]
+    return _attend(q, k, v, documents, scale, 4)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, version: int) -> Tensor:
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return flash_attention(q, k, v, *documents[:4], documents.keys, scale, version)[0]

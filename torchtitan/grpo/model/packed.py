@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan.grpo.model.documents import Documents, for_compiled_blocks, shared_prefixes
+from torchtitan.grpo.model.documents import Documents, documents_for_compiled_blocks, documents_of, shared_prefixes
 from torchtitan.grpo.model.experts import expert_tokens
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.flops import used
@@ -41,7 +41,7 @@ class PackedAttention(nn.Module):
             q, k, v = q.to_local(), k.to_local(), v.to_local()
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, head_dim]
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = self.flash(q, k, v, documents.cu_seq_q, documents.max_q, documents.prompts, scale)
+            out = self.flash(q, k, v, documents, scale)
         else:
             out = _by_length_class(q, k, v, documents, scale)
         out = out.unsqueeze(0)
@@ -127,20 +127,16 @@ def _packed_forward(
     the target is a likeliest token, bool [answer tokens].
     """
     tokens, positions, answer_positions, routes = row.tokens, row.positions, row.answer_positions, row.routes
-    # The kernel takes any upper bound. With a constant, compiled blocks are not recompiled for each row,
-    longest = max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS) if compile else row.max_seqlen
-    prompts = row.prompts
-    if compile:  # and not for each number of documents either
-        torch._dynamo.maybe_mark_dynamic(row.cu_seqlens, 0)
-        prompts = for_compiled_blocks(prompts, len(tokens), longest, tokens.device)
-    documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest, prompts)
+    if compile:
+        documents = documents_for_compiled_blocks(row, max(model.model_args.max_seq_len, PADDING_DOCUMENT_TOKENS))
+    else:
+        documents = documents_of(row)
     # Not on CUDA, where the host would wait for the tokens. Not under TP and compile, which need rows of fixed lengths.
     if tokens.device.type == "cpu" and tp_mesh is None and not compile:
         keys = tokens if routes is None else route_keys(tokens, routes)
-        shared = shared_prefixes(keys, row.cu_seqlens, prompts)
+        shared = shared_prefixes(keys, documents)
         if shared is None:
-            padded = documents.padded  # once for all blocks
-            documents = Documents(row.cu_seqlens, row.cu_seqlens, longest, longest, prompts, padded)
+            documents = documents.with_padded()
         else:
             documents, kept, index = shared
             tokens, positions, answer_positions = tokens[kept], positions[kept], index[answer_positions]

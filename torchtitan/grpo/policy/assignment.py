@@ -12,6 +12,10 @@ PARTS_OF_A_ROW = (1, 2, 8)
 """Groups are cut into parts of at most a row, or of at most these shares of it. A large part repeats its prompt less
 often; small ones fill rows better. The result of least cost is taken."""
 
+MOST_COPIES = 8
+"""A row's documents have at most so many times its tokens. On a GPU attention copies keys and values of whole
+documents, one layer at a time. More of them would cost more memory than they save time."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -71,6 +75,11 @@ def _parts(group: Group, lengths: Mapping[int, int], most_tokens: int) -> list[G
     if len(group.samples) == 1:
         return [group]
     order = sorted(group.samples, key=lambda i: (-lengths[i], i))
+    whole = sum(lengths[i] for i in order)
+    if whole > MOST_COPIES * (whole - (len(order) - 1) * group.shared):
+        number = -(-len(order) // MOST_COPIES)
+        smaller = [Group(order[i::number], group.shared) for i in range(number)]
+        return [part for each in smaller for part in _parts(each, lengths, most_tokens)]
     room = max(most_tokens, lengths[order[0]]) - group.shared
     tails = {i: lengths[i] - group.shared for i in order}
     cut = _least_loaded(order, tails, tails, room, -(-sum(tails.values()) // room)) or _first_fit(order, tails, room)

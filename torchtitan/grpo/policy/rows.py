@@ -179,57 +179,44 @@ class PackedRow:
             "samples": self.samples,
             **answers,
         } | ({"routes": self.routes} if self.routes is not None else {})
-        prompts = SharedPrompts.of(self.positions, self.cu_seqlens)
-        moved = [*tensors.values(), *(prompts[:4] if prompts is not None else ())]
+        keys = DocumentKeys.of(self.positions, self.cu_seqlens)
+        moved = [*tensors.values(), *(keys[:2] if keys is not None else ())]
         device = torch.device(device)
         if device != self.tokens.device:
             moved = _move(moved, device)
-        if prompts is not None:
-            tails, ids, cu_tails, cu_prompts = moved[len(tensors) :]
-            prompts = prompts._replace(tails=tails, prompts=ids, cu_tails=cu_tails, cu_prompts=cu_prompts)
+        if keys is not None:
+            keys = keys._replace(positions=moved[-2], cu_keys=moved[-1])
         tensors = dict(zip(tensors, moved, strict=False))
-        return Microbatch(**tensors, max_seqlen=int(self.cu_seqlens.diff().max()), prompts=prompts)
+        return Microbatch(**tensors, max_seqlen=int(self.cu_seqlens.diff().max()), keys=keys)
 
 
-class SharedPrompts(NamedTuple):
-    """Prompts that a row holds once, in groups of documents: a whole one, and those behind it that lack their prompt.
+class DocumentKeys(NamedTuple):
+    """Which positions each document attends to, in a row that holds a prompt once for several documents.
 
     Attributes:
-        tails: int64 [Q], the positions of the documents that lack their prompt.
-        prompts: int64 [K], the positions that these attend to besides their own.
-        cu_tails, cu_prompts: int32 [groups + 1], where each group's positions start in `tails` and `prompts`.
-        longest_tails, longest_prompt: Positions of the largest group's.
+        positions: int64 [K], those of each whole document, in its order. Documents follow each other.
+        cu_keys: int32 [docs + 1], where each document's start in `positions`.
+        longest: Positions of the longest whole document.
     """
 
-    tails: Tensor
-    prompts: Tensor
-    cu_tails: Tensor
-    cu_prompts: Tensor
-    longest_tails: int
-    longest_prompt: int
+    positions: Tensor
+    cu_keys: Tensor
+    longest: int
 
     @classmethod
-    def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "SharedPrompts | None":
+    def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "DocumentKeys | None":
         """Those of a `PackedRow` on the host; None if all its documents are whole."""
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         shared = positions[starts]
         if not shared.any():
             return None
         documents = torch.arange(len(starts))
-        whole = documents.where(shared == 0, 0).cummax(0).values  # the group's, of each document
-        own = (shared > 0).nonzero().flatten()
-        groups, of_group = whole[own].unique_consecutive(return_inverse=True)
-        tails = torch.zeros(len(groups), dtype=torch.int64).index_add_(0, of_group, lengths[own])
-        prompts = torch.zeros_like(tails)
-        prompts[of_group] = shared[own]
-        return cls(
-            _ranges(starts[own], lengths[own]),
-            _ranges(starts[groups], prompts),
-            _bounds(tails),
-            _bounds(prompts),
-            int(tails.max()),
-            int(prompts.max()),
-        )
+        whole = documents.where(shared == 0, 0).cummax(0).values  # the one with the prompt, of each document
+        firsts, sizes = torch.stack([starts[whole], starts], 1).flatten(), torch.stack([shared, lengths], 1).flatten()
+        offsets = sizes.cumsum(0) - sizes
+        keys = (firsts - offsets).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+        cu_keys = torch.cat([sizes.new_zeros(1), (shared + lengths).cumsum(0)]).int()
+        return cls(keys, cu_keys, int((shared + lengths).max()))
 
 
 @dataclass
@@ -247,7 +234,7 @@ class Microbatch:
         samples: int64 [n], which of the samples given to `pack` has sample id k.
         routes: See `PackedRow`.
         top_ids, top_logprobs: int32 and float32 [A, K].
-        prompts: Those that the row holds once for several documents; None if there are none.
+        keys: What documents attend to; None if each attends to the positions that the row has of it.
     """
 
     tokens: Tensor
@@ -266,7 +253,7 @@ class Microbatch:
     routes: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
-    prompts: SharedPrompts | None = None
+    keys: DocumentKeys | None = None
 
     def without_routes(self) -> "Microbatch":
         """The same row for a model that routes by itself, as the reference does."""
@@ -275,17 +262,6 @@ class Microbatch:
 
 ANSWER_FIELDS = ("targets", "sample_ids", "ages", "servers", "advantages", "weights", "sampler_logprobs")
 """Fields of `Microbatch` that hold one value per trained answer token."""
-
-
-def _bounds(sizes: Tensor) -> Tensor:
-    """[n] -> int32 [n + 1], where each of n parts starts, then their sum."""
-    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
-
-
-def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """int64 [sum of lengths], the numbers from each start on."""
-    first = starts - (lengths.cumsum(0) - lengths)
-    return first.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
