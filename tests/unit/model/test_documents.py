@@ -79,13 +79,13 @@ GROUPS = [
 def given(groups: list[tuple[list[int], list[list[int]]]]) -> tuple[torch.Tensor, Documents, list[list[int]]]:
     tokens, positions, bounds = row_of(groups)
     keys = DocumentKeys.of(positions, bounds)
-    documents = Documents(bounds, keys.cu_keys, 9, keys.longest, keys.positions)
+    documents = Documents(bounds, keys.cu_keys, 9, keys.longest, keys)
     return tokens, documents, [prompt + tail for prompt, tails in groups for tail in tails]
 
 
 def test_documents_are_read_with_the_prompt_of_an_earlier_one():
     tokens, documents, whole = given(GROUPS)
-    assert tokens[documents.keys].tolist() == [token for document in whole for token in document]
+    assert tokens[documents.keys.positions].tolist() == [token for document in whole for token in document]
     assert documents.cu_seq_k.diff().tolist() == [len(document) for document in whole] and documents.max_k == 6
     padded = documents.padded
     assert padded.slots[padded.taken].tolist() == list(range(len(tokens)))
@@ -100,7 +100,8 @@ def test_documents_are_read_with_the_prompt_of_an_earlier_one():
 
 def test_prefixes_are_shared_beyond_the_prompts_that_a_row_holds_once():
     tokens, documents, whole = given(GROUPS)
-    place = dict(zip(documents.keys.tolist(), prefixes(whole), strict=True))  # of each position of the row, its prefix
+    # Of each position of the row, its prefix.
+    place = dict(zip(documents.keys.positions.tolist(), prefixes(whole), strict=True))
     result, kept, index = shared_prefixes(tokens, documents)
     computed = [place[i] for i in kept.tolist()]
     assert sorted(computed) == sorted(set(prefixes(whole)))

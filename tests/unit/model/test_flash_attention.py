@@ -134,7 +134,7 @@ def test_documents_attend_to_a_prompt_of_an_earlier_one(monkeypatch):
             outs.append(attended.transpose(0, 1)[p:])
         return torch.cat(outs)
 
-    out = flash_attention_2(*inputs, Documents(starts, keys.cu_keys, 9, keys.longest, keys.positions), 0.3)
+    out = flash_attention_2(*inputs, Documents(starts, keys.cu_keys, 9, keys.longest, keys), 0.3)
     ours = [out, *torch.autograd.grad(out, inputs, grad)]
     expected = apart(*inputs)
     theirs = [expected, *torch.autograd.grad(expected, inputs, grad)]

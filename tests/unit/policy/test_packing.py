@@ -361,9 +361,11 @@ def test_exact_row_of_a_group():
     assert (row.lengths.tolist(), row.shared.tolist()) == ([4, 1, 3], [0, 2, 2])
     microbatch = row.to("cpu")
     assert microbatch.max_seqlen == 4 and microbatch.samples.tolist() == [0, 1, 2]
-    positions, cu_keys, longest = microbatch.keys
+    positions, cu_keys, order, bounds, longest = microbatch.keys
     assert positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6, 7, 8, 9]
     assert cu_keys.tolist() == [0, 4, 7, 12, 14] and longest == 5
+    assert order.tolist() == [0, 4, 7, 1, 5, 8, 2, 3, 6, 9, 10, 11, 12, 13]
+    assert bounds.tolist() == [0, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14]
     (apart,) = pack(samples, 16, 1, 1, share_prompts=False)[0]
     assert not apart.shared.any() and apart.to("cpu").keys is None and len(apart.tokens) == 4 + 3 + 5
 

@@ -13,6 +13,7 @@
     replay.py              routing replay: a mixture's routers use the sampler's experts
     packed.py              that model's forward: `Microbatch` -> log-probability and entropy of its answer tokens
     flash_attention.py     which attention kernels;  flash_operator.py: their operator, with shared prompts
+    row_kernels.py         Triton kernels for shared prompts' keys and values
     logprobs.py            the loss layer without the full logits
     flops.py               FLOPs of training by the model's formula
 

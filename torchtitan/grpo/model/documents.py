@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.policy.rows import DocumentKeys, Microbatch
 from torchtitan.models.attention import VarlenMetadata
 
 SHARED_TOKENS_MAX = 1 << 22
@@ -43,7 +43,7 @@ class Documents(VarlenMetadata):
     behind it are no attributes: FSDP2 builds the tuples among its arguments anew, without attributes.
 
     Attributes:
-        keys: int64 [K], the positions that documents attend to; None: their own.
+        keys: What documents attend to; None: their own positions.
         padded: The same for attention that takes one length.
     """
 
@@ -53,13 +53,13 @@ class Documents(VarlenMetadata):
         cu_seq_k: Tensor,
         max_q: int,
         max_k: int,
-        keys: Tensor | None = None,
+        keys: DocumentKeys | None = None,
         padded: PaddedDocuments | None = None,
     ) -> Self:
         return tuple.__new__(cls, (cu_seq_q, cu_seq_k, max_q, max_k, keys, padded))
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> DocumentKeys | None:
         return self[4]  # torch.compile knows no tuple.__getitem__
 
     @functools.cached_property
@@ -68,7 +68,7 @@ class Documents(VarlenMetadata):
         if given is not None:
             return given
         row = torch.arange(int(self.cu_seq_q[-1]), device=self.cu_seq_q.device)
-        return _padded(self.cu_seq_k, row if self.keys is None else self.keys, row)
+        return _padded(self.cu_seq_k, row if self.keys is None else self.keys.positions, row)
 
     def with_padded(self) -> Self:
         """The same, so that `padded` is computed once for all blocks."""
@@ -79,7 +79,7 @@ def documents_of(row: Microbatch) -> Documents:
     keys = row.keys
     if keys is None:
         return Documents(row.cu_seqlens, row.cu_seqlens, row.max_seqlen, row.max_seqlen)
-    return Documents(row.cu_seqlens, keys.cu_keys, row.max_seqlen, keys.longest, keys.positions)
+    return Documents(row.cu_seqlens, keys.cu_keys, row.max_seqlen, keys.longest, keys)
 
 
 def documents_for_compiled_blocks(row: Microbatch, longest: int) -> Documents:
@@ -88,13 +88,15 @@ def documents_for_compiled_blocks(row: Microbatch, longest: int) -> Documents:
     Args:
         longest: Constant upper bound for a document's length; the kernels take any.
     """
-    if row.keys is None:  # a tuple like all others
-        keys, cu_keys = torch.arange(len(row.tokens), device=row.tokens.device), row.cu_seqlens.clone()
-    else:
-        keys, cu_keys, _ = row.keys
-    for tensor in (row.cu_seqlens, cu_keys, keys):
+    keys = row.keys
+    if keys is None:  # each position once
+        each = torch.arange(len(row.tokens), device=row.tokens.device)
+        bounds = torch.arange(len(row.tokens) + 1, dtype=torch.int32, device=each.device)
+        keys = DocumentKeys(each, row.cu_seqlens.clone(), each.clone(), bounds, longest)
+    keys = keys._replace(longest=longest)
+    for tensor in (row.cu_seqlens, keys.positions, keys.cu_keys, keys.order):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return Documents(row.cu_seqlens, cu_keys, longest, longest, keys)
+    return Documents(row.cu_seqlens, keys.cu_keys, longest, longest, keys)
 
 
 def shared_prefixes(tokens: Tensor, documents: Documents) -> tuple[Documents, Tensor, Tensor] | None:
@@ -107,7 +109,7 @@ def shared_prefixes(tokens: Tensor, documents: Documents) -> tuple[Documents, Te
         are computed; int64 [T], which of these has the state of each position of the row.
     """
     cu_keys, count = documents.cu_seq_k, len(documents.cu_seq_k) - 1
-    keys = torch.arange(len(tokens)) if documents.keys is None else documents.keys
+    keys = torch.arange(len(tokens)) if documents.keys is None else documents.keys.positions
     lengths = cu_keys.diff().long()
     width = min(int(lengths.max()), SHARED_TOKENS_MAX // count)
     if count < 2 or width < 1:

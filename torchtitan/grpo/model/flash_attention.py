@@ -93,8 +93,8 @@ def _example(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
     generator = torch.Generator().manual_seed(0)
     shapes = [(int(starts[-1]), n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
     parts = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
-    cu_seqlens, cu_keys, indices = (x.to(device) for x in (starts, keys.cu_keys, keys.positions))
-    return *parts, Documents(cu_seqlens, cu_keys, 314, keys.longest, indices)
+    moved = DocumentKeys(*(x.to(device) for x in keys[:-1]), keys.longest)  # type: ignore[call-arg]
+    return *parts, Documents(starts.to(device), moved.cu_keys, 314, keys.longest, moved)
 
 
 def _results(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Documents) -> list[Tensor]:
@@ -117,4 +117,6 @@ def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sca
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, version: int) -> Tensor:
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return flash_attention(q, k, v, *documents[:4], documents.keys, scale, version)[0]
+    keys = documents.keys
+    indices = (None, None, None) if keys is None else (keys.positions, keys.order, keys.bounds)
+    return flash_attention(q, k, v, *documents[:4], *indices, scale, version)[0]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.tools.logging import logger
+
 MODULE = "flash_attn.cute.interface"
 
 
@@ -87,6 +89,8 @@ def flash_attention(
     longest_q: int,
     longest_k: int,
     keys: Tensor | None,
+    order: Tensor | None,
+    bounds: Tensor | None,
     scale: float | None,
     version: int,
 ) -> tuple[Tensor, Tensor]:
@@ -95,9 +99,10 @@ def flash_attention(
     Args:
         starts_q, starts_k, longest_q, longest_k: See `Lengths`.
         keys: int64 [K], the positions of k and v that documents attend to; None: all, once.
+        order, bounds: See `DocumentKeys`.
     """
     if keys is not None:
-        k, v = k.index_select(0, keys), v.index_select(0, keys)
+        k, v = _gather(k, keys), _gather(v, keys)
     return KERNELS[version].forward(q, k, v, Lengths(starts_q, starts_k, longest_q, longest_k), scale)
 
 
@@ -114,21 +119,56 @@ def _backward(
     longest_q: int,
     longest_k: int,
     keys: Tensor | None,
+    order: Tensor | None,
+    bounds: Tensor | None,
     scale: float | None,
     version: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_documents = (k, v) if keys is None else (k.index_select(0, keys), v.index_select(0, keys))
+    of_documents = (k, v) if keys is None else (_gather(k, keys), _gather(v, keys))
     lengths = Lengths(starts_q, starts_k, longest_q, longest_k)
     dq, dk, dv = KERNELS[version].backward(grad.contiguous(), q, *of_documents, out, lse, lengths, scale)
-    return dq, _sum_by_position(dk, keys, k), _sum_by_position(dv, keys, v)
+    if keys is None or order is None or bounds is None:
+        return dq, dk, dv
+    return dq, _sum(dk, order, bounds), _sum(dv, order, bounds)
 
 
-def _sum_by_position(grads: Tensor, keys: Tensor | None, like: Tensor) -> Tensor:
-    """[K, ...] -> like `like` [T, ...]. A position that several documents attend to has the sum, made in float32."""
-    if keys is None:
-        return grads
-    sums = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    return sums.index_add_(0, keys, grads.to(sums.dtype)).to(like.dtype)
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    if (kernels := row_kernels(x.device)) is not None:
+        return kernels.gather_rows(x, index)
+    return x.index_select(0, index)
+
+
+def _sum(grads: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
+    """[K, ...] -> [T, ...]: a position that several documents attend to has the sum of its gradients."""
+    if (kernels := row_kernels(grads.device)) is not None:
+        return kernels.sum_rows(grads, order, bounds)
+    owner = torch.arange(len(bounds) - 1, device=grads.device)
+    owner = owner.repeat_interleave(bounds.diff().long(), output_size=len(order))
+    sums = torch.zeros(
+        (len(bounds) - 1, *grads.shape[1:]), dtype=torch.promote_types(grads.dtype, torch.float32), device=grads.device
+    )
+    return sums.index_add_(0, owner, grads.index_select(0, order).to(sums.dtype)).to(grads.dtype)
+
+
+@functools.cache
+def row_kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, if they run on this device and agree with torch."""
+    if device.type != "cuda":
+        return None
+    source = torch.arange(24.0, device=device).view(6, 4)
+    order, bounds = torch.tensor([5, 0, 2], device=device), torch.tensor([0, 2, 2, 3], dtype=torch.int32, device=device)
+    try:
+        from torchtitan.grpo.model import row_kernels as kernels
+
+        gathered, sums = kernels.gather_rows(source, order), kernels.sum_rows(source, order, bounds)
+        expected = torch.stack([source[5] + source[0], torch.zeros_like(source[0]), source[2]])
+        if torch.equal(gathered, source[order]) and torch.equal(sums, expected):
+            return kernels
+        why = "they compute other values than torch"
+    except Exception as error:  # Triton's own, and a compiler's
+        why = f"{type(error).__name__}: {error}"
+    logger.warning("attention over shared prompts takes longer, because Triton kernels do not run here: %s", why)
+    return None
 
 
 @flash_attention.register_fake
@@ -142,14 +182,14 @@ def _backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts_q, starts_k, ctx.longest_q, ctx.longest_k, keys, ctx.scale, ctx.version = inputs
-    ctx.save_for_backward(q, k, v, *output, starts_q, starts_k, keys)
+    q, k, v, starts_q, starts_k, ctx.longest_q, ctx.longest_k, *indices, ctx.scale, ctx.version = inputs
+    ctx.save_for_backward(q, k, v, *output, starts_q, starts_k, *indices)
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, keys = ctx.saved_tensors
-    grads = _backward(grad, *inputs, ctx.longest_q, ctx.longest_k, keys, ctx.scale, ctx.version)
-    return *grads, *[None] * 7
+    *inputs, keys, order, bounds = ctx.saved_tensors
+    lengths = ctx.longest_q, ctx.longest_k
+    return *_backward(grad, *inputs, *lengths, keys, order, bounds, ctx.scale, ctx.version), *[None] * 9
 
 
 flash_attention.register_autograd(_autograd, setup_context=_setup_context)

@@ -180,12 +180,13 @@ class PackedRow:
             **answers,
         } | ({"routes": self.routes} if self.routes is not None else {})
         keys = DocumentKeys.of(self.positions, self.cu_seqlens)
-        moved = [*tensors.values(), *(keys[:2] if keys is not None else ())]
+        moved = [*tensors.values(), *(keys[:-1] if keys is not None else ())]
         device = torch.device(device)
         if device != self.tokens.device:
             moved = _move(moved, device)
         if keys is not None:
-            keys = keys._replace(positions=moved[-2], cu_keys=moved[-1])
+            positions, cu_keys, order, bounds = moved[len(tensors) :]
+            keys = keys._replace(positions=positions, cu_keys=cu_keys, order=order, bounds=bounds)
         tensors = dict(zip(tensors, moved, strict=False))
         return Microbatch(**tensors, max_seqlen=int(self.cu_seqlens.diff().max()), keys=keys)
 
@@ -196,11 +197,16 @@ class DocumentKeys(NamedTuple):
     Attributes:
         positions: int64 [K], those of each whole document, in its order. Documents follow each other.
         cu_keys: int32 [docs + 1], where each document's start in `positions`.
+        order: int64 [K], the places in `positions` by position, for gradients: those of position t are `order[bounds[t]
+            : bounds[t + 1]]`.
+        bounds: int32 [T + 1].
         longest: Positions of the longest whole document.
     """
 
     positions: Tensor
     cu_keys: Tensor
+    order: Tensor
+    bounds: Tensor
     longest: int
 
     @classmethod
@@ -215,8 +221,13 @@ class DocumentKeys(NamedTuple):
         firsts, sizes = torch.stack([starts[whole], starts], 1).flatten(), torch.stack([shared, lengths], 1).flatten()
         offsets = sizes.cumsum(0) - sizes
         keys = (firsts - offsets).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
-        cu_keys = torch.cat([sizes.new_zeros(1), (shared + lengths).cumsum(0)]).int()
-        return cls(keys, cu_keys, int((shared + lengths).max()))
+        return cls(
+            keys,
+            _bounds(shared + lengths),
+            keys.argsort(stable=True),
+            _bounds(keys.bincount(minlength=len(positions))),
+            int((shared + lengths).max()),
+        )
 
 
 @dataclass
@@ -262,6 +273,11 @@ class Microbatch:
 
 ANSWER_FIELDS = ("targets", "sample_ids", "ages", "servers", "advantages", "weights", "sampler_logprobs")
 """Fields of `Microbatch` that hold one value per trained answer token."""
+
+
+def _bounds(sizes: Tensor) -> Tensor:
+    """[n] -> int32 [n + 1], where each of n parts starts, then their sum."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
