@@ -1,13 +1,15 @@
 """TRL's AsyncGRPOTrainer on the work of `rollouts.py modes --preset trl`, for comparison.
 
-Written for trl 1.16. Two parts of TRL are replaced. It would download FlashAttention 3, so it gets version 4. It asks
-the server for its configuration, to which vLLM 0.25.1 answers 500, so the answer is fixed: the servers are started as
-scripts/bench/README.md says.
+Written for trl 1.16. Two parts of TRL are replaced. It would download FlashAttention 3, so it gets version 4 or 2. It
+asks the server for its configuration, to which vLLM 0.25.1 answers 500, so the answer is fixed: the servers are started
+as scripts/bench/README.md says.
 """
 
 import argparse
+import inspect
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,32 @@ def flash_attention_4() -> SimpleNamespace:
         return flash_attn_varlen_func(q.contiguous(), k, v, softmax_scale=softmax_scale, causal=causal, **documents)
 
     return SimpleNamespace(flash_attn_varlen_func=attend)
+
+
+def flash_attention_2() -> SimpleNamespace:
+    """The same by torch's own kernels, which need no compilation."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+    def attend(q, k, v, starts_q, starts_k, longest_q, longest_k, *, softmax_scale=None, causal, window_size=(-1, -1)):
+        if tuple(window_size) != (-1, -1) or not causal:
+            raise ValueError(f"window_size {window_size}: this benchmark has causal attention without a window")
+        documents = starts_q, starts_k, int(longest_q), int(longest_k)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return varlen_attn(q, k, v, *documents, scale=softmax_scale, window_size=(-1, 0), **grouped)
+
+    return SimpleNamespace(flash_attn_varlen_func=attend)
+
+
+def take_prompts_as_text(tokenizer: Any) -> None:
+    """AsyncGRPOTrainer renders messages and parses answers. A lone message is to be the prompt, an answer all text."""
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor_pattern": r"\Z",  # the whole prompt is before the answer
+        "fields": {"content": {"content": "text"}},
+    }
 
 
 def make_tokenizer(model: str) -> Any:
@@ -64,13 +92,13 @@ def mend_server_client() -> None:
     VLLMClient.get_server_info = lambda self: info
 
 
-def mend_async_trainer() -> None:
+def mend_async_trainer(attention: Callable[[], SimpleNamespace] = flash_attention_4) -> None:
     """Replace what the module's docstring names."""
     import trl.experimental.async_grpo.packing as packing
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
     VLLMClient.get_dtype = lambda self: "torch.bfloat16"
-    packing._flash_attn = flash_attention_4
+    packing._flash_attn = attention
 
 
 def train_with_trl(args: argparse.Namespace) -> None:

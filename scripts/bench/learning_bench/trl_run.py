@@ -8,7 +8,6 @@ names of grpo_train.py. Held-out questions are answered greedily by transformers
 """
 
 import json
-import math
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 import bench_common  # noqa: F401  puts the repository first on the path
 import torch
-from async_bench.trl import mend_async_trainer, mend_server_client
+from async_bench.trl import flash_attention_2, mend_async_trainer, mend_server_client, take_prompts_as_text
 
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
@@ -47,8 +46,9 @@ class Task:
             raise UserError(f"[reward] functions = {functions}: TRL's runs take one of {list(BUILT_IN)}")
         self._function, self._pattern = BUILT_IN[functions[0]], config.reward.answer_pattern
 
-    def reward(self, completions: list[str], index: list[int], **_: Any) -> list[float]:
-        return [self.score(text, self.prompts[i]) for text, i in zip(completions, index, strict=True)]
+    def reward(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
+        texts = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        return [self.score(text, self.prompts[i]) for text, i in zip(texts, index, strict=True)]
 
     def score(self, text: str, prompt: Prompt) -> float:
         if self._pattern:
@@ -70,8 +70,7 @@ class Task:
 
 
 def settings_of(kind: str, config: Any, task: Task, url: str) -> dict[str, Any]:
-    """Arguments of TRL's configuration. A step has the same number of answers, except that AsyncGRPOTrainer counts
-    tokens: its steps have as many as those answers would have at their longest."""
+    """Arguments of TRL's configuration. A step has the same number of answers."""
     grpo, answers = config.grpo, config.grpo.prompts_per_step * config.grpo.group_size
     settings: dict[str, Any] = {
         "output_dir": str(Path(config.job.dump_folder, "trl")),
@@ -91,14 +90,15 @@ def settings_of(kind: str, config: Any, task: Task, url: str) -> dict[str, Any]:
         "report_to": "none",
         "seed": config.debug.seed or 0,
     }
-    if kind == "async":
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in task.prompts.values()) / len(task.prompts)
-        tokens = answers * (prompt_tokens + config.rollout.max_answer_tokens)
-        budget = config.training.tokens_per_microbatch
-        settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": math.ceil(tokens / budget)}
-        return settings | {"token_budget": budget, "vllm_server_base_url": url}
-    at_once = max(n for n in range(1, min(answers, ANSWERS_AT_ONCE) + 1) if answers % n == 0)
+    at_once = ANSWERS_AT_ONCE
+    if kind == "async":  # it packs rows
+        longest = max(len(prompt.token_ids) for prompt in task.prompts.values()) + config.rollout.max_answer_tokens
+        at_once = max(1, config.training.tokens_per_microbatch // longest)
+    at_once = max(n for n in range(1, min(answers, at_once) + 1) if answers % n == 0)
     settings |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": answers // at_once}
+    if kind == "async":
+        # Its defaults fill rows by tokens, so that answers a step vary, and ask for those of four steps at once.
+        return settings | {"vllm_server_base_url": url, "token_budget": 0, "max_inflight_tasks": answers}
     if url == "colocate":
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": config.training.seq_len}
     elif url:
@@ -116,7 +116,10 @@ def main(kind: str, url: str, words: list[str]) -> int:
         from trl.experimental.async_grpo import AsyncGRPOConfig as Config
         from trl.experimental.async_grpo import AsyncGRPOTrainer as Trainer
 
-        mend_async_trainer()
+        mend_async_trainer(flash_attention_2)
+        take_prompts_as_text(task.tokenizer)
+        for row in task.rows:
+            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
     else:
         from trl import GRPOConfig as Config
         from trl import GRPOTrainer as Trainer
@@ -133,8 +136,12 @@ def main(kind: str, url: str, words: list[str]) -> int:
         def on_train_begin(self, args, state, control, model=None, **_):
             self._write({"step": 0} | self._validation(model))
 
+        def on_epoch_begin(self, args, state, control, **_):
+            if state.global_step == 0:  # AsyncGRPOTrainer has started its worker since
+                self._since = time.monotonic()
+
         def on_log(self, args, state, control, logs=None, model=None, **_):
-            if "reward" not in logs:  # the summary at the end
+            if "train_runtime" in logs:  # the summary at the end
                 return
             line = {"step": state.global_step, "time/step_s": time.monotonic() - self._since}
             line["reward/mean"] = logs["reward"]
@@ -146,7 +153,11 @@ def main(kind: str, url: str, words: list[str]) -> int:
             self._write(line)
 
         def _validation(self, model: Any) -> dict[str, float]:
-            return {"validation/greedy_reward": task.greedy_reward(model, config.rollout.max_answer_tokens)}
+            packed = model.config._attn_implementation
+            model.set_attn_implementation("sdpa")  # AsyncGRPOTrainer's own cannot generate
+            reward = task.greedy_reward(model, config.rollout.max_answer_tokens)
+            model.set_attn_implementation(packed)
+            return {"validation/greedy_reward": reward}
 
         def _write(self, line: dict[str, float]) -> None:
             with self._path.open("a", encoding="utf-8") as file:
