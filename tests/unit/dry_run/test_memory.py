@@ -508,6 +508,25 @@ def test_a_compiled_block_saves_neither_silu_nor_the_last_product(family, folder
     assert eager.input == compiled.input
 
 
+def test_long_shared_prompts_take_memory_at_attention(folders, monkeypatch):
+    """Copies of keys, values and their gradients, beyond what the feed-forward layer needs at its own moment."""
+    source = resolve_model(SimpleNamespace(hf_assets_path=folders["qwen3-small"], flavor=""), 64)
+    with torch.device("meta"):
+        block = source.build().layers["0"]
+    args = source.model_args
+    once, more, often = (
+        block_activations(args, block, 64, 2, 1, True, "none", None, copies).gradients for copies in (1.0, 3.0, 8.0)
+    )
+    assert once == 64 * 2 * (args.dim + args.hidden_dim) <= more
+    assert often - more == 64 * 2 * 5 * (2 * args.n_heads + 4 * args.n_kv_heads) * args.head_dim
+    config = read(TINY, 1, 64, 2, monkeypatch=monkeypatch)
+    config.data.max_prompt_tokens, config.rollout.max_answer_tokens = 60, 4
+    peaks = []
+    for config.training.share_prompts in (True, False):
+        peaks.append(max(sum(moment.values()) for moment in memory_bytes(config, 1).moments.values()))
+    assert peaks[0] > peaks[1]
+
+
 def test_a_memory_budget_lies_between_full_and_no_checkpointing():
     block = BlockActivations(input=10, selected=40, matmuls=60, saved=110, gradients=5)
     config = JobConfig()

@@ -43,6 +43,7 @@ def block_activations(
     compiled: bool,
     mode: str,
     lora: "Lora | None" = None,
+    copies: float = 1.0,
 ) -> BlockActivations:
     """Activations of one of torchtitan's blocks for a row of `tokens`. Those of experts are `_experts`'.
 
@@ -55,6 +56,7 @@ def block_activations(
         itemsize: Bytes of an element in compute dtype.
         mode: `[activation_checkpoint] mode`.
         lora: The block's adapters. A frozen layer without one does not save its input.
+        copies: Tokens of whole documents over those of the row, which has shared prompts once.
     """
     heads, kv_heads, has_experts = args.n_heads, args.n_kv_heads, hasattr(block, "moe")
     residual, width = args.dim / tensor_degree, 0 if has_experts else args.hidden_dim / tensor_degree
@@ -90,6 +92,11 @@ def block_activations(
 
     # At silu(w1) * w3. A compiled block computes both gradients in place.
     gradients = residual + (1 if compiled and mode == "none" else 2) * width
+    if copies > 1 and not has_experts:
+        # At attention, where what the feed-forward saved is free: keys and values, and their gradients by query head.
+        of_keys = 2 * query + 4 * key
+        at_attention = min(gradients, 2 * query + of_keys - gate * width)
+        gradients = max(gradients, at_attention + (copies - 1) * of_keys)
     if has_experts:
         of_experts = _experts(args, itemsize, compiled, frozen=lora is not None)
         saved += of_experts.saved

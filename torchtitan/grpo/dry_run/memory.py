@@ -19,6 +19,7 @@ from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_to
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import Target, this_machine
 from torchtitan.grpo.dry_run.activations import block_activations, kept_activations
+from torchtitan.grpo.policy.assignment import MOST_COPIES
 from torchtitan.grpo.policy.gradients import reduces_once
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
@@ -154,7 +155,8 @@ class _Rank:
         self.tokens = row_tokens(config)
         mode = config.activation_checkpoint.mode
         widths = self.tokens, self.computed, tensor
-        self.activations = block_activations(args, block, *widths, self.compiled, mode, lora)
+        documents = _document_copies(config, job)
+        self.activations = block_activations(args, block, *widths, self.compiled, mode, lora, documents)
         self.kept, self.recomputed = kept_activations(config, self.activations, self.layers)
         self.hidden = self.tokens * args.dim * self.computed
         rope = model.rope_cache
@@ -328,6 +330,15 @@ class _Rank:
             each = self.computed + 4 * (5 if backward and terms else 4)
         of_teacher = self.tokens * self.config.distill.top_k * TOP_TOKEN_BYTES
         return min(_chunk_tokens(), self.tokens) * self.vocabulary * each + of_teacher
+
+
+def _document_copies(config: JobConfig, job: Job) -> float:
+    """Tokens of a row's whole documents over its own, with `[training] share_prompts`: if a row has whole groups, and
+    every prompt and answer has its longest length."""
+    if job == "sft" or not config.training.share_prompts:
+        return 1.0
+    group, prompt, answer = config.grpo.group_size, config.data.max_prompt_tokens, config.rollout.max_answer_tokens
+    return min(MOST_COPIES, group * (prompt + answer) / (prompt + group * answer))
 
 
 def sent_bytes(config: JobConfig, target: Target) -> int:

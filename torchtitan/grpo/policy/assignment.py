@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan.grpo.policy.rows import PackedSample
 
-PARTS_OF_A_ROW = (1, 2, 8)
+PARTS_OF_A_ROW = (1, 2, 4, 8)
 """Groups are cut into parts of at most a row, or of at most these shares of it. A large part repeats its prompt less
 often; small ones fill rows better. The result of least cost is taken."""
 
@@ -55,19 +55,42 @@ def assign(
         budget_tokens, num_ranks, pad_multiple, attention_tokens: See `packing.pack`.
     """
     found, seen = [], []
+
+    def consider(rows: list[list[Group]]) -> None:
+        costs = [_cost(row, lengths, pad_multiple, attention_tokens) for row in rows]
+        order = sorted(range(len(rows)), key=lambda r: (-costs[r], -sum(_tokens(part, lengths) for part in rows[r])))
+        turns = sum(costs[r] for r in order[::num_ranks])
+        found.append((len(rows), turns, [[part.samples for part in rows[r]] for r in order]))
+
     for share in PARTS_OF_A_ROW:
         parts = [part for group in groups for part in _parts(group, lengths, budget_tokens // share)]
         if parts in seen:
             continue
         seen.append(parts)
-        tokens, attention = {}, {}
-        for p, part in enumerate(parts):
-            repeats, own = len(part.samples) - 1, [lengths[i] for i in part.samples]
-            tokens[p] = sum(own) - repeats * part.shared
-            attention[p] = (sum(n**2 for n in own) - repeats * part.shared**2) / (2 * attention_tokens)
-        rows, cost = _balance(tokens, attention, budget_tokens, num_ranks, pad_multiple)
-        found.append((len(rows), cost, [[parts[p].samples for p in row] for row in rows]))
+        tokens = {p: _tokens(part, lengths) for p, part in enumerate(parts)}
+        attention = {p: _squares(part, lengths) / (2 * attention_tokens) for p, part in enumerate(parts)}
+        for rows in _balance(tokens, attention, budget_tokens, num_ranks):
+            consider([[parts[p] for p in sorted(row)] for row in rows])
+    if any(len(group.samples) > 1 for group in groups):
+        consider(_fill(seen[0], lengths, budget_tokens, num_ranks))
     return min(found, key=lambda each: each[:2])[2]
+
+
+def _tokens(part: Group, lengths: Mapping[int, int]) -> int:
+    """Positions that a row needs for it."""
+    return sum(lengths[i] for i in part.samples) - (len(part.samples) - 1) * part.shared
+
+
+def _squares(part: Group, lengths: Mapping[int, int]) -> int:
+    """Twice the pairs of positions of its attention."""
+    return sum(lengths[i] ** 2 for i in part.samples) - (len(part.samples) - 1) * part.shared**2
+
+
+def _cost(row: Sequence[Group], lengths: Mapping[int, int], pad_multiple: int, attention_tokens: float) -> float:
+    """See `packing.pack`."""
+    tokens = sum(_tokens(part, lengths) for part in row)
+    padded = max(1, -(-tokens // pad_multiple)) * pad_multiple
+    return padded + sum(_squares(part, lengths) for part in row) / (2 * attention_tokens)
 
 
 def _parts(group: Group, lengths: Mapping[int, int], most_tokens: int) -> list[Group]:
@@ -87,23 +110,11 @@ def _parts(group: Group, lengths: Mapping[int, int], most_tokens: int) -> list[G
 
 
 def _balance(
-    lengths: Mapping[int, int],
-    attention: Mapping[int, float],
-    budget_tokens: int,
-    num_ranks: int,
-    pad_multiple: int,
-) -> tuple[list[list[int]], float]:
-    """Items into rows: the rows, and the cost of all turns (see `packing.pack`)."""
+    lengths: Mapping[int, int], attention: Mapping[int, float], budget_tokens: int, num_ranks: int
+) -> list[list[list[int]]]:
+    """Items into as few rows as can be: by each of several loads, or by first fit, which wastes less room."""
     costs = {i: tokens + attention[i] for i, tokens in lengths.items()}
     all_loads: list[Mapping[int, float]] = [costs, attention, lengths] if any(attention.values()) else [lengths]
-
-    def cost(row: list[int]) -> float:
-        tokens = sum(lengths[i] for i in row)
-        return max(1, -(-tokens // pad_multiple)) * pad_multiple + sum(attention[i] for i in row)
-
-    def duration(rows: list[list[int]]) -> float:
-        return sum(sorted(map(cost, rows), reverse=True)[::num_ranks])
-
     longest_first = sorted(lengths, key=lambda i: (-lengths[i], i))
     tight = _first_fit(longest_first, lengths, budget_tokens)
     least_turns = max(1, -(-sum(lengths.values()) // (budget_tokens * num_ranks)))
@@ -112,12 +123,47 @@ def _balance(
         tried = (_least_loaded(longest_first, lengths, loads, budget_tokens, turns * num_ranks) for loads in all_loads)
         balanced = [rows for rows in tried if rows]
         if balanced:
-            rows = min(balanced, key=duration)
+            return balanced
+    return [tight + [[] for _ in range(most_turns * num_ranks - len(tight))]]
+
+
+def _fill(groups: Sequence[Group], lengths: Mapping[int, int], budget_tokens: int, num_ranks: int) -> list[list[Group]]:
+    """One row after another, filled with as much of a group as there is room for. So few prompts are repeated, and all
+    rows but the last are full, or as full as makes them even."""
+    rows = _fill_rows(groups, lengths, budget_tokens)
+    number = -(-len(rows) // num_ranks) * num_ranks
+    even = -(-sum(_tokens(part, lengths) for row in rows for part in row) // number)
+    least = max(lengths[i] for group in groups for i in group.samples)
+    for slack in (1.0, 1.02, 1.05, 1.1, 1.2):
+        tried = _fill_rows(groups, lengths, min(budget_tokens, max(least, int(even * slack))))
+        if len(tried) <= number:
+            rows = tried
             break
-    else:  # balancing wastes room that first fit does not
-        rows = tight + [[] for _ in range(most_turns * num_ranks - len(tight))]
-    ordered = sorted(map(sorted, rows), key=lambda row: (-cost(row), -sum(lengths[i] for i in row)))
-    return ordered, duration(rows)
+    return rows + [[] for _ in range(number - len(rows))]
+
+
+def _fill_rows(groups: Sequence[Group], lengths: Mapping[int, int], room: int) -> list[list[Group]]:
+    rows: list[list[Group]] = [[]]
+    left = room
+    for group in groups:
+        rest = sorted(group.samples, key=lambda i: (-lengths[i], i))
+        while rest:
+            taken: list[int] = []
+            used = whole = 0
+            for i in rest:
+                more = lengths[i] - (group.shared if taken else 0)
+                few = len(taken) < MOST_COPIES or whole + lengths[i] <= MOST_COPIES * (used + more)
+                if few and used + more <= left:
+                    taken.append(i)
+                    used, whole = used + more, whole + lengths[i]
+            if taken:
+                rows[-1].append(Group(sorted(taken), group.shared))
+                left -= used
+                rest = [i for i in rest if i not in taken]
+            if rest:
+                rows.append([])
+                left = room
+    return rows
 
 
 def _least_loaded(
