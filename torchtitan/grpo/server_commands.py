@@ -147,6 +147,8 @@ class ServerCommand:
             if self.device == "cpu":
                 env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
                 env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                # --enforce-eager leaves a compiled kernel in the sampler: the first answer waits 11 s for its C++.
+                env.setdefault("TORCH_COMPILE_DISABLE", "1")
         elif self.device == "cpu":
             env["SGLANG_USE_CPU_ENGINE"] = "1"
         else:
