@@ -23,6 +23,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.import_path import import_function
 from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.ray_launch.outcome import outcome_of
+from torchtitan.grpo.ray_launch.supervised import KEPT_FROM_RAY
 from torchtitan.grpo.running import running
 
 BEGIN, FINISH, WARM_UP = 0, -1, -2
@@ -31,8 +32,6 @@ BEAT_S = 1.0
 REGISTER_S = 30.0
 LOOP_S = 30.0
 """How long Ray may take to start a graph's loop."""
-KEPT_FROM_RAY = {"OMP_NUM_THREADS"}
-"""Variables that Ray sets in each worker process, and that the driver's value replaces."""
 
 Answer = int | dict[str, Any]
 """The step that the rank has reached; or how it ended (`outcome_of`)."""

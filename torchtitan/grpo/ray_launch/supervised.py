@@ -10,11 +10,14 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.log_lines import init_log_lines
-from torchtitan.grpo.ray_launch.rank import KEPT_FROM_RAY
 from torchtitan.grpo.server_commands import ServerCommandError
 from torchtitan.grpo.servers.plan import LOG_FOLDER, launches, planned_servers
 from torchtitan.grpo.servers.state import ServerState
 from torchtitan.grpo.servers.supervisor import Supervisor
+
+KEPT_FROM_RAY = {"OMP_NUM_THREADS"}
+"""Variables that Ray sets in each worker process, and that the driver's value replaces. Here and not in rank.py, whose
+imports are a trainer's: they would more than double what a server's actor needs to start."""
 
 
 class SupervisedServer:
