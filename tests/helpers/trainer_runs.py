@@ -30,7 +30,9 @@ SMALL = {
     "--reward.functions": "exact_match,tests.helpers.rewards:varied",
     "--metrics.no-enable_tensorboard": None,
 }
-ENDLESS = {"--training.steps": "100000", "--sft.steps": "1"}
+UNHURRIED = {"--reward.functions": f"{SMALL['--reward.functions']},tests.helpers.rewards:unhurried"}
+"""Of a run in which a test waits for something else: a step then takes half a second and little of the cores."""
+ENDLESS = {"--training.steps": "100000", "--sft.steps": "1"} | UNHURRIED
 BACKGROUND = {"--async_grpo.enabled": None, "--weight_sync.async_weight_update": None}
 """Flags of a run that neither waits for answers nor for servers."""
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.helpers.ray_nodes import RANK_CORES, SERVER, RayNodes, driver
 from tests.helpers.servers import command_of, server_pids
 from tests.helpers.trainer_runs import (
+    UNHURRIED,
     embedded_url,
     processes_of,
     steps,
@@ -86,6 +87,7 @@ def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothi
     folder = tmp_path / "run"
     flags = {"--training.steps": "100000", "--ray.step_timeout_seconds": "15", "--ray.max_restarts": "0"}
     flags |= {"--rollout.replicas": "2", "--ray.expose_servers": None, "--rollout.api_key_env": "SERVER_KEY"}
+    flags |= UNHURRIED
     with driver(nodes, folder, flags, SERVER_KEY="of-a-test") as run:
         run.wait_until("the first step", lambda: steps(folder), START_S)
         listed = (folder / "servers" / "urls.txt").read_text().split()
@@ -95,9 +97,11 @@ def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothi
 
         def wait_until_back(restarts: int, before: set[int]) -> None:
             def is_back() -> bool:
-                last, servers = steps(folder)[-1], set(server_pids(folder))
-                counted = (last["sync/servers_restarted"], last["sync/servers_in_traffic"]) == (restarts, 2)
-                return counted and len(servers) == 2 and servers != before  # a loss may be counted before it is noticed
+                last = steps(folder)[-1]
+                if (last["sync/servers_restarted"], last["sync/servers_in_traffic"]) != (restarts, 2):
+                    return False
+                servers = set(server_pids(folder))
+                return len(servers) == 2 and servers != before  # a loss may be counted before it is noticed
 
             started = time.monotonic()
             run.wait_until("the server to be back", is_back, START_S)
