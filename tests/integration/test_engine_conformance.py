@@ -47,7 +47,7 @@ DIFFERENT = 0.1
 """Mean difference in nat from which on weights, or keys and values, count as different."""
 PROMPT = [5 + i % 400 for i in range(140)]
 """Longer than a block of vLLM's cache (128 tokens on CPU): a request that shares it finds it there."""
-LONG = SamplingParams(n=2, temperature=1.0, max_tokens=600, ignore_eos=True)
+LONG = SamplingParams(n=2, temperature=1.0, max_tokens=300, ignore_eos=True)
 
 ENGINES = [
     "embedded",

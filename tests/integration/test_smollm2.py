@@ -30,7 +30,7 @@ RUN = {
     "--rollout.no-colocate": None,
     "--training.mixed_precision_param": "float32",
     "--data.size": 200,
-    "--grpo.prompts_per_step": 2,
+    "--grpo.prompts_per_step": 1,
     "--grpo.group_size": 4,
     "--rollout.max_answer_tokens": 6,
     # Nearly every answer has another reward: no step is without advantages.
