@@ -27,6 +27,9 @@ from torchtitan.grpo.servers.supervisor import Supervisor
 START_S = 180.0
 STOP_S = 20.0
 PLUGIN_MODULE = "torchtitan.grpo.inside_vllm.plugin"
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""Of a vLLM server: its worker is in the engine's process, as it is with one GPU. On a CPU vLLM starts another process
+for it, and each of the two spins while it waits for the other: every token takes twice the CPU time."""
 TINY = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,

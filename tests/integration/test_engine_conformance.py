@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import ROOT
 from tests.helpers.served_logprobs import answer_logprobs
-from tests.helpers.servers import save_tiny_qwen2, server_pids, supervised
+from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, server_pids, supervised
 from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
 from torchtitan.grpo import version_names
@@ -142,7 +142,9 @@ def served(engine, start, tmp_path_factory) -> Served:
     drawn = save_tiny_qwen2(folder / "drawn", vocab_size=4096, tied=engine == "sglang")  # in several buckets
     source, model = trainer_of(drawn)
     write_hf(gather_hf(model, source, torch.float32), source, folder / "A", load_tokenizer(str(TINY)))
-    return Served(engine, start(engine, folder / "A"), {"A": folder / "A", "B": changed(drawn, 7, folder / "B")})
+    flags = ONE_PROCESS if engine == "vllm" else ()  # test_vllm.py has a worker of its own
+    running = start(engine, folder / "A", *flags)
+    return Served(engine, running, {"A": folder / "A", "B": changed(drawn, 7, folder / "B")})
 
 
 def test_the_server_is_as_the_trainer_needs_it(served: Served):

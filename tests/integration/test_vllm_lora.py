@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
-from tests.helpers.servers import RunningServer, declare_plugin, group_members, serve_vllm
+from tests.helpers.servers import ONE_PROCESS, RunningServer, declare_plugin, group_members, serve_vllm
 from tests.helpers.trainer_runs import train
 from tests.helpers.weight_senders import CPU, SYNC, AdapterTrainer, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -42,7 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     Qwen3ForCausalLM(config).save_pretrained(base)
     forked = "tests.helpers.forked_engines:vllm"  # its start takes half as long
     declare_plugin(folder / "plugin", "vllm.general_plugins", "forked", forked)
-    with serve_vllm(folder, base, "--max-num-seqs", "16", "--enable-lora", "--max-lora-rank", "8") as server:
+    lora = ("--enable-lora", "--max-lora-rank", "8")
+    with serve_vllm(folder, base, "--max-num-seqs", "16", *lora, *ONE_PROCESS) as server:
         yield server
 
 
