@@ -326,7 +326,8 @@ def test_a_run_of_two_ranks_and_its_record_with_and_without_replay(folder, tmp_p
         assert run.wait(120) == 0, run.log[-3000:]
         (again[name],) = steps(tmp_path / name)
     assert line["policy/mismatch_abs"] < 0.05 and 0 < line["policy/route_agreement_all_layers"] < 0.9
-    for key in ("policy/mismatch_abs", "policy/route_agreement", "policy/route_agreement_all_layers"):
-        assert again["routing_replay"][key] == pytest.approx(line[key], rel=1e-3), key
+    assert again["routing_replay"]["policy/mismatch_abs"] == pytest.approx(line["policy/mismatch_abs"], rel=1e-3)
+    for key in ("policy/route_agreement", "policy/route_agreement_all_layers"):  # a near tie may fall the other way
+        assert again["routing_replay"][key] == pytest.approx(line[key], abs=5e-3), key
     assert again["no-routing_replay"]["policy/mismatch_abs"] > 0.5
     assert "policy/route_agreement" not in again["no-routing_replay"]
