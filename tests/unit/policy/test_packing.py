@@ -10,7 +10,7 @@ import torch
 
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.assignment import MOST_COPIES
+from torchtitan.grpo.policy.assignment import MOST_COPIES, _fill_rows, groups_by_prompt
 from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, pack, packing_metrics
 from torchtitan.grpo.policy.rows import ANSWER_FIELDS, Microbatch, PackedRow, PackedSample, _move
 
@@ -410,6 +410,41 @@ def test_small_parts_of_groups_even_out_ranks():
     packed = pack(samples, 512, 2)
     check_rows(packed, 512, 1)
     assert packing_metrics([packed])["pack/imbalance"] < 1.05
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sharing_never_takes_more_rows_or_costlier_turns(seed):
+    rng = random.Random(seed)
+    prompts, answers = rng.choice([(1, 4), (20, 100), (200, 500)]), rng.choice([(5, 40), (50, 500)])
+    number = rng.choice([2, 4, 16])
+    samples = [
+        s
+        for i in range(rng.choice([2, 8]))
+        for s in group(rng.randint(*prompts), [rng.randint(*answers) for _ in range(number)], i)
+    ]
+    ranks, pad, attention_tokens = rng.choice([1, 2, 16]), rng.choice([1, 2048]), rng.choice([500.0, math.inf])
+    found = []
+    for share in (True, False):
+        packed = pack(samples, 2048, ranks, pad, attention_tokens, share)
+        check_rows(packed, 2048, pad)
+        turns = zip(*packed, strict=True)
+        found.append((len(packed[0]), sum(max_cost(turn, attention_tokens) for turn in turns)))
+    assert found[0] <= (found[1][0], found[1][1] * (1 + 1e-9)) or found[0][0] < found[1][0]
+
+
+def max_cost(turn: tuple[PackedRow, ...], attention_tokens: float) -> float:
+    costs = []
+    for row in turn:
+        pairs = [n * (n + 2 * p) for n, p in zip(row.lengths.tolist(), row.shared.tolist(), strict=True)]
+        costs.append(len(row.tokens) + sum(pairs) / (2 * attention_tokens))
+    return max(costs)
+
+
+def test_a_row_is_filled_on_where_a_prompt_may_have_no_more_copies():
+    samples = [s for i in range(8) for s in group(200, [1] * 16, i)]
+    lengths = {i: s.document_tokens for i, s in enumerate(samples)}
+    rows = _fill_rows(groups_by_prompt(samples, lengths), lengths, 2048)
+    assert len(rows) == 2 and sum(len(part.samples) for row in rows for part in row) == len(samples)
 
 
 def test_documents_have_at_most_eight_times_the_tokens_of_their_row():

@@ -40,7 +40,7 @@ class TrainingFlops:
         """FLOPs of packed documents.
 
         Args:
-            lengths: Tokens of each document, prompt and answer.
+            lengths: Tokens of each document, prompt and answer, less those that are `shared`.
             answer_tokens: Trained answer tokens of all of them.
             shared: Positions that each document has in an earlier one, besides its own tokens. None: no document has.
         """

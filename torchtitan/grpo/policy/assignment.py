@@ -1,6 +1,7 @@
 """Which samples a row gets: parts of groups with one prompt, under a token budget, at similar cost on every rank."""
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,9 +9,9 @@ import numpy as np
 
 from torchtitan.grpo.policy.rows import PackedSample
 
-PARTS_OF_A_ROW = (1, 2, 4, 8)
-"""Groups are cut into parts of at most a row, or of at most these shares of it. A large part repeats its prompt less
-often; small ones fill rows better. The result of least cost is taken."""
+PARTS_OF_A_ROW = (1, 4)
+"""Groups are cut into parts of at most a row, or of at most these shares of it. Single documents are tried too, and
+rows that are filled one after another. A large part repeats its prompt less often; small ones fill rows better."""
 
 MOST_COPIES = 8
 """A row's documents have at most so many times its tokens. On a GPU attention copies keys and values of whole
@@ -18,29 +19,32 @@ documents, one layer at a time. More of them would cost more memory than they sa
 
 
 @dataclass(frozen=True)
-class Group:
+class Part:
     """Samples that a row may hold with one prompt between them, and how many positions of it they have in common."""
 
     samples: list[int]
     shared: int
 
 
-def groups_by_prompt(samples: Sequence[PackedSample], indices: Iterable[int]) -> list[Group]:
+def groups_by_prompt(samples: Sequence[PackedSample], indices: Iterable[int]) -> list[Part]:
     """The samples by prompt, in order. Where a router replays its routes, those of the prompt must be equal too."""
     prompts: dict[int, bytes] = {}  # by object: the answers of a group mostly have the same one
     groups: dict[tuple[bytes, bytes], list[int]] = {}
     for i in indices:
         ids, routes = samples[i].prompt_ids, samples[i].routes
+        if len(ids) == 1:  # nothing to share
+            groups[b"", str(i).encode()] = [i]
+            continue
         if id(ids) not in prompts:
             prompts[id(ids)] = np.asarray(ids, np.int64).tobytes()
         replayed = b"" if routes is None else routes[: len(ids) - 1].tobytes()
         groups.setdefault((prompts[id(ids)], replayed), []).append(i)
     # The last token of a prompt predicts each answer's first, and every document has it.
-    return [Group(members, len(samples[members[0]].prompt_ids) - 1) for members in groups.values()]
+    return [Part(members, len(samples[members[0]].prompt_ids) - 1) for members in groups.values()]
 
 
 def assign(
-    groups: Sequence[Group],
+    groups: Sequence[Part],
     lengths: Mapping[int, int],
     budget_tokens: int,
     num_ranks: int,
@@ -56,14 +60,14 @@ def assign(
     """
     found, seen = [], []
 
-    def consider(rows: list[list[Group]]) -> None:
+    def consider(rows: list[list[Part]]) -> None:
         costs = [_cost(row, lengths, pad_multiple, attention_tokens) for row in rows]
         order = sorted(range(len(rows)), key=lambda r: (-costs[r], -sum(_tokens(part, lengths) for part in rows[r])))
         turns = sum(costs[r] for r in order[::num_ranks])
         found.append((len(rows), turns, [[part.samples for part in rows[r]] for r in order]))
 
-    for share in PARTS_OF_A_ROW:
-        parts = [part for group in groups for part in _parts(group, lengths, budget_tokens // share)]
+    for share in (*PARTS_OF_A_ROW, math.inf):
+        parts = [part for group in groups for part in _parts(group, lengths, int(budget_tokens // share))]
         if parts in seen:
             continue
         seen.append(parts)
@@ -76,37 +80,40 @@ def assign(
     return min(found, key=lambda each: each[:2])[2]
 
 
-def _tokens(part: Group, lengths: Mapping[int, int]) -> int:
+def _tokens(part: Part, lengths: Mapping[int, int]) -> int:
     """Positions that a row needs for it."""
     return sum(lengths[i] for i in part.samples) - (len(part.samples) - 1) * part.shared
 
 
-def _squares(part: Group, lengths: Mapping[int, int]) -> int:
+def _squares(part: Part, lengths: Mapping[int, int]) -> int:
     """Twice the pairs of positions of its attention."""
     return sum(lengths[i] ** 2 for i in part.samples) - (len(part.samples) - 1) * part.shared**2
 
 
-def _cost(row: Sequence[Group], lengths: Mapping[int, int], pad_multiple: int, attention_tokens: float) -> float:
+def _cost(row: Sequence[Part], lengths: Mapping[int, int], pad_multiple: int, attention_tokens: float) -> float:
     """See `packing.pack`."""
     tokens = sum(_tokens(part, lengths) for part in row)
     padded = max(1, -(-tokens // pad_multiple)) * pad_multiple
     return padded + sum(_squares(part, lengths) for part in row) / (2 * attention_tokens)
 
 
-def _parts(group: Group, lengths: Mapping[int, int], most_tokens: int) -> list[Group]:
-    """The group in parts of at most `most_tokens`, of similar size. A longer document is a part of its own."""
+def _parts(group: Part, lengths: Mapping[int, int], most_tokens: int) -> list[Part]:
+    """The group in parts of at most `most_tokens`, of similar size. A longer document is a part of its own; with 0 each
+    document is."""
     if len(group.samples) == 1:
         return [group]
     order = sorted(group.samples, key=lambda i: (-lengths[i], i))
     whole = sum(lengths[i] for i in order)
     if whole > MOST_COPIES * (whole - (len(order) - 1) * group.shared):
         number = -(-len(order) // MOST_COPIES)
-        smaller = [Group(order[i::number], group.shared) for i in range(number)]
+        smaller = [Part(order[i::number], group.shared) for i in range(number)]
         return [part for each in smaller for part in _parts(each, lengths, most_tokens)]
+    if not most_tokens:
+        return [Part([i], group.shared) for i in order]
     room = max(most_tokens, lengths[order[0]]) - group.shared
     tails = {i: lengths[i] - group.shared for i in order}
     cut = _least_loaded(order, tails, tails, room, -(-sum(tails.values()) // room)) or _first_fit(order, tails, room)
-    return [Group(sorted(part), group.shared) for part in cut]
+    return [Part(sorted(part), group.shared) for part in cut]
 
 
 def _balance(
@@ -127,7 +134,7 @@ def _balance(
     return [tight + [[] for _ in range(most_turns * num_ranks - len(tight))]]
 
 
-def _fill(groups: Sequence[Group], lengths: Mapping[int, int], budget_tokens: int, num_ranks: int) -> list[list[Group]]:
+def _fill(groups: Sequence[Part], lengths: Mapping[int, int], budget_tokens: int, num_ranks: int) -> list[list[Part]]:
     """One row after another, filled with as much of a group as there is room for. So few prompts are repeated, and all
     rows but the last are full, or as full as makes them even."""
     rows = _fill_rows(groups, lengths, budget_tokens)
@@ -142,8 +149,8 @@ def _fill(groups: Sequence[Group], lengths: Mapping[int, int], budget_tokens: in
     return rows + [[] for _ in range(number - len(rows))]
 
 
-def _fill_rows(groups: Sequence[Group], lengths: Mapping[int, int], room: int) -> list[list[Group]]:
-    rows: list[list[Group]] = [[]]
+def _fill_rows(groups: Sequence[Part], lengths: Mapping[int, int], room: int) -> list[list[Part]]:
+    rows: list[list[Part]] = [[]]
     left = room
     for group in groups:
         rest = sorted(group.samples, key=lambda i: (-lengths[i], i))
@@ -156,11 +163,11 @@ def _fill_rows(groups: Sequence[Group], lengths: Mapping[int, int], room: int) -
                 if few and used + more <= left:
                     taken.append(i)
                     used, whole = used + more, whole + lengths[i]
-            if taken:
-                rows[-1].append(Group(sorted(taken), group.shared))
+            if taken:  # not all that there is room for, if that would be too many copies of the prompt
+                rows[-1].append(Part(sorted(taken), group.shared))
                 left -= used
                 rest = [i for i in rest if i not in taken]
-            if rest:
+            else:
                 rows.append([])
                 left = room
     return rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan.grpo.data.routes import free
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.policy.assignment import Group, assign, groups_by_prompt
+from torchtitan.grpo.policy.assignment import Part, assign, groups_by_prompt
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow, PackedSample
 
 PADDING_DOCUMENT_TOKENS = 256
@@ -32,16 +32,16 @@ def pack(
 
     All ranks gather sharded parameters together, so every rank gets the same number of rows, at least one. A rank with
     too little work gets rows of padding. The longest sample goes first, each into the least loaded row that has room.
-    There are as few rows as hold the samples that way, or as first-fit-decreasing needs if that is fewer. Rows at the
-    same position of their ranks' lists run together, and the most expensive one sets the time. Such a turn therefore
-    gets rows of similar cost. The result is a function of the arguments alone. Samples without a trained token are
-    left out.
+    Of all ways that are tried, those with the fewest rows count, and of these the one whose turns cost least. Rows at
+    the same position of their ranks' lists run together, and the most expensive one sets the time. Such a turn
+    therefore gets rows of similar cost. The result is a function of the arguments alone. Samples without a trained
+    token are left out.
 
     A document of L tokens costs L + L^2 / (2 `attention_tokens`). A token of padding costs 1. Three loads are tried:
-    cost, attention alone (right where padding makes all rows as long) and tokens. The one whose turns cost least wins.
+    cost, attention alone (right where padding makes all rows as long) and tokens, and first fit where none has room.
 
     Samples with the same prompt stay together in parts of their group, and each part has the prompt once. Parts of
-    several sizes are tried: large ones repeat fewer prompts, small ones balance better.
+    several sizes are tried (`assignment.PARTS_OF_A_ROW`).
 
     Args:
         budget_tokens: `[training] tokens_per_microbatch`, a multiple of `pad_multiple`.
@@ -62,7 +62,7 @@ def pack(
     for i, sample in enumerate(samples):
         _check(i, sample, budget_tokens)
     lengths = {i: tokens for i, sample in enumerate(samples) if (tokens := sample.document_tokens)}
-    groups = groups_by_prompt(samples, lengths) if share_prompts else [Group([i], 0) for i in lengths]
+    groups = groups_by_prompt(samples, lengths) if share_prompts else [Part([i], 0) for i in lengths]
     rows = assign(groups, lengths, budget_tokens, num_ranks, pad_multiple, attention_tokens)
     turns, layout = len(rows) // num_ranks, _layout(samples)
     k = max((sample.top.ids.shape[1] for sample in samples if sample.top is not None), default=0)

@@ -237,7 +237,7 @@ class Microbatch:
     Attributes:
         tokens, positions: int64 [T], see `PackedRow`.
         cu_seqlens: int32 [docs + 1].
-        max_seqlen: Longest document in tokens, padding included.
+        max_seqlen: Most positions that the row has of one document, padding included.
         answer_positions: int64 [A], the positions that predict a trained token.
         targets, ages, servers: int64 [A].
         sample_ids: int64 [A], nondecreasing 0..n-1.
