@@ -1,7 +1,6 @@
 """Which samples a row gets: parts of groups with one prompt, under a token budget, at similar cost on every rank."""
 
 import heapq
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,8 +65,8 @@ def assign(
         turns = sum(costs[r] for r in order[::num_ranks])
         found.append((len(rows), turns, [[part.samples for part in rows[r]] for r in order]))
 
-    for share in (*PARTS_OF_A_ROW, math.inf):
-        parts = [part for group in groups for part in _parts(group, lengths, int(budget_tokens // share))]
+    for most_tokens in (*(budget_tokens // share for share in PARTS_OF_A_ROW), 0):
+        parts = [part for group in groups for part in _parts(group, lengths, most_tokens)]
         if parts in seen:
             continue
         seen.append(parts)
