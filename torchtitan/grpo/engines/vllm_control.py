@@ -23,6 +23,7 @@ class VllmControl(HttpControl):
     """See `HttpControl`."""
 
     sampling_hint = "Start vLLM with --logprobs-mode processed_logprobs."
+    _reports_version = True  # until it says otherwise, on each connection
 
     def software_version(self) -> str:
         reply = self._request("GET", "/version", "software version")
@@ -109,6 +110,7 @@ class VllmControl(HttpControl):
         Args:
             init_info: Fields of `weight_wire.receiver.InitInfo`.
         """
+        self._reports_version = True
         self._call("POST", "/init_weight_transfer_engine", "connect", body={"init_info": init_info})
 
     def start_update(self) -> None:
@@ -127,10 +129,16 @@ class VllmControl(HttpControl):
         self._call("POST", "/finish_weight_update", "finish", body={"weight_version": version})
 
     def weight_version(self) -> str | None:
-        """The version that the server reports; None if it does not have the route (vLLM before 0.32)."""
+        """The version that the server reports; None if it does not have the route (vLLM before 0.32).
+
+        Without the route it is asked once on a connection, since the server is stopped meanwhile.
+        """
+        if not self._reports_version:
+            return None
         phase, path = "weight version", "/weight_info"
         reply = self._request("GET", path, phase)
         if reply.status == 404:
+            self._reports_version = False
             return None
         self._check(reply, phase, path)
         return self._read(reply, path, phase, lambda said: str(said["weight_version"]))
