@@ -339,6 +339,16 @@ def test_the_same_prompt_twice_in_a_step_is_counted() -> None:
     assert [buffer.add(prompt_of(i)).occurrence for i in (7, 8, 7, 7, 7, 8)] == [0, 0, 1, 0, 1, 0]
 
 
+def test_a_prompt_that_was_dropped_still_counts() -> None:
+    """Else two groups of a step would have one seed, and the same answers. A resumed run counts it too."""
+    buffer = StalenessBuffer(4, 0, 4)
+    first, _ = buffer.add(prompt_of(7)), buffer.add(prompt_of(7))
+    buffer.drop(first)
+    resumed = StalenessBuffer(4, 0, 4)
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())), lambda indices: [*map(prompt_of, indices)])
+    assert [each.add(prompt_of(7)).occurrence for each in (buffer, resumed)] == [2, 2]
+
+
 @pytest.mark.parametrize("late", ["wait", "drop"])
 @pytest.mark.parametrize(
     "after", [(2, 1), (2, 0), (1, 8), (4, 2)], ids=lambda after: f"{after[0]}-groups-age-{after[1]}"

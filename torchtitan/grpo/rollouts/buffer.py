@@ -12,6 +12,7 @@ than the bound, however long an answer takes. Admission by version is AReaL's (a
 which the bound holds for every token, are this project's.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -28,7 +29,7 @@ class Entry:
 
     Attributes:
         number: Counts the groups of the run, in the order of their prompts.
-        occurrence: How many earlier entries with the same `number // B` have the same prompt.
+        occurrence: How many earlier groups with the same `number // B` have the same prompt, wherever they are now.
         begun: Weight version of the server at the first request; None before that. No token is older.
         group: The samples, once they are complete and scored.
         answered: The samples are complete and are being scored.
@@ -69,6 +70,7 @@ class StalenessBuffer:
         self.next_number = 0
         self.entries: dict[int, Entry] = {}
         """By number, in ascending order."""
+        self._occurrences: Counter[int] = Counter()  # of prompts, among the numbers with the last one's `number // B`
         self._begun = 0  # entries that have begun
         self.complete = 0
         """Entries that have their group."""
@@ -90,9 +92,10 @@ class StalenessBuffer:
         return max(0, self._allowed(server_version) - self.consumed - self._begun)
 
     def add(self, prompt: Prompt) -> Entry:
-        block = range(self.next_number - self.next_number % self.groups_per_step, self.next_number)
-        others = (self.entries[number] for number in block if number in self.entries)
-        entry = Entry(self.next_number, prompt, sum(other.prompt.index == prompt.index for other in others))
+        if self.next_number % self.groups_per_step == 0:
+            self._occurrences.clear()
+        entry = Entry(self.next_number, prompt, self._occurrences[prompt.index])
+        self._occurrences[prompt.index] += 1
         self.entries[entry.number] = entry
         self.next_number += 1
         return entry
@@ -175,6 +178,7 @@ class StalenessBuffer:
         return {
             "version": self.version,
             "next_number": self.next_number,
+            "occurrences": [list(pair) for pair in self._occurrences.items()],
             "entries": [
                 {
                     "number": entry.number,
@@ -202,6 +206,7 @@ class StalenessBuffer:
             prompts_at: Returns the prompts with these indices.
         """
         self.version, self.next_number = state["version"], state["next_number"]
+        self._occurrences = Counter(dict(state.get("occurrences", [])))  # checkpoints of before have none
         prompts = prompts_at([entry["prompt"] for entry in state["entries"]])
         self.entries = {}
         for saved, prompt in zip(state["entries"], prompts, strict=True):
