@@ -22,10 +22,13 @@ from torchtitan.grpo.weight_sync.worker import ServerWorker
 
 class Proxy(http.server.BaseHTTPRequestHandler):
     said = b""
+    missing = ""
+    asked: list[str]
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(200)
+        self.asked.append(self.path)
+        self.send_response(404 if self.path == self.missing else 200)
         self.send_header("Content-Length", str(len(self.said)))
         self.end_headers()
         self.wfile.write(self.said)
@@ -37,7 +40,8 @@ class Proxy(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url(monkeypatch) -> Iterator[str]:
+    monkeypatch.setattr(Proxy, "asked", [], raising=False)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -63,6 +67,17 @@ def test_a_reply_that_is_not_as_expected_is_the_servers_failure(kind, call, said
     monkeypatch.setattr(Proxy, "said", said)
     with pytest.raises(ServerError, match=rf"{url}: phase .*answers not as expected"):
         CALLS[call](kind(url, timeout_s=5))
+
+
+def test_a_route_that_a_server_lacks_is_asked_for_once_on_a_connection(url, monkeypatch):
+    monkeypatch.setattr(Proxy, "missing", "/weight_info")
+    control = VllmControl(url, timeout_s=5)
+    assert [control.weight_version() for _ in range(3)] == [None] * 3
+    assert Proxy.asked == ["/weight_info"]
+    monkeypatch.setattr(Proxy, "missing", "")  # a newer server has taken its place
+    monkeypatch.setattr(Proxy, "said", b'{"weight_version": "7"}')
+    control.init_transfer({})
+    assert [control.weight_version() for _ in range(2)] == ["7", "7"]
 
 
 @pytest.mark.parametrize(("listens", "hint"), [(True, "if it hangs"), (False, "Start the server")])
