@@ -50,27 +50,64 @@ _EXPERTS = "routed_experts"
 
 @dataclass
 class _Bundle:
+    """A request's tokens that wait, and the columns of their log-probabilities.
+
+    Plain numbers, since the engine does this for each token that it samples: an array of one row costs more.
+
+    Attributes:
+        like: The first of its log-probabilities, vLLM's `LogprobsLists`, with the columns' types and row shapes.
+        room: How many entries of one token may still join without a look at their arrays.
+    """
+
     client: int
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    array_bytes: int = 0
+    ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    like: Any = None
+    room: int = 0
+
+    def keep(self, entry: Any, tokens_max: int) -> bool:
+        """Add an entry, unless it completes the bundle."""
+        if self.token_ids and not self.room:
+            return False
+        own, tokens = _array_bytes(entry), len(entry.new_token_ids)
+        left = tokens_max - 1 - tokens - len(self.token_ids)
+        kept = len(self.ids) * self.like[0].itemsize if self.ids else 0
+        # Twice: the entry that completes the bundle must fit too.
+        if left < 0 or kept + 2 * own >= INLINE_BYTES:
+            return False
+        self.add(entry)
+        row_bytes = -(-own // tokens)
+        self.room = min(left, max(0, (INLINE_BYTES - 1 - kept - own) // row_bytes - 1)) if row_bytes else left
+        return True
 
     def add(self, entry: Any) -> None:
         self.token_ids += entry.new_token_ids
-        if entry.new_logprobs is not None:
-            self.logprobs.append(entry.new_logprobs)
-            self.array_bytes += _array_bytes(entry)
+        logprobs = entry.new_logprobs
+        if logprobs is None:
+            return
+        if self.like is None:
+            self.like = logprobs
+        ids, values, ranks, *_ = logprobs
+        if ids.size == 1:
+            self.ids.append(ids.item())
+            self.values.append(values.item())
+            self.ranks.append(ranks.item())
+        else:
+            self.ids += ids.ravel().tolist()
+            self.values += values.ravel().tolist()
+            self.ranks += ranks.ravel().tolist()
 
     def into(self, entry: Any) -> Any:
-        """The entry, with the kept-back tokens before its own. Log-probabilities are joined along their first
-        dimension, the tokens. The fourth field of one request's `LogprobsLists` is None."""
+        """The entry, with the kept-back tokens before its own. The fourth field of one request's `LogprobsLists` is
+        None."""
         self.add(entry)
         entry.new_token_ids = self.token_ids
-        if len(self.logprobs) > 1:
-            columns = zip(*(part[:3] for part in self.logprobs), strict=True)
-            entry.new_logprobs = type(self.logprobs[0])(*(np.concatenate(column) for column in columns), None)
-        elif self.logprobs:
-            entry.new_logprobs = self.logprobs[0]
+        if self.like is not None:
+            columns = zip((self.ids, self.values, self.ranks), self.like[:3], strict=True)
+            arrays = (np.array(column, part.dtype).reshape(-1, *part.shape[1:]) for column, part in columns)
+            entry.new_logprobs = type(self.like)(*arrays, None)
         return entry
 
 
@@ -106,7 +143,15 @@ class Bundles:
 
     def pass_through(self, client: int, entries: Iterable[Any]) -> list[Any]:
         """Those of one step's entries that are to be sent now."""
-        return [sent for entry in entries if (sent := self._entry(client, entry)) is not None]
+        sent, bundles, plain = [], self._bundles, self._plain
+        for entry in entries:  # the engine's one thread does this for each token that it samples
+            bundle = bundles.get(entry.request_id)
+            if bundle is not None and bundle.room and len(entry.new_token_ids) == 1 and plain(entry):
+                bundle.room -= 1
+                bundle.add(entry)
+            elif (now := self._entry(client, entry)) is not None:
+                sent.append(now)
+        return sent
 
     def take(self, experts: bool = False) -> dict[int, list[Any]]:
         """All tokens that were kept back, as entries by client; with `experts` those too."""
@@ -156,10 +201,7 @@ class Bundles:
             if not self._may_wait(request):
                 return entry
             bundle = self._bundles[request] = _Bundle(client)
-        # Twice: the entry that completes the bundle must fit too.
-        small = bundle.array_bytes + 2 * _array_bytes(entry) < INLINE_BYTES
-        if small and len(bundle.token_ids) + len(entry.new_token_ids) < self._tokens:
-            bundle.add(entry)
+        if bundle.keep(entry, self._tokens):
             return None
         del self._bundles[request]
         return bundle.into(entry)
