@@ -153,6 +153,9 @@ class RewardRunner:
             if not self._all_safe:
                 chunk = min(chunk, -(-len(samples) // len(self._workers)))
             chunks = [list(samples[i : i + chunk]) for i in range(0, len(samples), chunk or 1)]
+        if len(chunks) == 1:  # the caller would only wait for another thread
+            self._score_chunk(chunks[0])
+            return
         for _ in self._threads.map(self._score_chunk, chunks):
             pass
 
