@@ -18,6 +18,7 @@ import asyncio
 import functools
 import itertools
 import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,14 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers import counted_versions
 from tests.helpers.ranks import free_port
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
-from tests.helpers.servers import RunningServer, declare_plugin, save_tiny_qwen3_moe, serve_vllm
+from tests.helpers.servers import (
+    RunningServer,
+    command_of,
+    declare_plugin,
+    parent_of,
+    save_tiny_qwen3_moe,
+    serve_vllm,
+)
 from tests.helpers.weight_senders import CPU, SYNC, AdapterTrainer, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.http_control import ServerError
@@ -418,6 +426,22 @@ def test_our_count_is_vllms(served: Served):
         if most_spans >= 3:
             return
     pytest.fail(f"no answer ran across more than {most_spans - 1} updates")
+
+
+def test_a_worker_ends_with_its_engine_core(vllm_server: RunningServer) -> None:
+    """The last test here: the server ends too."""
+
+    def children(pid: int) -> list[int]:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and parent_of(int(name)) == pid]
+
+    named = {command_of(child).partition("\0")[0]: child for child in children(vllm_server.process.pid)}
+    core = next(child for name, child in named.items() if "EngineCore" in name)
+    worker = next(child for child in children(core) if "Worker" in command_of(child))
+    os.kill(core, signal.SIGKILL)
+    deadline = time.monotonic() + 4.5  # without the plug-in vLLM takes more than 5 s
+    while "Worker" in command_of(worker):
+        assert time.monotonic() < deadline, f"the worker outlives its engine core: {command_of(worker)}"
+        time.sleep(0.05)
 
 
 def choices(served: Served, *, salt: str = "none", **sampling: int) -> list[dict]:

@@ -179,6 +179,9 @@ class ServerCommand:
             flags += self._without_tokenizer()
         else:
             flags += ["--dtype", "bfloat16"]
+            # On one GPU vLLM itself schedules and starts kernels in one thread, which then limits generation: a process
+            # for each made 1.56 times the tokens with 512 answers of a 1.7B model (docs/benchmarks.md).
+            flags += ["--distributed-executor-backend", "mp"]
             flags += self._graphs()
         if self.gpus:
             flags += ["--tensor-parallel-size", str(len(self.gpus))]

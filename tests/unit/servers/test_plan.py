@@ -74,6 +74,14 @@ def test_vllm_on_a_gpu_has_graphs_for_larger_passes_unless_told_otherwise(flags,
     assert all("--max-cudagraph-capture-size" not in other.argv("", {}) for other in others)
 
 
+def test_vllm_on_a_gpu_has_a_process_for_its_worker():
+    flag = "--distributed-executor-backend"
+    for gpus in ((), (0,), (0, 1)):
+        assert value(ServerCommand("vllm", "m", "python3", device="cuda", gpus=gpus).argv("", {}), flag) == "mp"
+    others = ServerCommand("vllm", "m", "python3", device="cpu"), ServerCommand("sglang", "m", "python3", device="cuda")
+    assert all(flag not in other.argv("", {}) for other in others)
+
+
 def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
     words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "vllm", "--rollout.replicas", "1"]
     for rank, slot in ((1, 1), (9, 16), (32, 32), (257, 320)):

@@ -115,7 +115,10 @@ def set_up_engine_core(engine: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process soon after its parent, the API server. After kill -9 there, vLLM 0.32 would keep the GPU."""
+    """End this process soon after its parent: an engine core after its API server, a worker after its engine core.
+
+    After kill -9 there, vLLM 0.32 would keep the GPU, and a worker of any vLLM would keep it for many seconds.
+    """
     parent = os.getppid()
 
     def watch() -> None:

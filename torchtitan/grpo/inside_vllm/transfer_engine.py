@@ -26,6 +26,7 @@ from torchtitan.grpo.inside_vllm.adapters import ServedAdapters
 from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
 from torchtitan.grpo.inside_vllm.load_recording import loaded_name
+from torchtitan.grpo.inside_vllm.plugin import end_with_parent
 from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire import receiver
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
@@ -85,6 +86,7 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        end_with_parent()
         lora = self.vllm_config.lora_config
         if lora is not None:
             self._adapters = adapters.install(self.model, lora, self.device)
