@@ -102,7 +102,7 @@ def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[lis
 
     def fill() -> None:
         room = buffer.room(server.version)
-        for _ in range(room if pace is None else min(room, pace.groups - len(buffer.entries))):
+        for _ in range(room if pace is None else min(room, pace.room(len(buffer.entries), buffer.complete))):
             entry = buffer.add(Prompt(buffer.next_number, [], ""))
             drawn = (entry.number + seed * 10**6, schedule.samples, schedule.mean, schedule.sigma, schedule.max_answer)
             lengths_of[entry.number] = lengths = draw_lengths(*drawn)
@@ -136,10 +136,13 @@ def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[lis
                 held_since = now
             continue
         batch, _ = buffer.take()
-        if pace is not None and result:
-            held_s = now - held_since if held_since is not None else 0.0
-            pace.step(now - max(free_at, taken_at), now - taken_at, buffer.complete, held_s)
-        result.append((now - taken_at, sum(sum(lengths_of.pop(entry.number)) for entry in batch)))
+        lengths = [lengths_of.pop(entry.number) for entry in batch]
+        if pace is not None:
+            pace.taken(map(max, lengths))
+            if result:
+                held_s = now - held_since if held_since is not None else 0.0
+                pace.step(now - max(free_at, taken_at), now - taken_at, buffer.complete, held_s)
+        result.append((now - taken_at, sum(map(sum, lengths))))
         taken_at, held_since, free_at = now, None, now + schedule.train_s
         published.append((free_at + schedule.push_s, buffer.version))
         fill()

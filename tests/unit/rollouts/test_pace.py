@@ -1,4 +1,6 @@
-from torchtitan.grpo.rollouts.pace import Pace
+import math
+
+from torchtitan.grpo.rollouts.pace import LOST_STEPS, Pace
 
 
 def run(pace: Pace, steps: list[tuple[float, int]], held_s: float = 0.0) -> list[int]:
@@ -67,3 +69,23 @@ def test_one_group_a_step() -> None:
     for _ in range(4):
         pace.step(0.0, 0.0, 0)  # steps of no time at all held nobody up
     assert pace.groups == 1
+
+
+def test_so_many_groups_under_way_that_the_longest_answer_is_in_time() -> None:
+    """Of 8 groups that end in a step, G under way take G / 8 steps. The longest takes four times as long, and has 8."""
+    pace = Pace(8, 8, 0)
+    run(pace, [(9.0, 0)] * 8)
+    assert pace.groups == 80 and pace.room(30, 20) == 50
+    pace.taken([100] * 7 + [1300])  # 250 on average
+    assert pace.under_way == 16  # not below the start
+    pace.taken([900] * 56)
+    assert pace.under_way == math.ceil((8 - LOST_STEPS) * 8 * (250 * 8 + 900 * 56) / 64 / 1300)
+    assert pace.room(30, 20) == pace.under_way - 10 and pace.room(79, 70) == 1
+    pace.taken([1000] * 2 * 9 * 8)  # what was long ago does not count
+    assert pace.under_way == math.ceil((8 - LOST_STEPS) * 8)
+
+
+def test_groups_without_tokens_bound_nothing() -> None:
+    pace = Pace(2, 1, 0)
+    pace.taken([0, 0])
+    assert pace.room(0, 0) == 4

@@ -1,6 +1,8 @@
 """How far ahead of the trainer to request groups: far enough that it does not wait, and no further."""
 
 import math
+from collections import deque
+from collections.abc import Iterable
 
 WAITED_SHARE = 0.1
 """If steps wait for groups for more than this share of their time, rollouts hold them up."""
@@ -8,6 +10,9 @@ WINDOW = 2
 """Steps that are judged together. One slow answer is no evidence."""
 MOST_GROWTH, MOST_CUT = 0.5, 0.3
 """Of the groups, at a time."""
+LOST_STEPS = 0.6
+"""Of the age, for an answer: it begins somewhere between two versions, and servers have a version a moment after the
+step that made it. Measured by simulation: with less, steps wait for old groups; with more, servers are less full."""
 
 
 class Pace:
@@ -25,6 +30,12 @@ class Pace:
 
     So rollouts that are the bottleneck run ahead as far as staleness allows. If they are not, answers are hardly older
     than one step.
+
+    `under_way` bounds those groups that are not complete, so that the longest answer can be in time. With G of them and
+    B completed in each step, a group takes G / B steps on average (Little's law). A group takes as long as its longest
+    answer, and the longest answer of all takes the longer time in proportion to its tokens. It is in time within the
+    age. More groups than that make steps wait for it, whatever else is complete; then the servers run out of work,
+    because nothing new may begin.
     """
 
     def __init__(self, groups_per_step: int, max_age: int, surplus: int) -> None:
@@ -34,11 +45,30 @@ class Pace:
         self._start = min(2 * groups_per_step + surplus, self._most)
         self._patience = max(2 * (max_age + 1), 2 * WINDOW)
         self.groups = self._start
+        self.under_way = self._most
+        self._in_time_steps = max_age - LOST_STEPS
+        self._longest: deque[int] = deque(maxlen=2 * (max_age + 1) * groups_per_step)
         self._start_period()
 
     def _start_period(self) -> None:
         self._steps, self._wanting_s, self._waited_s, self._all_s = 0, 0.0, 0.0, 0.0
         self._spare = self._most
+
+    def room(self, requested: int, complete: int) -> int:
+        """How many more groups to request. Of those requested and not yet trained on, so many are complete."""
+        return min(self.groups - requested, self.under_way - (requested - complete))
+
+    def taken(self, longest: Iterable[int]) -> None:
+        """Record the groups of a step.
+
+        Args:
+            longest: Tokens of each group's longest answer.
+        """
+        self._longest.extend(longest)
+        most = max(self._longest, default=0)
+        if most:
+            share = sum(self._longest) / len(self._longest) / most
+            self.under_way = max(math.ceil(self._in_time_steps * self._per_step * share), self._start)
 
     def step(self, waited_s: float, step_s: float, spare: int, held_s: float = 0.0) -> None:
         """Record a step that has taken its groups.

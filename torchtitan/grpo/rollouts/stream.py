@@ -253,15 +253,17 @@ class RolloutStream:
                 self._tasks.pop(entry).cancel()
         given_up, self._replaced, self._failed = self._replaced + self._failed, [], []
         self._finished_this_step = self._timed_out_this_step = 0
-        now = clock()
-        if self._pace is not None and self._taken_at is not None:
-            self._pace.step(now - asked_at, now - self._taken_at, self._buffer.complete, held_s)
-        self._taken_at = now
-        self._fill()
         groups: list[Group] = []
         for entry in taken:
             assert entry.group is not None  # the buffer gives complete groups only
             groups.append(entry.group)
+        now = clock()
+        if self._pace is not None:
+            self._pace.taken(max(len(sample.token_ids) for sample in group) for group in groups)
+            if self._taken_at is not None:
+                self._pace.step(now - asked_at, now - self._taken_at, self._buffer.complete, held_s)
+        self._taken_at = now
+        self._fill()
         return groups, given_up
 
     async def _wait_for_server(self) -> None:
@@ -300,7 +302,7 @@ class RolloutStream:
         steps = self._steps if self._ahead else self._wanted
         count = min(buffer.room(max(versions)), steps * self._per_step + self._surplus - asked)
         if self._pace is not None:
-            count = min(count, self._pace.groups - len(buffer.entries))
+            count = min(count, self._pace.room(len(buffer.entries), buffer.complete))
         try:
             new = [buffer.add(prompt) for prompt in self._prompts.next(count)] if count > 0 else []
         except Exception as error:
