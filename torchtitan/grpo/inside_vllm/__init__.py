@@ -9,7 +9,7 @@
                     adapter_requests: with --enable-lora, each request gets the trainer's adapter
                     api_key.ApiKeyMiddleware, if a flag names it
     engine core     plugin.register: two hooks      bundled_outputs; it ends with its parent
-    worker          plugin.register: two hooks      transfer_engine
+    worker          plugin.register: two hooks      transfer_engine; it ends with its parent
                                                       weight_wire.receiver: buckets in, checksums verified
                                                       direct_load, load_recording: buckets into parameters
                                                       adapters: LoRA, tensors into vLLM's slot; base_weights: whose

@@ -294,9 +294,8 @@ def _install(engine: Any, tokens: int) -> None:
 
     @functools.wraps(call_workers)
     def send_before_new_weights(method: Any, *args: Any, **kwargs: Any) -> Any:
-        # The server is paused. Later tokens are sampled by the new weights. What is sent before these travel, the API
-        # server unpacks meanwhile; so nothing is left for the end, unless an update has no transfer.
-        if method in ("update_weights", "finish_weight_update"):
+        # The server is paused. Later tokens are sampled by the new weights.
+        if method == "finish_weight_update":
             send_all()
         return call_workers(method, *args, **kwargs)
 

@@ -31,7 +31,7 @@ TESTED = ">=0.25.1,<0.33"
 """vLLM versions that this project is tested with; pyproject.toml has the same."""
 _OLDEST, _NEXT = (tuple(map(int, bound.strip("<>=").split("."))) for bound in TESTED.split(","))
 
-_PARENT_POLL_S = 1.0
+_PARENT_POLL_S = 0.2
 
 
 def register() -> None:
