@@ -179,8 +179,8 @@ class ServerCommand:
             flags += self._without_tokenizer()
         else:
             flags += ["--dtype", "bfloat16"]
-            # On one GPU vLLM by itself schedules and starts kernels in one thread, which limits generation: a process for
-            # each made 1.4 times the tokens with 512 answers of a 1.7B model (docs/benchmarks.md, section 7).
+            # On one GPU vLLM by itself schedules and starts kernels in one thread, which limits generation. A process
+            # for each made 1.4 times the tokens with 512 answers of a 1.7B model (docs/benchmarks.md, section 7).
             flags += ["--distributed-executor-backend", "mp"]
             flags += self._graphs()
         if self.gpus:
