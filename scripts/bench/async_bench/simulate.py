@@ -138,7 +138,7 @@ def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[lis
         batch, _ = buffer.take()
         lengths = [lengths_of.pop(entry.number) for entry in batch]
         if pace is not None:
-            pace.taken(map(max, lengths))
+            pace.taken([max(own) for own in lengths])
             if result:
                 held_s = now - held_since if held_since is not None else 0.0
                 pace.step(now - max(free_at, taken_at), now - taken_at, buffer.complete, held_s)

@@ -72,17 +72,34 @@ def test_one_group_a_step() -> None:
 
 
 def test_so_many_groups_under_way_that_the_longest_answer_is_in_time() -> None:
-    """Of 8 groups that end in a step, G under way take G / 8 steps. The longest takes four times as long, and has 8."""
+    """Of 8 groups that end in a step, G under way take G / 8 steps on average, and a longer one longer."""
     pace = Pace(8, 8, 0)
     run(pace, [(9.0, 0)] * 8)
     assert pace.groups == 80 and pace.room(30, 20) == 50
-    pace.taken([100] * 7 + [1300])  # 250 on average
-    assert pace.under_way == 16  # not below the start
-    pace.taken([900] * 56)
-    assert pace.under_way == math.ceil((8 - LOST_STEPS) * 8 * (250 * 8 + 900 * 56) / 64 / 1300)
+    pace.taken([100] * 7 + [1300])
+    assert pace.under_way == 16  # the mean is a fifth of the longest, but it is not below the start
+    pace.taken([900] * 8)
+    mean = (100 * 7 + 1300 + 900 * 8) / 16
+    assert pace.under_way == math.ceil((8 - LOST_STEPS) * 8 * mean / 1300)
     assert pace.room(30, 20) == pace.under_way - 10 and pace.room(79, 70) == 1
-    pace.taken([1000] * 2 * 9 * 8)  # what was long ago does not count
+    for _ in range(2 * 9):  # what was long ago does not count
+        pace.taken([1000] * 8)
     assert pace.under_way == math.ceil((8 - LOST_STEPS) * 8)
+
+
+def test_one_group_in_a_hundred_may_be_late() -> None:
+    pace = Pace(8, 8, 0)
+    for i in range(18):
+        pace.taken([1000] * 7 + [9000 if i == 4 else 1000])
+        assert pace.under_way == (16 if 4 <= i < 12 else 60)  # one in 40 to 96 groups, and then in 104
+
+
+def test_groups_that_others_replace_are_completed_too() -> None:
+    pace = Pace(8, 8, 0)
+    pace.taken([1000] * 8, replaced=8)
+    assert pace.under_way == math.ceil((8 - LOST_STEPS) * 16)
+    pace.taken([1000] * 8)
+    assert pace.under_way == math.ceil((8 - LOST_STEPS) * 12)
 
 
 def test_groups_without_tokens_bound_nothing() -> None:

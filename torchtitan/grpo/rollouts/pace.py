@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 WAITED_SHARE = 0.1
 """If steps wait for groups for more than this share of their time, rollouts hold them up."""
@@ -12,7 +12,10 @@ MOST_GROWTH, MOST_CUT = 0.5, 0.3
 """Of the groups, at a time."""
 LOST_STEPS = 0.6
 """Of the age, for an answer: it begins somewhere between two versions, and servers have a version a moment after the
-step that made it. Measured by simulation: with less, steps wait for old groups; with more, servers are less full."""
+step that made it. Found by simulation: with less, steps wait for old groups; with more, servers are less full."""
+IN_TIME = 0.99
+"""Share of the groups that are to be in time. One answer that is far longer than all others does not empty the servers
+for all steps that remember it: its step waits."""
 
 
 class Pace:
@@ -31,11 +34,11 @@ class Pace:
     So rollouts that are the bottleneck run ahead as far as staleness allows. If they are not, answers are hardly older
     than one step.
 
-    `under_way` bounds those groups that are not complete, so that the longest answer can be in time. With G of them and
-    B completed in each step, a group takes G / B steps on average (Little's law). A group takes as long as its longest
-    answer, and the longest answer of all takes the longer time in proportion to its tokens. It is in time within the
-    age. More groups than that make steps wait for it, whatever else is complete; then the servers run out of work,
-    because nothing new may begin.
+    `under_way` bounds those groups that are not complete, so that nearly all can be in time. With G of them and B that
+    complete in each step, a group takes G / B steps on average (Little's law). A group takes as long as its longest
+    answer, so the longest groups take longer in proportion to their tokens, and may take no longer than the age. With
+    more groups than that, steps wait for old ones, whatever else is complete. Servers then run out of work, since
+    nothing new may begin.
     """
 
     def __init__(self, groups_per_step: int, max_age: int, surplus: int) -> None:
@@ -47,7 +50,9 @@ class Pace:
         self.groups = self._start
         self.under_way = self._most
         self._in_time_steps = max_age - LOST_STEPS
-        self._longest: deque[int] = deque(maxlen=2 * (max_age + 1) * groups_per_step)
+        steps = 2 * (max_age + 1)
+        self._longest: deque[int] = deque(maxlen=steps * groups_per_step)
+        self._completed: deque[int] = deque(maxlen=steps)
         self._start_period()
 
     def _start_period(self) -> None:
@@ -58,17 +63,21 @@ class Pace:
         """How many more groups to request. Of those requested and not yet trained on, so many are complete."""
         return min(self.groups - requested, self.under_way - (requested - complete))
 
-    def taken(self, longest: Iterable[int]) -> None:
+    def taken(self, longest: Sequence[int], replaced: int = 0) -> None:
         """Record the groups of a step.
 
         Args:
             longest: Tokens of each group's longest answer.
+            replaced: Groups that were complete since the last step, and are not trained on.
         """
         self._longest.extend(longest)
-        most = max(self._longest, default=0)
+        self._completed.append(len(longest) + replaced)
+        ordered = sorted(self._longest)
+        most = ordered[math.ceil(IN_TIME * len(ordered)) - 1]
         if most:
-            share = sum(self._longest) / len(self._longest) / most
-            self.under_way = max(math.ceil(self._in_time_steps * self._per_step * share), self._start)
+            mean = sum(min(tokens, most) for tokens in ordered) / len(ordered)
+            completed = sum(self._completed) / len(self._completed)
+            self.under_way = max(math.ceil(self._in_time_steps * completed * mean / most), self._start)
 
     def step(self, waited_s: float, step_s: float, spare: int, held_s: float = 0.0) -> None:
         """Record a step that has taken its groups.

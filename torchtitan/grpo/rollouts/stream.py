@@ -259,7 +259,8 @@ class RolloutStream:
             groups.append(entry.group)
         now = clock()
         if self._pace is not None:
-            self._pace.taken(max(len(sample.token_ids) for sample in group) for group in groups)
+            longest = [max((len(sample.token_ids) for sample in group), default=0) for group in groups]
+            self._pace.taken(longest, replaced=len(given_up))
             if self._taken_at is not None:
                 self._pace.step(now - asked_at, now - self._taken_at, self._buffer.complete, held_s)
         self._taken_at = now
