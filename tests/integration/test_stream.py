@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import random
 import threading
 import time
@@ -23,6 +24,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
+from torchtitan.grpo.rollouts.pace import LOST_STEPS
 from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import StopRequested
@@ -362,11 +364,14 @@ def test_groups_are_asked_no_further_ahead_than_the_trainer_needs(make_run) -> N
         run = make_run(ahead=ahead_by(3, run_ahead=run_ahead), environment=held.rollout)
         for version in range(14):
             run.publish(version)
-            run.stream.take(version)
+            batch = run.stream.take(version)
             wait_until(run.rests)
         outstanding[run_ahead] = run.count("groups_ready")
     assert outstanding["full"] == 3 * B
     assert outstanding["auto"] <= B + B // 4, "a step's groups are there in time without any more"
+    longest = [max(len(sample.token_ids) for sample in group) for group in batch]
+    assert min(longest) == max(longest) > 0
+    assert run.stream._pace.under_way == math.ceil((3 - LOST_STEPS) * B), "it knows the lengths of answers"
     held.after = lambda index: True
     for version in range(14, 17):  # now each step has to wait
         run.publish(version)
