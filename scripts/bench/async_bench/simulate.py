@@ -102,7 +102,7 @@ def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[lis
 
     def fill() -> None:
         room = buffer.room(server.version)
-        for _ in range(room if pace is None else min(room, pace.room(len(buffer.entries), buffer.complete))):
+        for _ in range(room if pace is None else min(room, pace.room(len(buffer.entries), buffer.answered))):
             entry = buffer.add(Prompt(buffer.next_number, [], ""))
             drawn = (entry.number + seed * 10**6, schedule.samples, schedule.mean, schedule.sigma, schedule.max_answer)
             lengths_of[entry.number] = lengths = draw_lengths(*drawn)

@@ -65,6 +65,8 @@ class Simulation:
             while self.buffer.ready() is None:
                 self.advance(version, dropped)
             batch, too_old = self.buffer.take()
+            groups = [entry.group is not None for entry in self.buffer.entries.values()]
+            assert self.buffer.answered == self.buffer.complete == sum(groups)
             for entry in batch:
                 age = version - min(entry.group[0].versions)
                 assert version - self.began[entry.number] >= age
@@ -272,12 +274,18 @@ def test_what_a_step_would_be_if_answers_were_scored() -> None:
     first, second = (buffer.add(prompt_of(i)) for i in range(2))
     for entry in (first, second):
         buffer.begin(entry, 0)
-    first.answered = True
+    buffer.answer(first)
+    buffer.answer(first)
+    assert (buffer.answered, buffer.complete) == (1, 0)
     assert buffer.ready(but_for_scores=True) is None
     buffer.finish(first, group_of(first.prompt, [0]))
-    second.answered = True
+    buffer.answer(second)
     assert buffer.ready(but_for_scores=True) == [first, second]
     assert buffer.ready() is None
+    assert (buffer.answered, buffer.complete) == (2, 1)
+    buffer.drop(second)
+    buffer.answer(second)  # too late
+    assert (buffer.answered, buffer.complete) == (1, 1)
 
 
 def test_no_step_is_taken_that_is_not_ready() -> None:

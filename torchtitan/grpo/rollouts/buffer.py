@@ -32,7 +32,7 @@ class Entry:
         occurrence: How many earlier groups with the same `number // B` have the same prompt, wherever they are now.
         begun: Weight version of the server at the first request; None before that. No token is older.
         group: The samples, once they are complete and scored.
-        answered: The samples are complete and are being scored.
+        answered: The samples are complete, and are being scored or have been.
     """
 
     number: int
@@ -72,6 +72,8 @@ class StalenessBuffer:
         """By number, in ascending order."""
         self._occurrences: Counter[int] = Counter()  # of prompts, among the numbers with the last one's `number // B`
         self._begun = 0  # entries that have begun
+        self.answered = 0
+        """Entries whose samples are complete, scored or not."""
         self.complete = 0
         """Entries that have their group."""
 
@@ -116,7 +118,14 @@ class StalenessBuffer:
             entry.begun = server_version
             self._begun += 1
 
+    def answer(self, entry: Entry) -> None:
+        """The group's samples are complete."""
+        if not entry.answered and entry.number in self.entries:
+            entry.answered = True
+            self.answered += 1
+
     def finish(self, entry: Entry, group: Group) -> None:
+        self.answer(entry)
         entry.group = group
         self.complete += 1
 
@@ -214,28 +223,26 @@ class StalenessBuffer:
             begun_at = saved["begun"]
             if group is not None and not usable(group):
                 group = begun_at = None
-            entry = Entry(saved["number"], prompt, saved["occurrence"], begun_at, group)
+            entry = Entry(saved["number"], prompt, saved["occurrence"], begun_at, group, answered=group is not None)
             self.entries[entry.number] = entry
         begun = self._oldest_first(entry for entry in self.entries.values() if entry.begun is not None)
         while begun and (
             self.deadline(begun[0]) < self.version
             or (self.late == "wait" and not self._in_time(begun[self.groups_per_step :]))
         ):
-            begun[0].begun = begun[0].group = None
+            begun[0].begun, begun[0].group, begun[0].answered = None, None, False
             del begun[0]
         self._begun = len(begun)
-        self.complete = sum(entry.group is not None for entry in self.entries.values())
+        self.answered = self.complete = sum(entry.group is not None for entry in self.entries.values())
 
     def _oldest_complete(self, but_for_scores: bool = False) -> tuple[list[Entry], list[Entry]]:
         """A step's groups and those that they leave, oldest first. None, if too few are complete."""
         entries = self.entries.values()
-        count = sum(e.group is not None or e.answered for e in entries) if but_for_scores else self.complete
+        count = self.answered if but_for_scores else self.complete
         if count < self.groups_per_step:  # as mostly, and it is asked at the end of each group
             return [], []
         oldest = self._oldest_first(entries)
-        complete = [
-            entry for entry in oldest[: self.window] if entry.group is not None or (but_for_scores and entry.answered)
-        ]
+        complete = [e for e in oldest[: self.window] if (e.answered if but_for_scores else e.group is not None)]
         if len(complete) < self.groups_per_step:
             return [], []
         batch = complete[: self.groups_per_step]
@@ -249,6 +256,7 @@ class StalenessBuffer:
     def _remove(self, entry: Entry) -> None:
         del self.entries[entry.number]
         self._begun -= entry.begun is not None
+        self.answered -= entry.answered
         self.complete -= entry.group is not None
 
     def _allowed(self, server_version: int) -> int:

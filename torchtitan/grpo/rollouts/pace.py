@@ -34,8 +34,8 @@ class Pace:
     So rollouts that are the bottleneck run ahead as far as staleness allows. If they are not, answers are hardly older
     than one step.
 
-    `under_way` bounds those groups that are not complete, so that nearly all can be in time. With G of them and B that
-    complete in each step, a group takes G / B steps on average (Little's law). A group takes as long as its longest
+    `under_way` bounds those groups that lack answers, so that nearly all can be in time. With G of them and B that are
+    answered in each step, a group takes G / B steps on average (Little's law). A group takes as long as its longest
     answer, so the longest groups take longer in proportion to their tokens, and may take no longer than the age. With
     more groups than that, steps wait for old ones, whatever else is complete. Servers then run out of work, since
     nothing new may begin.
@@ -52,32 +52,32 @@ class Pace:
         self._in_time_steps = max_age - LOST_STEPS
         steps = 2 * (max_age + 1)
         self._longest: deque[int] = deque(maxlen=steps * groups_per_step)
-        self._completed: deque[int] = deque(maxlen=steps)
+        self._answered: deque[int] = deque(maxlen=steps)
         self._start_period()
 
     def _start_period(self) -> None:
         self._steps, self._wanting_s, self._waited_s, self._all_s = 0, 0.0, 0.0, 0.0
         self._spare = self._most
 
-    def room(self, requested: int, complete: int) -> int:
-        """How many more groups to request. Of those requested and not yet trained on, so many are complete."""
-        return min(self.groups - requested, self.under_way - (requested - complete))
+    def room(self, requested: int, answered: int) -> int:
+        """How many more groups to request. Of those requested and not yet trained on, so many have their answers."""
+        return min(self.groups - requested, self.under_way - (requested - answered))
 
     def taken(self, longest: Sequence[int], replaced: int = 0) -> None:
         """Record the groups of a step.
 
         Args:
             longest: Tokens of each group's longest answer.
-            replaced: Groups that were complete since the last step, and are not trained on.
+            replaced: Groups that were answered since the last step, and are not trained on.
         """
         self._longest.extend(longest)
-        self._completed.append(len(longest) + replaced)
+        self._answered.append(len(longest) + replaced)
         ordered = sorted(self._longest)
         most = ordered[math.ceil(IN_TIME * len(ordered)) - 1]
         if most:
             mean = sum(min(tokens, most) for tokens in ordered) / len(ordered)
-            completed = sum(self._completed) / len(self._completed)
-            self.under_way = max(math.ceil(self._in_time_steps * completed * mean / most), self._start)
+            answered = sum(self._answered) / len(self._answered)
+            self.under_way = max(math.ceil(self._in_time_steps * answered * mean / most), self._start)
 
     def step(self, waited_s: float, step_s: float, spare: int, held_s: float = 0.0) -> None:
         """Record a step that has taken its groups.

@@ -303,7 +303,7 @@ class RolloutStream:
         steps = self._steps if self._ahead else self._wanted
         count = min(buffer.room(max(versions)), steps * self._per_step + self._surplus - asked)
         if self._pace is not None:
-            count = min(count, self._pace.room(len(buffer.entries), buffer.complete))
+            count = min(count, self._pace.room(len(buffer.entries), buffer.answered))
         try:
             new = [buffer.add(prompt) for prompt in self._prompts.next(count)] if count > 0 else []
         except Exception as error:
@@ -334,7 +334,7 @@ class RolloutStream:
             )
 
     def _answered(self, entry: Entry) -> None:
-        entry.answered = True
+        self._buffer.answer(entry)
         self._changed.set()
 
     def _ended(self, entry: Entry, task: asyncio.Task) -> None:
