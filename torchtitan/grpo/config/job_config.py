@@ -345,7 +345,7 @@ class AsyncGrpo:
     """Largest age of a trained token, in weight versions behind the trainer."""
     run_ahead: Literal["auto", "full"] = "auto"
     """How far ahead of the trainer to sample within the age limit. `auto`: as far as keeps the trainer busy, so that
-    tokens stay young, and with no more answers at once than lets the longest be in time. `full`: as far as the limit
+    tokens stay young, and with no more answers at once than lets long ones be in time. `full`: as far as the limit
     allows."""
     in_flight_weight_updates: bool = True
     """Update weights in the middle of answers, whose later tokens then come from newer weights. False lets running

@@ -86,7 +86,8 @@ class TorchtitanGrpoEngine(WeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        end_with_parent()
+        if self.parallel_config.distributed_executor_backend == "mp":  # else it is in another's process, maybe a user's
+            end_with_parent()
         lora = self.vllm_config.lora_config
         if lora is not None:
             self._adapters = adapters.install(self.model, lora, self.device)
