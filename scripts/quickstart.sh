@@ -13,7 +13,9 @@ cd "$(repo_root)"
 use_venv
 is_installed || install_project .
 
+# One thread for each process: the matrices are small, and two threads that share a busy core wait for each other.
 # Threads that wait do not spin. Where other work needs the cores too, spinning made runs take twice the CPU time.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 run=outputs/quickstart number=1
 while [ -e "$run" ]; do

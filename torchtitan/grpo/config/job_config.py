@@ -619,7 +619,7 @@ class Reward:
     """Regular expression whose one group, in its last match, is the final answer (e.g. `#### (.+)`). Built-in functions
     get that answer; empty: the whole text."""
     workers: Annotated[int, Range(at_least=1, at_most=1024)] = 2
-    """Worker processes that score answers."""
+    """Worker processes that score answers. `exact_match` alone, without a pattern, needs none."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 10.0
     """Longest time for one function on one answer. After it the score has failed. A function that gets a group at once
     has as much for each of its answers."""

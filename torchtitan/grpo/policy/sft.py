@@ -88,7 +88,7 @@ def supervised_steps(
     Yields:
         This rank's part of each step's loss (their sum over data ranks is nats per target token).
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=sft.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=sft.lr, weight_decay=0.0, fused=True)
     finite_steps = FiniteSteps([optimizer], device)
     ahead = next_rows() if sft.steps else []
     for left in reversed(range(sft.steps)):

@@ -1,10 +1,11 @@
-"""Scores for answers, from verifiable reward functions in processes of their own.
+"""Scores for answers, from verifiable reward functions, in processes of their own if they may hang.
 
     functions.py   built-in functions: exact_match, numeric_match, math_verify,
                    reasoning_gym; resolve finds them, or a `module:function`
     runner.py      RewardRunner.check(prompts) tries each function when a run starts;
                    score(samples) fills in each sample's reward
       RewardWorker one process and its pipe; replaced when it hangs or dies
+      Here         instant functions, in the calling thread
     worker.py      what runs in that process: receives calls, sends scores
     failures.py    check_failures ends a run whose answers mostly have no reward
 

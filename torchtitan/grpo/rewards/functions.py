@@ -96,6 +96,14 @@ def is_safe(name: str, pattern: str) -> bool:
     return name in BUILT_IN and name not in PACKAGES and not pattern
 
 
+def is_instant(name: str, pattern: str) -> bool:
+    """Whether a safe function takes less time than a message to another process, however long the answer is.
+
+    `numeric_match` does not: it took 10 ms for 29,000 characters.
+    """
+    return name == exact_match.__name__ and not pattern
+
+
 def resolve(name: str) -> RewardFunction:
     """Find the function that `[reward] functions` gives by a built-in name or as `module:function`.
 

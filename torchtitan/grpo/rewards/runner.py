@@ -6,7 +6,8 @@ the call that hangs is known exactly and stopped after its own time limit, and n
 
 Coroutines run at the same time, so which of them blocks or ends the process is not known at first. Those that are left
 are then called again, one by one. The same holds for functions of this package that compute and do nothing else: a
-worker sends their scores in one message.
+worker sends their scores in one message. If all functions are instant (`functions.is_instant`), the caller's thread
+computes them and no worker starts.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ import torchtitan_overlay
 from torchtitan.grpo.config.job_config import Distill, Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.functions import is_async, is_safe, resolve, source, takes_group
-from torchtitan.grpo.rewards.worker import SECRET, Call, Score, kill_group, serve, too_slow
+from torchtitan.grpo.rewards.functions import is_async, is_instant, is_safe, resolve, source, takes_group
+from torchtitan.grpo.rewards.worker import SECRET, Call, Function, Score, kill_group, serve, too_slow
 from torchtitan.tools.logging import logger
 
 START_TIMEOUT_S = 120.0
@@ -43,7 +44,7 @@ ODD_ANSWERS = ("", "I do not know.")
 
 
 class RewardRunner:
-    """Scores answers by `[reward]` in worker processes. Several threads may call `score` at once.
+    """Scores answers by `[reward]`, in worker processes if need be. Several threads may call `score` at once.
 
     Args:
         reward: The `[reward]` section, which `load_config` has checked.
@@ -70,9 +71,10 @@ class RewardRunner:
         own = {value for keys in with_keys for name, value in vars(keys).items() if name.endswith("_key_env")}
         secrets = {name for name in os.environ if SECRET.search(name)} | own
         hidden = sorted(secrets - set(reward.secrets))
+        self._here = Here(self._names) if all(is_instant(name, reward.answer_pattern) for name in self._names) else None
         self._workers = [
             RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden)
-            for _ in range(reward.workers if self._names else 0)
+            for _ in range(0 if self._here else reward.workers)
         ]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -94,17 +96,26 @@ class RewardRunner:
         """
         if not self._names:
             return
-        worker = self._idle.get()
-        try:
-            problems = [problem for i in range(len(self._names)) if (problem := self._problem(worker, i, prompts))]
-        finally:
-            self._idle.put(worker)
+        with self._scorer() as scorer:
+            problems = [problem for i in range(len(self._names)) if (problem := self._problem(scorer, i, prompts))]
         if problems and refuse:
             raise UserError("\n".join(problems))
         for problem in problems:
             logger.warning("%s", problem)
 
-    def _problem(self, worker: "RewardWorker", function: int, prompts: Sequence[Prompt]) -> str:
+    @contextlib.contextmanager
+    def _scorer(self) -> "Iterator[RewardWorker | Here]":
+        """A worker that no other thread uses, if there are workers. Waits for one."""
+        if self._here:
+            yield self._here
+            return
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+    def _problem(self, scorer: "RewardWorker | Here", function: int, prompts: Sequence[Prompt]) -> str:
         """What is wrong with a function that gives no score on its rows; "" if it gives one, or if none is its own."""
         prompts = [prompt for prompt in prompts if function in self._functions_of(prompt)]
         if not prompts:
@@ -116,7 +127,7 @@ class RewardRunner:
             calls = [Call(function, [text], prompt, is_final=True) for text, prompt in pairs]
         failures = []
         for call in calls:
-            (scores,) = worker.run([call])
+            (scores,) = scorer.run([call])
             failures += [score.failure for score in scores]
             if not all(failures):
                 return ""
@@ -146,6 +157,9 @@ class RewardRunner:
             for sample in samples:
                 sample.reward_failures = {"environment": "gave no reward, and [reward] functions is empty"}
             return
+        if self._here:
+            self._score_chunk(list(samples))
+            return
         if any(self._takes_group) or any(self._is_async):
             chunks = [list(group) for _, group in itertools.groupby(samples, lambda sample: id(sample.prompt))]
         else:
@@ -167,11 +181,8 @@ class RewardRunner:
                 calls.append(Call(i, [sample.text for sample in own], own[0].prompt))
             else:
                 calls += [Call(i, [sample.text], sample.prompt) for sample in own]
-        worker = self._idle.get()
-        try:
-            results = worker.run(calls)
-        finally:
-            self._idle.put(worker)
+        with self._scorer() as scorer:
+            results = scorer.run(calls)
         by_function: list[list[Score]] = [[] for _ in self._names]
         for call, scores in zip(calls, results, strict=True):
             by_function[call.function] += scores
@@ -221,6 +232,17 @@ class RewardRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Here:
+    """Computes scores in the calling thread."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._functions = [Function(name, "", 0.0) for name in names]
+
+    def run(self, calls: Sequence[Call]) -> list[list[Score]]:
+        """The scores of each call, in order."""
+        return [self._functions[call.function].scores(call) for call in calls]
 
 
 class RewardWorker:

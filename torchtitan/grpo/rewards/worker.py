@@ -81,7 +81,7 @@ def serve(connection: Connection, names: list[str], pattern: str, timeout_s: flo
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     # Slurm sends SIGTERM to every process. Not SIG_IGN: programs that a function starts would inherit it.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    functions = [_Function(name, pattern, timeout_s) for name in names]
+    functions = [Function(name, pattern, timeout_s) for name in names]
     loop = asyncio.Runner()  # the same for all calls: clients of web services belong to the loop of their first use
     with contextlib.suppress(EOFError, ConnectionError):
         connection.send("ready")
@@ -95,6 +95,7 @@ def serve(connection: Connection, names: list[str], pattern: str, timeout_s: flo
                 elif function.is_safe:
                     computed[number] = function.scores(call)
                 else:
+                    _seed_generators(call)
                     connection.send({number: function.scores(call)})
             if computed:
                 connection.send(computed)
@@ -130,7 +131,7 @@ def too_slow(timeout_s: float, answers: int) -> str:
     return f"took longer than [reward] timeout_seconds = {timeout_s}{each}"
 
 
-class _Function:
+class Function:
     """One of `[reward] functions` in its process. Whatever it does, a call gives one score per answer."""
 
     def __init__(self, name: str, pattern: str, timeout_s: float) -> None:
@@ -146,7 +147,6 @@ class _Function:
 
     def scores(self, call: Call) -> list[Score]:
         text = call.texts[0]
-        _seed_generators(call)
         if self._regex is not None and not call.is_final:
             matches = list(self._regex.finditer(text))
             if not matches:
