@@ -99,7 +99,7 @@ def is_safe(name: str, pattern: str) -> bool:
 def is_instant(name: str, pattern: str) -> bool:
     """Whether a safe function takes less time than a message to another process, however long the answer is.
 
-    `numeric_match` does not: it took 10 ms for 29,000 characters.
+    `numeric_match` does not: it searches the whole answer for numbers, and holds the interpreter meanwhile.
     """
     return name == exact_match.__name__ and not pattern
 
