@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Evaluate a model on held-out prompts, with servers that this script starts and stops.
 
-    python scripts/evaluate.py outputs/quickstart/checkpoint/step-150 --job.config_file train_configs/quickstart.toml
+    python scripts/evaluate.py outputs/quickstart/checkpoint/step-120 --job.config_file train_configs/quickstart.toml
     python scripts/evaluate.py models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
 
 MODEL is a checkpoint or a Hugging Face folder. Held-out sets, rewards and lengths are those of the configuration: every
