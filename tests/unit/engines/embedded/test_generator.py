@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from torchtitan.grpo.engines.embedded.bodies import reply
 from torchtitan.grpo.engines.embedded.generator import Generator, Request
 from torchtitan.grpo.engines.embedded.model import ModelUpdate
 from torchtitan.grpo.engines.embedded.sampling import noise_key, sample, uniform
@@ -290,6 +291,17 @@ def test_top_logprobs_follow_the_temperature(model: PreTrainedModel) -> None:
         assert len(values) == VOCAB
         gaps.append(values[1] - values[2])
     assert gaps[1] == pytest.approx(gaps[0] / 2, rel=1e-4)
+
+
+def test_a_reply_has_no_infinity(model: PreTrainedModel) -> None:
+    generator = make_generator(model)
+    request = Request("r", prompts_of([6])[0], SamplingParams(1, 1.0, 1, seed=0, top_p=0.01), top_logprobs=VOCAB)
+    generator.add([request])
+    finish(generator)
+    assert -math.inf in dict(request.rows[0].top_logprobs[0]).values()
+    content = reply(request, "model")["choices"][0]["logprobs"]["content"]
+    values = [top["logprob"] for top in content[0]["top_logprobs"]]
+    assert len(values) == VOCAB and min(values) == -9999 and max(values) == content[0]["logprob"]
 
 
 def test_nan_weights_are_an_error() -> None:
