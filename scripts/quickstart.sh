@@ -13,7 +13,7 @@ cd "$(repo_root)"
 use_venv
 is_installed || install_project .
 
-# One thread for each process: the matrices are small, and two threads that share a busy core wait for each other.
+# One thread for each process: with such small matrices two were slower (docs/benchmarks.md, section 1).
 # Threads that wait do not spin. Where other work needs the cores too, spinning made runs take twice the CPU time.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"

@@ -10,10 +10,9 @@ from torchtitan.grpo.data.routes import to_npy
 from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 
 TOP_LOGPROBS_MAX = 20
-LOWEST_LOGPROB = -9999.0
-"""In place of -inf, as in vLLM's replies: JSON has no infinities. Tokens that top-p or min-p cut have it."""
 ANSWERS_MAX = 1 << 16
 """Most answers to one request. Each is a row in the queue at once."""
 INT64 = range(-(1 << 63), 1 << 63)
@@ -138,8 +137,9 @@ def _logprobs(row: AnswerRow) -> dict:
         for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
     ]
     for entry, best in zip(content, row.top_logprobs, strict=False):
+        # Tokens that top-p or min-p cut have -inf.
         entry["top_logprobs"] = [
-            {"token_id": token, "logprob": max(logprob, LOWEST_LOGPROB), "rank": None} for token, logprob in best
+            {"token_id": token, "logprob": max(logprob, LOWEST), "rank": None} for token, logprob in best
         ]
     return {"logprobs": {"content": content}}
 
