@@ -16,7 +16,7 @@ from tests.helpers import ROOT
 from torchtitan.config import ConfigManager
 from torchtitan.grpo.config import data_contradictions, job_config
 from torchtitan.grpo.config.keys import check_ranges, keys
-from torchtitan.grpo.config.load import ELSEWHERE, load_config
+from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine, default_to_one_process, one_cpu_thread, raise_file_limit
 from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
@@ -803,7 +803,6 @@ def test_a_key_in_the_wrong_place_is_not_shown(flags, says):
 
 def test_tables_name_real_keys():
     assert set(data_contradictions.BUILT_IN) == set(functions.BUILT_IN)
-    assert set(ELSEWHERE.values()) <= {key.path for key in honoured_keys()}
     covered = {unsupported_by(path) for path in keys()} - {None}
     assert covered == set(UNSUPPORTED)
 

@@ -172,7 +172,7 @@ CONFIGURATION = {
     "verl: clip_ratio_high": flag("--grpo.clip_ratio_high", "0.3", "did you mean --grpo.ratio_clip_max?"),
     "verl: train_batch_size": flag("--data.train_batch_size", "32", "did you mean --grpo.prompts_per_step?"),
     "verl: tensor_model_parallel_size": flag(
-        "--rollout.tensor_model_parallel_size", "2", "did you mean --parallelism.tensor_parallel_degree?"
+        "--rollout.tensor_model_parallel_size", "2", "did you mean --rollout.gpus_per_server"
     ),
     "verl: total_training_steps": flag("--training.total_training_steps", "9", "did you mean --training.steps?"),
     "torchtitan: dataset": flag("--training.dataset", "c4", "[training] dataset", "prompts come from [data]"),
