@@ -6,6 +6,7 @@ import runpy
 import socket
 import tomllib
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -550,6 +551,20 @@ def test_broken_toml_names_file_and_place(tmp_path, text):
         load_config(["--job.config_file", str(path)])
 
 
+def test_a_byte_order_mark_is_not_read(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[grpo]\r\ngroup_size = 4\r\n")
+    assert load_config(["--job.config_file", str(path), *MODEL]).grpo.group_size == 4
+
+
+def test_a_warm_up_longer_than_the_run_is_told_in_one_line(tmp_path, caplog):
+    load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 9\n[training]\nsteps = 9")
+    assert not caplog.records
+    load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 10\n[training]\nsteps = 9")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "[lr_scheduler] warmup_steps = 10 is over the 9 steps" in caplog.text
+
+
 def test_missing_model_folder_is_named():
     with pytest.raises(UserError, match=r"\[model\] hf_assets_path is missing"):
         load_config([])
@@ -631,6 +646,13 @@ def test_help_lists_keys_and_ends(capsys):
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert "--grpo.group_size (int, default 8)" in printed and "pipeline_parallel" not in printed
+
+
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"torchtitan-grpo {version('torchtitan-grpo')}\n"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "train_configs").glob("*.toml")))

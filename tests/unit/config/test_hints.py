@@ -142,7 +142,8 @@ SECTIONS = {
         "the other 1",
     ),
     "prime-rl": (
-        "[orchestrator]\nbatch_size = 64\nrollouts_per_example = 8\n[orchestrator.sampling]\nmax_tokens = 9\n[ckpt]\ninterval = 5",
+        "[orchestrator]\nbatch_size = 64\nrollouts_per_example = 8\n[orchestrator.sampling]\nmax_tokens = 9\n"
+        "[ckpt]\ninterval = 5",
         "batch_size is [grpo] prompts_per_step (in groups)",
         "rollouts_per_example is [grpo] group_size",
         "sampling.max_tokens is [rollout] max_answer_tokens",

@@ -27,7 +27,7 @@ from torchtitan.grpo.config.server_contradictions import (
     check_sglang_adapters,
     check_weight_sync,
 )
-from torchtitan.grpo.config.tables import validation_metrics
+from torchtitan.grpo.config.tables import validation_metric_names
 from torchtitan.grpo.errors import did_you_mean
 
 
@@ -253,7 +253,7 @@ def _check_keep_best(config: JobConfig, job: Job) -> Iterator[str]:
     checkpoint, validation = config.checkpoint, config.validation
     if not checkpoint.keep_best:
         return
-    best, known = f"[checkpoint] keep_best = {show(checkpoint.keep_best)}", validation_metrics(config, job)
+    best, known = f"[checkpoint] keep_best = {show(checkpoint.keep_best)}", validation_metric_names(config, job)
     if not validation.enable:
         yield f"{best} needs [validation] enable = true"
         return

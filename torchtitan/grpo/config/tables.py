@@ -126,19 +126,19 @@ def source_of(config: JobConfig, held_out: HeldOutSet) -> MixtureSource:
     return next((source for source in training_sources(config) if source.name in (held_out.name, "")), MixtureSource())
 
 
-def validation_metrics(config: JobConfig, job: Job) -> list[str]:
+def validation_metric_names(config: JobConfig, job: Job) -> list[str]:
     """Names of what each validation measures, but for standard errors. Without a reward, one may be missing."""
     means = ["token_accuracy", "loss"] if job == "sft" else ["greedy_reward", "sampled_reward"]
     names = [f"validation/{name}" for name in means]
     for each in held_out_sets(config):
         n = each.samples_per_prompt
-        sampled = [f"pass_at_{k}" for k in passes(n)] + [f"majority_at_{n}"] * (n > 1) + ["answer_tokens_mean"]
+        sampled = [f"pass_at_{k}" for k in pass_counts(n)] + [f"majority_at_{n}"] * (n > 1) + ["answer_tokens_mean"]
         prefix = f"validation/{each.name}/" if each.name else "validation/"
         names += [prefix + name for name in [*means, *(sampled if job == "grpo" else [])]]
     return list(dict.fromkeys(names))
 
 
-def passes(n: int) -> list[int]:
+def pass_counts(n: int) -> list[int]:
     """The k for which pass@k of n answers is measured: 1, 2, 4 and so on, and n."""
     return list(dict.fromkeys([*(2**i for i in range(n.bit_length())), n])) if n else []
 
