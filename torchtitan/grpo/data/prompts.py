@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.samples import Document, Prompt
-from torchtitan.grpo.data.sources import DatasetRow, load_rows
+from torchtitan.grpo.data.sources import DatasetRow, key_of, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import load_function
 from torchtitan.tools.logging import logger
@@ -120,7 +120,7 @@ class PromptSource:
         held_out: Serve the held-out rows instead of the training rows.
         validation_prompts: `[validation] prompts`. Give both sources the same number: if the held-out rows come from
             the training data, both then split it at the same row.
-        asked: Questions of other held-out sets (`sources.question`). They are not trained on.
+        asked: What other held-out sets ask (`sources.row_keys`). It is not trained on.
         functions: `[reward] functions`, which `[data] reward_column` chooses from.
         of_environment: The rows of `[data] source = "environment"`.
 
@@ -176,6 +176,11 @@ class PromptSource:
     def rows(self) -> int:
         """Number of rows of the whole dataset. Every `Prompt.index` is below it."""
         return len(self._rows.rows)
+
+    def keys(self) -> set[str]:
+        """What its prompts ask, as one of `sources.row_keys`. Empty if nothing tells episodes apart."""
+        key = key_of(self._rows.rows, self._data)
+        return {key(self._rows.rows[i]) for i in self._positions} if key else set()
 
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts that the curriculum accepts. A new epoch begins at the end of the data.

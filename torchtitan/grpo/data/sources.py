@@ -10,7 +10,7 @@ import json
 import operator
 import os
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,11 +54,11 @@ def load_rows(
     """Load the rows to train on, or the held-out ones.
 
     Held-out rows are those of `validation_path` or `validation_split`. If neither is set, they are the last
-    `validation_prompts` rows of the training data. Training rows that ask the same question are then left out.
+    `validation_prompts` rows of the training data. Training rows that ask the same are then left out, see `key_of`.
 
     Args:
         validation_prompts: `[validation] prompts`; 0 holds nothing out of the training data.
-        asked: Questions (`question`) of other held-out rows, which are left out of the training rows too.
+        asked: Keys (`row_keys`) of other held-out rows, which are left out of the training rows too.
         of_environment: The rows of `[data] source = "environment"`.
 
     Raises:
@@ -72,7 +72,17 @@ def load_rows(
         rows = _of_environment(of_environment)
     else:
         rows = _load(data, data.path, data.split, "path", kept_back)
-    count = len(rows.rows)
+    count, key = len(rows.rows), key_of(rows.rows, data)
+    if key is None:
+        if held_out:
+            return replace(rows, positions=range(max(0, count - kept_back), count))
+        if kept_back or asked:
+            logger.warning(
+                "%s: its rows are alike, so training has those of the held-out sets, too: held-out rewards tell of new "
+                "episodes only if the environment begins each one differently",
+                rows.name,
+            )
+        return rows
     if kept_back >= count:
         raise UserError(
             f"{rows.name} has {count} rows and [validation] prompts = {kept_back}, which leaves no row to train on: "
@@ -82,8 +92,8 @@ def load_rows(
     if held_out:
         return replace(rows, positions=kept)
     rows = replace(rows, positions=range(count - kept_back))
-    asked = asked | {question(rows.rows[i], data.question_column) for i in kept}
-    return _without_questions(rows, asked, data.question_column) if asked else rows
+    asked = asked | {key(rows.rows[i]) for i in kept}
+    return _without_repeats(rows, asked, key) if asked else rows
 
 
 def _load(data: Data, path: str, split: str, key: str, extra: int) -> DatasetRows:
@@ -106,20 +116,43 @@ def _of_environment(rows: Sequence[DatasetRow] | None) -> DatasetRows:
     return DatasetRows(rows, range(len(rows)), name)
 
 
-def _without_questions(rows: DatasetRows, asked: Set[str], column: str) -> DatasetRows:
-    """Leave out rows that ask a held-out question, because generators and datasets repeat themselves."""
-    positions = [i for i in rows.positions if question(rows.rows[i], column) not in asked]
+def _without_repeats(rows: DatasetRows, asked: Set[str], key: Callable[[DatasetRow], str]) -> DatasetRows:
+    """Leave out rows that ask what a held-out one asks, because generators and datasets repeat themselves."""
+    positions = [i for i in rows.positions if key(rows.rows[i]) not in asked]
     repeats = len(rows.positions) - len(positions)
     if not positions:
-        raise UserError(f"Every training row of {rows.name} repeats a held-out question: add more varied data")
+        raise UserError(
+            f"Every training row of {rows.name} repeats a held-out question: add more varied data. An environment "
+            "whose episodes differ by themselves may list each row several times"
+        )
     if repeats:
         logger.info("%s: %d training rows repeat a held-out question and are left out", rows.name, repeats)
     return replace(rows, positions=positions)
 
 
-def question(row: DatasetRow, column: str) -> str:
-    """What a row asks, to compare it with others."""
-    return json.dumps(row.get(column), default=str)
+def key_of(rows: Sequence[DatasetRow], data: Data) -> Callable[[DatasetRow], str] | None:
+    """What tells one row of a source from another: its question.
+
+    In a game all rows may ask the same, and another column says which episode it is: then the whole row. If an
+    environment lists whole rows several times, or has a single one, nothing in a row tells its episodes apart: None.
+    """
+    keys = _question(data.question_column), _whole
+    if data.source != "environment":
+        return keys[0]
+    return next((key for key in keys if len({key(row) for row in rows}) > max(1, len(rows) // 2)), None)
+
+
+def row_keys(row: DatasetRow, column: str) -> set[str]:
+    """All that `key_of` may compare a row by, with `column` for its question."""
+    return {_question(column)(row), _whole(row)}
+
+
+def _question(column: str) -> Callable[[DatasetRow], str]:
+    return lambda row: json.dumps(row.get(column), default=str)
+
+
+def _whole(row: DatasetRow) -> str:
+    return json.dumps(row, default=str)
 
 
 def _arithmetic(data: Data, extra: int) -> DatasetRows:

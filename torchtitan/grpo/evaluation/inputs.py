@@ -13,10 +13,10 @@ from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.config.contradictions import check_contradictions
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
-from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets, training_sources
+from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.sources import question
+from torchtitan.grpo.data.sources import row_keys
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.hf_config import adapters_alone
@@ -152,14 +152,12 @@ def check_not_trained_on(
         with loaded_environments(run) as environments:
             rows = environments.rows
             held_out = load_held_out(run, tokenizer, rows=rows) if run.validation.enable else []
-            trained = load_training(run, tokenizer, held_out, rows=rows)
+            known = load_training(run, tokenizer, held_out, rows=rows).keys()
     except UserError as error:
         logger.warning(f"Not checked whether this checkpoint's run trained on what is asked: {error}")
         return
-    columns = {source.data.prompt_column for source in training_sources(run)}
-    known = {question(prompt.columns, column) for prompt in trained.first(len(trained)) for column in columns}
     for each, column in asks:
-        repeated = sum(question(prompt.columns, column) in known for prompt in each.prompts)
+        repeated = sum(not known.isdisjoint(row_keys(prompt.columns, column)) for prompt in each.prompts)
         if repeated:
             name = f" of set {each.name!r}" if each.name else ""
             raise UserError(
