@@ -15,7 +15,6 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
     SMALL,
-    arguments,
     environment,
     processes_of,
     steps,

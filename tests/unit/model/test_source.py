@@ -1,6 +1,7 @@
 """What [model] may name, and what is said about each thing that it may not."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +22,19 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.helpers import TINY_QWEN3
 from tests.helpers.tiny_models import LLAMA3_ROPE, as_in_files
+from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import FAMILIES, get_family
-from torchtitan.grpo.model.source import ModelSource, check_hf_weights, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import (
+    ModelSource,
+    check_hf_weights,
+    gather_hf,
+    load_hf_weights,
+    resolve_model,
+    write_hf,
+)
 
 SHAPE = dict(
     vocab_size=67,
@@ -368,6 +378,18 @@ def test_index_without_its_file_and_without_a_map(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match=r"has no weight_map"):
         load_hf_weights(built(source), source, tmp_path)
+
+
+def test_others_may_read_an_export_as_any_file(qwen3, tmp_path):
+    source = resolve_model(model_section(qwen3), 64)
+    tokenizer, model = load_tokenizer(str(TINY_QWEN3)), built(source)
+    before = os.umask(0o027)
+    try:
+        write_hf(gather_hf(model, source, torch.float32), source, tmp_path / "out", tokenizer)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {"0o640"}
 
 
 def test_a_model_on_meta_is_a_mistake_of_the_caller(qwen3):

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
+from torchtitan.grpo.data.chat import joined_text
 from torchtitan.grpo.data.samples import Document, Prompt
 from torchtitan.grpo.data.sources import DatasetRow, key_of, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
@@ -281,7 +282,7 @@ class PromptSource:
     def _check_rows(self) -> tuple[list[int], str]:
         """Positions of the rows within the limit, and a fingerprint of their rendered text."""
         key, limit = self._limit()
-        kept, digest, unknown = [], hashlib.sha256(), 0
+        kept, digest, unknown, blank = [], hashlib.sha256(), 0, 0
         positions = self._rows.positions
         for start in range(0, len(positions), RENDER_BATCH):
             for prompt in self._prompts(positions[start : start + RENDER_BATCH]):
@@ -293,6 +294,7 @@ class PromptSource:
                     )
                 if tokens <= limit:
                     kept.append(prompt.index)
+                    blank += not prompt.answer
                     digest.update(f"{prompt.index}\0{prompt.text}\0{prompt.answer}\0".encode())
                     unknown += (
                         self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in prompt.token_ids
@@ -305,6 +307,9 @@ class PromptSource:
         if unknown:
             message = "%s: %d %ss hold characters that the tokenizer does not know"
             logger.warning(message, self._rows.name, unknown, self.NOUN)
+        if blank and self._data.answer_column and self._data.source in ("jsonl", "hf"):
+            message = "%s: the answer of %d %ss is null, NaN or empty text"
+            logger.warning(message, self._rows.name, blank, self.NOUN)
         return kept, digest.hexdigest()
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
@@ -409,11 +414,13 @@ def chat_messages(question: Any, data: Data, place: str) -> list[dict[str, str]]
         raise UserError(f"{place}: {column} is not text: set [data] chat_template = true for lists of chat messages")
     if not isinstance(question, list) or not question:
         raise UserError(f"{place}: {column} must be text or a list of chat messages, not {question!r}")
+    messages = []
     for message in question:
-        fields = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None,)
-        if not all(isinstance(field, str) for field in fields):
+        said = message if isinstance(message, dict) else {}
+        role, content = said.get("role"), joined_text(said.get("content"))
+        if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f'{place}: {column} must hold {{"role": text, "content": text}} messages, not {message!r}')
-    messages = [{"role": message["role"], "content": message["content"]} for message in question]
+        messages.append({"role": role, "content": content})
     last = messages[-1]
     if last["role"] != "user" or not last["content"].strip():
         raise UserError(f"{place}: {column} must end with what a user asks, not with {last!r}")
@@ -431,4 +438,9 @@ def _text(row: DatasetRow, column: str, place: str, key: str, otherwise: str) ->
     value = row[column]
     if value is not None and not isinstance(value, str | int | float):
         raise UserError(f"{place}: column {column!r} must be text or a number, not {value!r}: change it, or {key}")
-    return "" if value is None else str(value)
+    return plain(value)
+
+
+def plain(value: Any) -> str:
+    """A cell as text: "" for null and NaN."""
+    return "" if value is None or value != value else str(value)

@@ -5,11 +5,14 @@ seeds train and validate on the same questions. It only orders them, see `prompt
 """
 
 import ast
+import codecs
+import gzip
 import importlib.util
 import json
 import operator
 import os
 import random
+import zlib
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +23,8 @@ from torchtitan.tools.logging import logger
 
 DatasetRow = dict[str, Any]
 """Column name -> value."""
+OTHER_FILES = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet", ".arrow": "Arrow"}
+"""Files of rows that `source = "hf"` reads, by the ends of their names."""
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
@@ -219,20 +224,43 @@ def _jsonl(path: str, key: str) -> DatasetRows:
         raise UserError(f"[data] {key} = {path!r} is not a file: give a JSONL file, or set [data] source")
     if not os.access(path, os.R_OK):
         raise UserError(f"[data] {key} = {path!r} cannot be read: permission denied")
-    rows, lines = [], []
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number} is not JSON ({error}): write one JSON object per line") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number} is a {type(row).__name__}: write one JSON object per line")
-            rows.append(row)
-            lines.append(number)
-    return DatasetRows(rows, range(len(rows)), path, lines)
+        packed = file.read(2) == b"\x1f\x8b"
+    rows: list[DatasetRow] = []
+    lines: list[int] = []
+    try:
+        with gzip.open(path) if packed else open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not lines and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                    rows = _parsed(line + file.read(), path, number)
+                    break
+                if line.strip():
+                    rows.append(_parsed(line, path, number))
+                    lines.append(number)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"[data] {key} = {path!r} is a torn gzip file ({error}): copy or pack it again") from error
+    found = DatasetRows(rows, range(len(rows)), path, lines)
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{found.place(i)} is a {type(row).__name__}: {_instead(path)}")
+    return found
+
+
+def _parsed(text: bytes, path: str, line: int) -> Any:
+    """The JSON value that begins in this line."""
+    try:
+        return json.loads(text.rstrip())
+    except ValueError as error:
+        line += getattr(error, "lineno", 1) - 1
+        raise UserError(f"{path}:{line} is not JSON ({error}): {_instead(path)}") from error
+
+
+def _instead(path: str) -> str:
+    """What to do about a file that is not JSON lines."""
+    kind = OTHER_FILES.get(os.path.splitext(path.removesuffix(".gz"))[1].lower())
+    if kind is None:
+        return "write one JSON object per line, or one list of them"
+    return f'it is {kind}: put it into a folder of its own, set [data] source = "hf" and give that folder\'s path'
 
 
 def _hugging_face(path: str, subset: str, split: str, key: str) -> DatasetRows:

@@ -327,6 +327,14 @@ def write_hf(
     hf_config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     write_hf_config(dataclasses.replace(source, hf_config=hf_config), tokenizer, folder)
     save_torch_state_dict(tensors, folder)
+    share(folder)
+
+
+def share(folder: str | Path) -> None:
+    """Let others read the safetensors files in a folder if they may read a new file: safetensors shuts them out."""
+    beside = next(path for path in Path(folder).glob("*config.json"))
+    for path in Path(folder).glob("*.safetensors"):
+        path.chmod(beside.stat().st_mode & 0o777)
 
 
 def _is_writer() -> bool:
