@@ -350,6 +350,29 @@ def test_a_second_copy_of_a_tied_embedding_and_old_rotary_tables_are_ignored(tmp
     assert torch.equal(model.output.weight, embedding)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_quantised_tensors_are_named(qwen3, dtype, name):
+    tensors = load_file(qwen3 / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].to(dtype)
+    save_file(tensors, qwen3 / "model.safetensors")
+    with pytest.raises(UserError, match=rf"are quantised.* F16 or F32: model.layers.1.mlp.up_proj.weight {name}\."):
+        check_hf_weights(resolve_model(model_section(qwen3), 64))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, torch.nan), (torch.float64, 1e200)])
+def test_weights_that_are_not_finite_are_named_with_their_file(tmp_path, dtype, value):
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).save_pretrained(tmp_path, max_shard_size="20KB")
+    path = sorted(tmp_path.glob("model-*.safetensors"))[-1]
+    tensors = load_file(path)
+    name = list(tensors)[-1]
+    tensors[name] = tensors[name].to(dtype)
+    tensors[name][-1] = value  # 1e200 is infinite as float32
+    save_file(tensors, path)
+    source = resolve_model(model_section(tmp_path), 64)
+    with pytest.raises(UserError, match=rf"hold NaN or infinity.*: {name} \({path.name}\)\. Download"):
+        load_hf_weights(built(source), source, tmp_path)
+
+
 def test_truncated_file(qwen3):
     source = resolve_model(model_section(qwen3), 64)
     path = qwen3 / "model.safetensors"

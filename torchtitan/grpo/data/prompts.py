@@ -24,14 +24,16 @@ RENDER_BATCH = 1024
 """Rows that are rendered and tokenized at once."""
 
 
-def load_tokenizer(folder: str, chat_template_file: str = "") -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str, chat_template_file: str = "", vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face folder.
 
     Args:
         chat_template_file: `[data] chat_template_file`, which replaces its chat template.
+        vocab_size: The model's, which every token id must be under. None: not checked.
 
     Raises:
-        UserError: The folder or its tokenizer.json is missing or broken, or the file cannot be read.
+        UserError: The folder or its tokenizer.json is missing or broken, or the file cannot be read. The model has no
+            embedding for a token.
     """
     if not os.path.isdir(folder):
         raise UserError(
@@ -48,6 +50,13 @@ def load_tokenizer(folder: str, chat_template_file: str = "") -> PreTrainedToken
             f"[model] hf_assets_path = {folder!r}: the tokenizer cannot be loaded ({_one_line(error)}): download the "
             "tokenizer files again"
         ) from error
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if vocab_size is not None and last >= vocab_size:
+        raise UserError(
+            f"[model] hf_assets_path = {folder!r}: the tokenizer has ids up to {last} ({token!r}), and the model "
+            f"embeddings for {vocab_size} (vocab_size of config.json). Save the model after "
+            f"resize_token_embeddings({last + 1}) in transformers, or remove the tokens that were added"
+        )
     if chat_template_file:
         try:
             with open(chat_template_file, encoding="utf-8") as file:
