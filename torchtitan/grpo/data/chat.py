@@ -136,8 +136,9 @@ def joined_text(content: Any) -> Any:
     """A message's content with its text parts, `[{"type": "text", "text": ...}]`, joined; any other as it is."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    return "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else content
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else content
 
 
 def conversation(value: Any, system_prompt: str, drop_nulls: bool, place: str) -> list[Message]:
