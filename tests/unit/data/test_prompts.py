@@ -471,6 +471,7 @@ def test_sft_targets_end_with_the_end_token(tokenizer, tmp_path):
         ('{"question": "1", "answer": "\xff"}'.encode("latin-1"), ["a.jsonl:1", "JSON"]),
         ("[1, 2]\n", ["a.jsonl, row 0", "int", "one JSON object per line, or one list"]),
         ('[{"question": "1", "answer": "1"},\n {"question"\n', ["a.jsonl:2", "JSON"]),
+        ("[" * 100_000, ["a.jsonl:1", "JSON"]),
         ('{"question": "1", "answer": "1"}\n[1, 2]\n', ["a.jsonl:2", "list", "one JSON object per line"]),
         (gzip.compress(b'{"question": "1", "answer": "1"}\n' * 9)[:-9], ["[data] path", "torn gzip file"]),
         ('{"q": "1", "answer": "1"}\n', ["a.jsonl:1", "[data] prompt_column", "['q', 'answer']"]),

@@ -250,7 +250,7 @@ def _parsed(text: bytes, path: str, line: int) -> Any:
     """The JSON value that begins in this line."""
     try:
         return json.loads(text.rstrip())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line += getattr(error, "lineno", 1) - 1
         raise UserError(f"{path}:{line} is not JSON ({error}): {_instead(path)}") from error
 

@@ -158,6 +158,8 @@ def check_not_trained_on(
         UserError: A set of held-out rows asks what the run trained on.
     """
     step = checkpoint_of(folder)
+    if step is None:
+        return
     own = {path: value for path, value in _run_config(step).items() if path.startswith(("data.", "validation."))}
     tables = zip(sets, held_out_sets(config), strict=True)
     asks = [(each, table.data.prompt_column) for each, table in tables if not table.own_rows]
@@ -186,5 +188,5 @@ def check_not_trained_on(
                 f"{repeated} of the {len(each.prompts)} held-out prompts{name} are some that this checkpoint's run "
                 f"trained on: it held out [validation] prompts = {run.validation.prompts}"
                 f"{'' if run.validation.enable else ', and enable = false'}. Restore the [data] and [validation] keys "
-                f"of {step / RUN_CONFIG if step else ''}, or name other rows by --jsonl or [[validation.sets]]"
+                f"of {step / RUN_CONFIG}, or name other rows by --jsonl or [[validation.sets]]"
             )
