@@ -58,13 +58,19 @@ def test_a_process_that_waits_in_c_ends_and_says_where_it_was(number):
     assert "Timeout" in said and 'File "<string>", line 8 in <module>' in said
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_process_that_can_closes_in_order(number, status):
     process = start(CLOSES_IN_TIME, grace_s=20)
     assert process.stdout.readline() == "waits\n"
     process.send_signal(number)
     printed, said = process.communicate(timeout=30)
     assert (process.returncode, printed, said) == (status, "closed\n", "")
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored():
+    ends = "\nimport os, signal, time\nos.kill(os.getpid(), signal.SIGHUP)\ntime.sleep(0.5)\nprint('goes on')"
+    process = start(ends, "import os, sys\nos.execvp('nohup', ['nohup', *sys.argv[1:]])")
+    assert (process.communicate(timeout=30)[0], process.returncode) == ("goes on\n", 0)
 
 
 ASKED = """

@@ -122,7 +122,7 @@ def test_sources_have_their_own_rewards_and_shares():
 
 def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
     sums = {"tokens": 4.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0, "ratio_sum": 4.4}
-    sums |= {"mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
+    sums |= {"mismatch_tokens": 2.0, "mismatch_kl_sum": 0.2, "mismatch_abs_sum": 0.4}
     metrics = policy_metrics(sums)
     assert metrics["train/loss"] == 0.3
     assert metrics["policy/clip_fraction"] == 0.5
@@ -141,7 +141,7 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
 
 def test_load_of_experts_is_of_the_busiest_and_the_idle():
     sums = dict.fromkeys(("tokens", "loss", "clipped_low_tokens", "clipped_high_tokens"), 0.0)
-    sums |= {"mismatch_kl_sum": 0.0, "mismatch_abs_sum": 0.0}
+    sums |= {"mismatch_tokens": 0.0, "mismatch_kl_sum": 0.0, "mismatch_abs_sum": 0.0}
     metrics = policy_metrics(sums | {"expert_tokens": [[6.0, 0.0, 0.0, 2.0], [2.0, 2.0, 2.0, 2.0]]})
     assert metrics["experts/load_max"] == (3.0 + 1.0) / 2
     assert metrics["experts/idle_fraction"] == (0.5 + 0.0) / 2
@@ -151,7 +151,7 @@ def test_load_of_experts_is_of_the_busiest_and_the_idle():
 def test_policy_metrics_by_age_leave_out_ages_without_tokens():
     ratios = {0: [1.0, 1.0, 1.0], 2: [0.5, 2.0]}
     sums = {"tokens": 5.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0}
-    sums |= {"mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
+    sums |= {"mismatch_tokens": 5.0, "mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
     by_age = {"age_tokens": [3.0, 0.0, 2.0], "age_clipped_tokens": [0.0, 0.0, 1.0]}
     by_age["age_ratio_sum"] = [sum(ratios.get(age, [])) for age in range(3)]
     by_age["age_ratio_squared_sum"] = [sum(w * w for w in ratios.get(age, [])) for age in range(3)]

@@ -2,7 +2,10 @@ import functools
 import json
 import logging
 import math
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,6 +251,61 @@ def test_held_out_answers_are_stored_and_those_that_a_resume_repeats_dropped(run
     resumed.log(2, [group_of([1.0])], [[0.0]])
     resumed.close()
     assert stored() == before
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """What the kernel writes of a line that reaches this size is its beginning, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_no_line_and_ends_nothing(run, tmp_path, caplog):
+    def log(step: int) -> None:
+        metrics.log(step, {"reward/mean": step / 10})
+        samples.log(step, [group_of([1.0])], [[0.0]])
+        metrics.log(step, {"greedy_reward": step / 5}, prefix="validation")
+
+    def logged(*steps: int) -> list[dict]:
+        return [{"step": step, "reward/mean": step / 10, "validation/greedy_reward": step / 5} for step in steps]
+
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "metrics.jsonl"
+    before = run()
+    for step in (1, 2, 3):
+        before.log(step, {"reward/mean": step / 10, "validation/greedy_reward": step / 5})
+    metrics = run("--metrics.enable_tensorboard")
+    samples = SampleLog(config_of(), tmp_path, metrics, tokenizer())
+    with files_end_at(path.stat().st_size // 2):
+        log(3)  # to drop the third line, the first two are copied, for which there is no room
+    assert records(path) == logged(1, 2, 3)
+    log(4)
+    assert records(path) == logged(1, 2, 3, 4)
+    with files_end_at(path.stat().st_size + 10):
+        log(5)
+        assert records(path) == logged(1, 2, 3, 4)
+        log(6)
+    log(7)
+    samples.close()
+    assert records(path) == logged(1, 2, 3, 4, 5, 6, 7)
+    assert [record["step"] for record in records(tmp_path / "samples.jsonl")] == [3, 4, 5, 6, 7]
+    for said in ("cannot be written: [Errno 27]", "is written again"):
+        assert caplog.text.count(f"{path} {said}") == 2
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert {event.step for event in events.Scalars("reward/mean")} >= {4, 7}
+
+
+def test_a_dashboard_that_fails_costs_a_warning(run, tmp_path, caplog):
+    (tmp_path / "tb").write_text("no folder")
+    metrics = run("--metrics.enable_tensorboard", "--metrics.log_freq", "1")
+    for step in (1, 2):
+        metrics.log(step, {"reward/mean": 1})
+    assert caplog.text.count("TensorBoard lacks step metrics") == len(records(tmp_path / "metrics.jsonl")) - 1 == 1
 
 
 def test_the_newest_value_of_a_metric_is_found_in_the_file(run):

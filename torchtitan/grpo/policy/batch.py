@@ -34,7 +34,10 @@ def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float |
 
 
 def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int) -> bool:
-    """Whether the group's rewards differ, or a teacher scored it. Else its advantages are zero."""
+    """Whether the group's rewards differ, or a teacher scored it. Else its advantages are zero.
+
+    A KL that is subtracted later makes advantages of equal rewards too, but is not asked: it says nothing of the task.
+    """
     if any(sample.teacher_logprobs is not None and sample.reward is not None for sample in group):
         return True
     return not zero_variance([shaped_reward(sample, grpo, max_answer_tokens) for sample in group])

@@ -143,13 +143,13 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
     If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
     `losses.server_sums`, the mismatch of each of `servers` that has tokens.
     """
-    tokens = max(sums["tokens"], 1.0)
+    tokens, compared = max(sums["tokens"], 1.0), max(sums["mismatch_tokens"], 1.0)
     metrics = {
         "train/loss": sums["loss"],
         "train/answer_tokens": sums["tokens"],
         "policy/clip_fraction": (sums["clipped_low_tokens"] + sums["clipped_high_tokens"]) / tokens,
-        "policy/mismatch_kl": sums["mismatch_kl_sum"] / tokens,
-        "policy/mismatch_abs": sums["mismatch_abs_sum"] / tokens,
+        "policy/mismatch_kl": sums["mismatch_kl_sum"] / compared,
+        "policy/mismatch_abs": sums["mismatch_abs_sum"] / compared,
     }
     for name, key in (
         ("clip_low_fraction", "clipped_low_tokens"),
