@@ -169,5 +169,11 @@ def test_keys_in_another_trainers_section_are_told(name, tmp_path):
 
 
 def test_verls_way_to_set_a_key_is_told():
-    with pytest.raises(UserError, match=r"rollout.n=8': did you mean --grpo.group_size\?"):
-        load_config(["--model.hf_assets_path", "m", "actor_rollout_ref.rollout.n=8"])
+    words = ["actor_rollout_ref.rollout.n=8", "grpo.group_size=8", "training.dataset=c4"]
+    with pytest.raises(UserError) as caught:
+        load_config(["--model.hf_assets_path", "m", *words])
+    assert re.findall(r"': (.*)", str(caught.value)) == [
+        "did you mean --grpo.group_size?",
+        "did you mean --grpo.group_size?",
+        "prompts come from [data]",
+    ]

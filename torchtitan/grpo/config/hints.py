@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.grpo.config.keys import keys, label, sections, shortened
 from torchtitan.grpo.config.other_trainers import entry_of
-from torchtitan.grpo.config.unsupported import honoured_keys
+from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.errors import nearest
 
 REFUSED = {
@@ -64,6 +64,8 @@ def unknown_word(word: str) -> str:
         hint = f"did you mean --job.config_file {shortened(word)}?"
     elif equals and "." in path:
         hint = f"did you mean --{path}?" if path in keys() else _meant(path, _as_flag)
+        if entry := unsupported_by(path):
+            hint = UNSUPPORTED[entry]
     return f"unexpected argument {shortened(repr(word))}: {hint}"
 
 
