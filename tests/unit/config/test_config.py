@@ -560,7 +560,8 @@ def test_a_byte_order_mark_is_not_read(tmp_path):
 def test_a_warm_up_longer_than_the_run_is_told_in_one_line(tmp_path, caplog):
     load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 9\n[training]\nsteps = 9")
     assert not caplog.records
-    load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 10\n[training]\nsteps = 9")
+    config = load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 10\n[training]\nsteps = 9")
+    assert config.lr_scheduler.warmup_steps == 9
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "[lr_scheduler] warmup_steps = 10 is over the 9 steps" in caplog.text
 
