@@ -21,8 +21,8 @@ _ANSWERS_MAX = 128
 """Of one call, as at OpenAI."""
 _STOPS_MAX = 16
 """SGLang takes 32 for one request, and the run may have its own."""
-_STOP_CHARS_MAX = 256
-"""Of each. Servers read as many tokens again for each new one."""
+_STOP_CHARS_MAX, _STOP_TOKENS_MAX = 256, 2**14
+"""Servers look through them all after each token."""
 _LIMITS = (
     "max_tokens",
     "max_completion_tokens",
@@ -166,6 +166,9 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
     stops = _list_of("stop", (stop,) if isinstance(stop, str) else stop, str)
     if len(stops) > _STOPS_MAX or max(map(len, stops), default=0) > _STOP_CHARS_MAX:
         raise BadRequest("stop", f"give {_STOPS_MAX} at most, each of {_STOP_CHARS_MAX} characters at most")
+    stop_token_ids = _list_of("stop_token_ids", body.get("stop_token_ids") or (), int)
+    if len(stop_token_ids) > _STOP_TOKENS_MAX:
+        raise BadRequest("stop_token_ids", f"has {len(stop_token_ids)} token ids: give {_STOP_TOKENS_MAX} at most")
     tools = body.get("tools") or None
     if tools is not None and not isinstance(tools, list):
         raise BadRequest("tools", "must be a list")
@@ -174,7 +177,7 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
         n=_whole("n", body.get("n") or 1, _ANSWERS_MAX),
         max_tokens=None if longest is None else _whole("max_tokens", longest),
         stop=stops,
-        stop_token_ids=_list_of("stop_token_ids", body.get("stop_token_ids") or (), int),
+        stop_token_ids=stop_token_ids,
         logprobs=logprobs is not None and logprobs is not False,
         return_token_ids=bool(body.get("return_token_ids")),
         stream=bool(body.get("stream")),
