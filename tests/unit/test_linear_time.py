@@ -69,7 +69,14 @@ def matched(text: str) -> Any:
 
 
 NUMBERS = {"spaces": "1 ", "digits": "1", "groups": "1,000,", "commas": ",", "slashes": "1/", "exponents": "1e"}
-LATEX = {"backslashes": "\\", "braces": "{", "fractions": "\\frac{", "halves": "\\frac{1}{", "dollars": "$ ", "minus": "-$"}
+LATEX = {
+    "backslashes": "\\",
+    "braces": "{",
+    "fractions": "\\frac{",
+    "halves": "\\frac{1}{",
+    "dollars": "$ ",
+    "minus": "-$",
+}
 CASES: dict[str, Callable[[int], Callable[[], Any]]] = {
     "white space in a call": reading(said, lambda n: "<tool_call>" + "\n" * n),
     "calls begun": reading(said, lambda n: "<tool_call>" * n),
@@ -109,4 +116,6 @@ def test_four_times_the_length_takes_about_four_times_the_time(case: str) -> Non
         longer = min(seconds(make(4 * length)) for _ in range(2))
     finally:
         gc.enable()
-    assert longer < 9 * max(shorter, LONG_ENOUGH_S), f"{length} characters took {shorter:.4f} s, and four times {longer:.4f}"
+    assert longer < 9 * max(shorter, LONG_ENOUGH_S), (
+        f"{length} characters took {shorter:.4f} s, and four times {longer:.4f}"
+    )

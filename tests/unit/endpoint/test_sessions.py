@@ -237,12 +237,16 @@ def test_a_long_text_is_refused_by_its_length_and_read_in_a_thread(run) -> None:
             ):
                 began = time.thread_time()
                 messages = [{"role": "user", "content": "1" * characters}]
-                async with http.post(f"{session.base_url}/v1/chat/completions", json={"messages": messages}) as response:
+                async with http.post(
+                    f"{session.base_url}/v1/chat/completions", json={"messages": messages}
+                ) as response:
                     assert response.status == status and text in await response.text()
                 spent.append(time.thread_time() - began)
             began = time.thread_time()
             client.tokenizer("1" * 2**16)
-            assert max(spent) < (time.thread_time() - began) / 2, "this thread, which serves requests, tokenizes nothing"
+            assert max(spent) < (time.thread_time() - began) / 2, (
+                "this thread, which serves requests, tokenizes nothing"
+            )
             await post(http, session, "/v1/completions", prompt="1+1=", max_tokens=2)
             return session.samples()
 

@@ -302,9 +302,11 @@ def test_what_an_environment_wrote_is_where_decoded_beginnings_say(fallback):
             text = random.choice(["\u65e5", "\u00e9", "\U0001f600", "a", "ab", "", "\ufffd"])
             own = text.encode()[: random.choice([1, 9, 9, 9])]  # some are cut off
             marks = alphabet.pre_tokenize_str(text) if text else []
-            known = [byte_of[f"<0x{byte:02X}>"] for byte in own] if fallback else [
-                tokenizer.convert_tokens_to_ids(mark) for mark in "".join(mark for mark, _ in marks)[: len(own)]
-            ]
+            known = (
+                [byte_of[f"<0x{byte:02X}>"] for byte in own]
+                if fallback
+                else [tokenizer.convert_tokens_to_ids(mark) for mark in "".join(mark for mark, _ in marks)[: len(own)]]
+            )
             ids += known or [random.choice([len(tokenizer) - 1, len(tokenizer) - 2, len(tokenizer) + 5])]
         sample.token_ids = ids
         mask, sample.loss_mask = True, []

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TAKEN_MAX = 3
 """How often an episode is handed out before it has failed."""
+_ERROR_CHARS = 2000
+"""Of a posted error, which goes to logs."""
 WAIT_MAX_S = 60.0
 """Longest that a harness may wait for an episode in one request."""
 
@@ -241,7 +243,8 @@ def outcome(body: Mapping[str, Any]) -> Outcome:
             raise BadRequest(name, f"must be a number of size {REWARD_MAX:g} or less, not {repr(value)[:50]}")
     if not isinstance(error, str):
         raise BadRequest("error", "must be a text")
-    return Outcome(None if reward is None else float(reward), {n: float(v) for n, v in rewards.items()}, error)
+    numbers = {name: float(value) for name, value in rewards.items()}
+    return Outcome(None if reward is None else float(reward), numbers, error[:_ERROR_CHARS])
 
 
 def _samples(session: Session, outcome: Outcome) -> list[Sample]:

@@ -187,7 +187,11 @@ class Endpoint:
             asked = await off_loop(len(raw), lambda: read(session, requests.body_of(raw)))
             call = asked.call
             answers = session.generate(
-                asked.token_ids, n=call.n, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
+                asked.token_ids,
+                n=call.n,
+                max_tokens=call.max_tokens,
+                stop_token_ids=call.stop_token_ids,
+                stop=call.stop,
             )
         return session, asked, await answers
 

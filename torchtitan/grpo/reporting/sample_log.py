@@ -116,7 +116,9 @@ def given_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[
 
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     spans, end, before = [], 0, []
-    for sampled, run in itertools.groupby(zip(sample.loss_mask or [], sample.token_ids), key=operator.itemgetter(0)):
+    for sampled, run in itertools.groupby(
+        zip(sample.loss_mask or [], sample.token_ids, strict=False), key=operator.itemgetter(0)
+    ):
         ids = before + [token_id for _, token_id in run if token_id not in special]
         first, end = end, end + chars(ids) - chars(before)
         if not sampled and first < end:
