@@ -197,6 +197,7 @@ def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) ->
                 (b"{", f"/sessions/{session.id}/v1/completions", 400),
                 (b"[]", f"/sessions/{session.id}/v1/chat/completions", 400),
                 (b"[" * 100_000, f"/sessions/{session.id}/v1/chat/completions", 400),
+                (b'{"a": [' + b"[]," * 270_000 + b"[]]}", f"/sessions/{session.id}/v1/chat/completions", 413),
                 *((half, f"/sessions/{session.id}/v1/completions", 400) for half in HALF_PAIRS),
                 (b"{}", "/v1/completions", 400),
                 (b"{}", "/sessions/nobody/v1/completions", 404),

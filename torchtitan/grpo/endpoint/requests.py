@@ -23,6 +23,8 @@ _STOPS_MAX = 16
 """SGLang takes 32 for one request, and the run may have its own."""
 _STOP_CHARS_MAX, _STOP_TOKENS_MAX = 256, 2**14
 """Servers look through them all after each token."""
+_BRACKETS_MAX = 2**18
+"""Of a body. Lists and objects take most of the time of its parsing, in which no other thread runs."""
 _LIMITS = (
     "max_tokens",
     "max_completion_tokens",
@@ -122,7 +124,10 @@ def body_of(raw: bytes) -> dict[str, Any]:
 
     Raises:
         BadRequest: It is something else, or has half of a surrogate pair, which no tokenizer and no server takes.
+        TooLong: It may have too many lists and objects.
     """
+    if raw.count(b"[") + raw.count(b"{") > _BRACKETS_MAX:
+        raise TooLong("body", f"has over {_BRACKETS_MAX} opening brackets")
     try:
         body = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
@@ -156,7 +161,7 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
         if value not in wanted:
             raise BadRequest(
                 name,
-                f"{value!r} would change what the run samples or trains on, and it has "
+                f"{repr(value)[:100]} would change what the run samples or trains on, and it has "
                 f"{' or '.join(map(repr, wanted))}: leave it out",
             )
     stop = body.get("stop") or ()

@@ -60,7 +60,8 @@ class Texts:
 
     def longest(self, text: str) -> tuple[int, Place | None]:
         """The place of the longest one that this text begins with, and its characters. Reads the text once."""
-        digest, at, found = _text_digest(""), 0, (0, None)
+        found: tuple[int, Place | None] = (0, None)
+        digest, at = _text_digest(""), 0
         for end in sorted(self._ends):
             if end > len(text):
                 break

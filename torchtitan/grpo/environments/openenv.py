@@ -25,8 +25,6 @@ from torchtitan.grpo.rollouts.environment import RolloutClient
 
 REACH_TIMEOUT_S = 10.0
 """Longest wait for the server at the start of the run."""
-_MESSAGE_BYTES = 16 * 2**20
-"""Longest answer of the server."""
 _ABOUT_THE_STEP = ("reward", "done", "metadata")
 """Fields that observations may repeat. The model does not read them."""
 
@@ -95,7 +93,7 @@ class OpenEnvEnvironment:
         session = Session(f"openenv-{prompt.index}", self._url, client, prompt, 0)
         async with (
             aiohttp.ClientSession(headers=self._headers) as http,
-            http.ws_connect(f"{self._url}/ws", max_msg_size=_MESSAGE_BYTES) as socket,
+            http.ws_connect(f"{self._url}/ws") as socket,
         ):
             told = await self._told(socket, "reset", self._reset | {"seed": prompt.columns["seed"]})
             first = "\n".join(filter(None, [self._prompt, self._text(told)]))

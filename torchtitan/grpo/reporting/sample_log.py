@@ -115,7 +115,8 @@ def given_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[
         return token is None or token.startswith("<0x")
 
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    spans, end, before = [], 0, []
+    spans, end = [], 0
+    before: list[int] = []
     for sampled, run in itertools.groupby(
         zip(sample.loss_mask or [], sample.token_ids, strict=False), key=operator.itemgetter(0)
     ):
