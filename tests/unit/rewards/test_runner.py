@@ -71,8 +71,7 @@ def counted(text, prompt):
     return 1.0
 
 def modules(text, prompt):
-    main = sys.modules["__main__"]
-    return float("pytest" in sys.modules or "torch" in sys.modules or "torchtitan_overlay" not in main.__file__)
+    return float("pytest" in sys.modules or "torch" in sys.modules or hasattr(sys.modules["__main__"], "__file__"))
 
 def sees(text, prompt):
     in_shell = subprocess.run("env", capture_output=True, text=True).stdout
@@ -383,7 +382,7 @@ def test_a_coroutine_that_takes_too_long_costs_its_own_limit(functions):
 
 
 def test_a_coroutine_that_blocks_or_ends_the_process_costs_no_other_score(functions, monkeypatch):
-    monkeypatch.setattr("torchtitan.grpo.rewards.runner.GRACE_S", 0.5)
+    monkeypatch.setattr("torchtitan.grpo.rewards.process.GRACE_S", 0.5)
     name = f"{functions}:stops_others"
     samples = make_samples("a", "block", "b", "crash", "c")
     with RewardRunner(Reward(functions=[name, "exact_match"], workers=1, timeout_seconds=0.5)) as runner:
@@ -457,7 +456,7 @@ def test_worker_killed_while_idle_is_replaced_without_a_failure(functions):
         assert len(runner._workers) == 1
         for worker in runner._workers:
             os.kill(worker._process.pid, 9)
-            worker._process.join(5)
+            worker._process.wait(5)
         samples = make_samples(*["42", "1"] * 4)
         runner.score(samples)
         assert not runner.failures
@@ -465,12 +464,10 @@ def test_worker_killed_while_idle_is_replaced_without_a_failure(functions):
 
 
 def test_workers_do_not_import_the_main_script_or_touch_cuda(functions):
-    main = sys.modules["__main__"]
     samples = make_samples("x")
     with RewardRunner(Reward(functions=[f"{functions}:modules", f"{functions}:processes_cuda"], workers=1)) as runner:
         runner.score(samples)
     assert samples[0].reward == 0.0 and not samples[0].reward_failures
-    assert sys.modules["__main__"] is main
 
 
 def test_workers_get_no_secrets_but_those_named(functions, monkeypatch):

@@ -24,7 +24,7 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.import_path import import_function, load_function
+from torchtitan.grpo.import_path import import_function, load_function, source
 
 RewardFunction = Callable[..., Any]
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -137,17 +137,6 @@ _AS_TRL = """Name a function that calls it with what it expects, for example:
 def takes_group(function: RewardFunction) -> bool:
     """Whether it scores a group's answers at once: its first parameter is named `answers`."""
     return _parameters(function)[:1] == ["answers"]
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Whether a call gives a coroutine, which is awaited."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def source(function: RewardFunction) -> str:
-    """`file:line` where it is defined; "" if it is not written in Python."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def checked(value: Any) -> float:
