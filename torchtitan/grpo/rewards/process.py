@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,7 +84,7 @@ class WorkerLog:
         text = os.pread(self._file.fileno(), SHOWN_BYTES, start).decode(errors="replace").strip()
         return f"Its output, in {self._path}, ends in:\n{text}" if text else "It wrote no output"
 
-    def bound(self) -> None:
+    def _bound(self) -> None:
         """Drop older output if there is too much."""
         size = self.size()
         if self._file and size > LOG_BYTES:
@@ -98,10 +99,10 @@ class WorkerLog:
                 said = True
                 logger.info("Reward functions write to stdout or stderr: see %s", self._path)
             with contextlib.suppress(OSError):  # a full disk
-                self.bound()
+                self._bound()
 
     def close(self) -> None:
-        """Close the file, and remove it if nothing was ever written."""
+        """Watch it no longer, and remove it if nothing was ever written."""
         self._closed.set()
         if self._path and not self.size():
             self._path.unlink(missing_ok=True)
@@ -210,9 +211,9 @@ class RewardWorker:
 
     def _restart(self) -> str:
         """Start the process if there is none, some times. Returns why that failed."""
-        failure = ""
+        failure, began = "", time.monotonic()
         for pause_s in (0.0, *RESTART_PAUSES_S):
-            if failure:
+            if failure and not self._closed.is_set():
                 logger.warning("%s. Trying again in %g s", failure, pause_s)
                 self._closed.wait(pause_s)
             try:
@@ -221,7 +222,7 @@ class RewardWorker:
                 failure = self._wait_ready()
             except OSError as error:  # no memory, processes or descriptors are left
                 failure = f"Cannot start a reward worker: {error}"
-            if not failure:
+            if not failure or time.monotonic() - began > START_TIMEOUT_S:
                 break
         return failure
 

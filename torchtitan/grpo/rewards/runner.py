@@ -145,9 +145,9 @@ class RewardRunner:
         """Fill in `rewards`, `reward` and `reward_failures` of each sample, by the functions of its prompt.
 
         Blocks until all are scored. One score takes at most `timeout_seconds`, and `workers` processes work at a time.
-        A hang or crash adds the start of a new process; answers fail if it does not start again. Samples of one prompt that come one
-        after another are a group: a function that takes groups gets them at once, and one process awaits coroutines for
-        all of them.
+        A hang or crash adds the start of a new process; answers fail if it does not start again. Samples of one prompt
+        that come one after another are a group: a function that takes groups gets them at once, and one process awaits
+        coroutines for all of them.
 
         Raises:
             RuntimeError: The runner was closed.

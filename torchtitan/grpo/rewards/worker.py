@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -174,10 +175,10 @@ class Function:
     def scores(self, call: Call) -> list[Score]:
         text = call.texts[0]
         if self._regex is not None and not call.is_final:
-            matches = list(self._regex.finditer(text))
-            if not matches:
+            last = deque(self._regex.finditer(text), maxlen=1)
+            if not last:
                 return [Score(0.0)]  # no final answer
-            text = matches[-1].group(1) or ""
+            text = last[0].group(1) or ""
         try:
             value = self._function(call.texts if self._takes_group else text, call.prompt)
             return self._checked(value, call)
