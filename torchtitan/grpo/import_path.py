@@ -98,7 +98,8 @@ def _said_if_slow(words: str) -> Iterator[None]:
 def _exit(error: SystemExit) -> str:
     """What a module that ends the process wanted to say, where, and what to change."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if not frame.filename.startswith(("<", sysconfig.get_paths()["stdlib"]))]
+    libraries = ("<", sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     place = "{0.filename}:{0.lineno}".format((own or frames)[-1])
     if any(frame.filename.endswith("argparse.py") for frame in frames):
         return f'it reads the command line ({place}). Move that under `if __name__ == "__main__":`'

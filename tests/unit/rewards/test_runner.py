@@ -225,6 +225,7 @@ def test_exact_match_ignores_space_around_only():
         (r"\frac{a}{2}", "2", 0.0),
         (r"\frac{\sqrt{3}}{2}", "2", 0.0),
         (r"\pi/2", "2", 0.0),
+        (r"\frac\pi2", "2", 0.0),
         ("x_2", "2", 0.0),
         (r"72 = x_{12}", "72", 1.0),
         ("7 m^{-2}", "7", 1.0),
@@ -539,6 +540,15 @@ def test_output_is_in_a_file_of_the_run_and_bounded(functions, tmp_path, monkeyp
         runner.score(again := make_samples("\udc80", columns={"log": str(tmp_path / "log")}))
         assert again[0].reward == 1.0 and "function \\udc80" in log.read_text()
     assert caplog.text.count("rewards.log") == 1
+
+
+def test_output_on_a_full_disk_costs_no_score(functions, tmp_path):
+    (tmp_path / "rewards.log").symlink_to("/dev/full")
+    (sample,) = make_samples("x", columns={"log": str(tmp_path / "log")})
+    reward = Reward(functions=[f"{functions}:leaves_program"], workers=1)
+    with RewardRunner(reward, folder=str(tmp_path)) as runner:
+        runner.score([sample])
+    assert (sample.reward, sample.reward_failures) == (1.0, {})
 
 
 STARTS_ONCE = """

@@ -44,7 +44,7 @@ FOOTNOTE = re.compile(r"(?<=[\d%°)}$.]) ?(?:\[\d{1,2}(?:, ?\d{1,2})*\] ?)+")
 LATEX = re.compile(r"\\[dtc]?frac(?![A-Za-z])|\^|(?<=[^\W_])_|(?<=[)}\]])_|\\(?!sqrt)[A-Za-z]+")
 """A fraction, an exponent, an index, which `_72_` has not, or another command."""
 SIGNED = re.compile(rf"[-+]?{_UNSIGNED}")
-ARGUMENT = re.compile(r"\s*([\w{])")
+ARGUMENT = re.compile(r"\s*(\\[A-Za-z]+|[\w{])")
 EXPONENT = re.compile(r"[-+]?\w+|\([^()]*\)|{")
 HEADING = re.compile(r"\W*(?:\d+[.):]\s+\S|[A-Za-z])")
 """A line behind `####` that is no final answer."""
