@@ -477,7 +477,7 @@ class Trainer:
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            rewards = RewardRunner(config.reward, config.rollout, config.distill)
+            rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
             self.rewards = self.resources.enter_context(rewards)
             self.environments = self.resources.enter_context(loaded_environments(config))
             rows = self.environments.rows
