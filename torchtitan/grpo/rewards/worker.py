@@ -19,6 +19,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Coroutine
@@ -115,6 +116,9 @@ def _end_with(life: int) -> None:
     function, such as a regular expression, holds the interpreter.
     """
     os.set_inheritable(life, False)
+    if not hasattr(fcntl, "F_SETSIG"):  # not Linux: a thread must do
+        threading.Thread(target=lambda: (os.read(life, 1), os.killpg(0, signal.SIGKILL)), daemon=True).start()
+        return
     fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
