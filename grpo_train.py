@@ -598,7 +598,7 @@ class Trainer:
                 config.async_grpo,
                 rollout,
                 config.training.steps,
-                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
+                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens, config.distill),
                 config.reward.max_failed_fraction,
                 self.teachers,
             )
