@@ -146,6 +146,8 @@ class Checkpointer:
             write_s = self._write(taken)
         except StageFailed as error:
             if last:
+                if self.rank == 0:
+                    logger.error(f"{self._folder_of(step)} is not saved. {self._what_is_saved()}")
                 raise
             self._report_failure(error)
         else:
@@ -272,7 +274,12 @@ class Checkpointer:
     def _report_failure(self, error: StageFailed) -> None:
         self._failed_saves += 1
         if self.rank == 0:
-            logger.error(f"{error}. Training goes on, and the next save is due in {self.cfg.interval} steps")
+            due = f"the next save is due in {self.cfg.interval} steps"
+            logger.error(f"{error}. Training goes on, and {due}. {self._what_is_saved()}")
+
+    def _what_is_saved(self) -> str:
+        newest = self.newest()
+        return f"The newest checkpoint is {newest}" if newest else "Nothing is saved: there is no checkpoint yet"
 
     def _take(self, step: int, to_host: bool) -> Taken:
         """Everything that is written of this step."""
