@@ -285,18 +285,20 @@ class Checkpointer:
         """Everything that is written of this step."""
         content = io.BytesIO()
         texts: dict[str, str] = {}
+        trainer_state = None
 
         def rest() -> None:
+            nonlocal trainer_state
             torch.save(random_states(self.device), content)
             if self.rank == 0:
-                texts["trainer.json"] = json.dumps(self.trainer_state.state_dict())
+                trainer_state = self.trainer_state.state_dict()
                 texts[RUN_CONFIG] = json.dumps(self.run_config, indent=1)
                 if self._validated[0] == step:
                     texts[VALIDATION] = json.dumps(self._validated[1])
 
         states = collect(self.states, self.together, self._copy if to_host else None)
         self.together.locally("collecting random states and the trainer's state", rest)
-        return Taken(step, states, to_host, content.getvalue(), texts)
+        return Taken(step, states, to_host, content.getvalue(), trainer_state, texts)
 
     def _write(self, taken: Taken) -> float:
         """Write a checkpoint, drop older ones, and say so.

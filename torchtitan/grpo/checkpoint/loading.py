@@ -26,7 +26,9 @@ from torchtitan.tools.logging import logger
 class TrainerState(Protocol):
     """The other state of a run, as data that JSON preserves: string keys, lists, no tuples."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What it is now. The run may go on before it is written, and changes nothing in it."""
+        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

@@ -83,15 +83,15 @@ def check_disk(config: JobConfig, source: "ModelSource") -> None:
     if free < each:
         less = ", or set [checkpoint] export_hf = false" if checkpoint.export_hf else ""
         raise UserError(
-            f"[job] dump_folder: a checkpoint takes {mib(each)} ({each} bytes), and {mib(free)} ({free} bytes) are free "
-            f"for it in {folder}, so nothing could be saved: make room, choose a folder on another disk{less}"
+            f"[job] dump_folder: a checkpoint takes {mib(each)} ({each} bytes), and {mib(free)} ({free} bytes) are "
+            f"free for it in {folder}, so nothing could be saved: make room, choose a folder on another disk{less}"
         )
     more = max(1, most_at_once(config) - len(there))
     if free < more * each:
         fit = free // each
         logger.warning(
-            f"the disk of {folder} has room for {fit} checkpoint{'s' * (fit > 1)} of {mib(each)}, and the run will have "
-            f"{more} more at once: a later save will fail. Make room, or lower [checkpoint] keep_latest_k = "
+            f"the disk of {folder} has room for {fit} checkpoint{'s' * (fit > 1)} of {mib(each)}, and the run will "
+            f"have {more} more at once: a later save will fail. Make room, or lower [checkpoint] keep_latest_k = "
             f"{checkpoint.keep_latest_k}{' (0 keeps all)' * (not checkpoint.keep_latest_k)}"
         )
 
