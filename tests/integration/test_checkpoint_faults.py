@@ -199,6 +199,8 @@ def fails_then_succeeds(
     assert trainer.checkpointer.metrics()["checkpoint/failed"] == failed + 1
     said = errors(caplog)
     assert expected in said and cause in said and "Training goes on" in said, said
+    newest = f"The newest checkpoint is {folder}/step-{before}" if complete_steps(folder) else "there is no checkpoint"
+    assert newest in said
     with pytest.raises(StageFailed, match="checkpoint: "):
         trainer.checkpointer.save(trainer.step, last=True)
     mend()

@@ -146,8 +146,7 @@ class Checkpointer:
             write_s = self._write(taken)
         except StageFailed as error:
             if last:
-                if self.rank == 0:
-                    logger.error(f"{self._folder_of(step)} is not saved. {self._what_is_saved()}")
+                error.add_note(self._what_is_saved())
                 raise
             self._report_failure(error)
         else:
