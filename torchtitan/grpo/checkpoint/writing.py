@@ -4,7 +4,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,14 @@ class Taken:
         states: What DCP writes.
         on_host: Its tensors are copies on the host, so training may go on.
         random_states: The content of this rank's file.
-        trainer_state: JSON values, which nobody changes any more. None on ranks other than 0.
-        texts: Further files: name and content. Empty on ranks other than 0.
+        texts: Further files: name and pieces of the content. Empty on ranks other than 0.
     """
 
     step: int
     states: dict[str, Any]
     on_host: bool
     random_states: bytes
-    trainer_state: Any
-    texts: dict[str, str]
+    texts: dict[str, Iterable[str]]
 
 
 def enter_thread(device: torch.device) -> None:
@@ -130,7 +128,7 @@ class Writer:
             self._export(taken, unfinished)
         rng_path = unfinished / f"rng-rank-{together.rank}.pt"
         together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
-        together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_texts(unfinished, taken))
+        together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_texts(unfinished, taken.texts))
         files = together.locally(f"reading back {unfinished}", lambda: measured(unfinished, together.rank))
         written = {name: size_and_sum for of_rank in files for name, size_and_sum in sorted(of_rank.items())}
         together.locally(f"completing {path}", lambda: self._complete(unfinished, path, taken, written))
@@ -175,12 +173,10 @@ class Writer:
             full = together.collectively("gathering the model", lambda: gather_hf(self._model, self._source, dtype))
             together.locally(f"writing {unfinished / 'hf'}", lambda: write(full))
 
-    def _write_texts(self, unfinished: Path, taken: Taken) -> None:
-        if self._together.rank == 0:
-            with (unfinished / "trainer.json").open("w", encoding="utf-8") as file:
-                file.writelines(json_pieces(taken.trainer_state))
-        for name, text in taken.texts.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
+    def _write_texts(self, unfinished: Path, texts: dict[str, Iterable[str]]) -> None:
+        for name, pieces in texts.items():
+            with (unfinished / name).open("w", encoding="utf-8") as file:
+                file.writelines(pieces)
 
     def _complete(self, unfinished: Path, path: Path, taken: Taken, written: dict[str, tuple[int, str]]) -> None:
         if self._together.rank != 0:
