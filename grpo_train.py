@@ -35,6 +35,7 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Server
@@ -478,7 +479,7 @@ class Trainer:
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            rewards = RewardRunner(config.reward, config.rollout, config.distill)
+            rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
             self.rewards = self.resources.enter_context(rewards)
             self.environments = self.resources.enter_context(loaded_environments(config))
             rows = self.environments.rows
@@ -515,6 +516,7 @@ class Trainer:
         self.own_servers = OwnServers(self.config, self.device, trainers_here)
         self.resources.callback(self.own_servers.close)
         if self.is_rank0:
+            check_disk(self.config, self.source)
             self.teachers = connect_teachers(self.config, self.tokenizer, self.source.model_args.vocab_size)
             self.own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
@@ -599,7 +601,7 @@ class Trainer:
                 config.async_grpo,
                 rollout,
                 config.training.steps,
-                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
+                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens, config.distill),
                 config.reward.max_failed_fraction,
                 self.teachers,
             )

@@ -166,7 +166,12 @@ def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed):
 
 @pytest.mark.parametrize(
     ("ends", "status", "says"),
-    [("return 2", 2, ""), ("sys.exit(143)", 143, ""), ("raise KeyError('no')", 1, "KeyError: 'no'")],
+    [
+        ("return 2", 2, ""),
+        ("sys.exit(143)", 143, ""),
+        ("sys.exit('please set MY_DATA')", 1, "please set MY_DATA"),
+        ("raise KeyError('no')", 1, "KeyError: 'no'"),
+    ],
 )
 def test_a_process_ends_without_waiting_for_its_threads(ends, status, says):
     body = "import sys, threading, time\nfrom torchtitan.grpo.stopping import run_and_exit\n"

@@ -193,7 +193,7 @@ def _interrupt() -> None:
 
 def _on_interrupt(*_: object) -> None:
     if _interrupting and not _closing:
-        sys.exit(_status)
+        raise Stopped(_status)
 
 
 def _heard_by_thread(*_: object) -> None:
@@ -235,7 +235,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         status = main()
     except SystemExit as stopped:
         status = stopped.code if isinstance(stopped.code, int) else 1
-        words = stopped.words if isinstance(stopped, Stopped) else ""
+        words = stopped.words if isinstance(stopped, Stopped) else stopped.code if isinstance(stopped.code, str) else ""
     except KeyboardInterrupt:  # before `stop_in_time`
         status = 128 + signal.SIGINT
     except BaseException:

@@ -66,6 +66,18 @@ def test_answers_without_a_reward_are_counted_and_in_no_mean():
     assert "validation/pass_at_2" not in held_out, "no prompt has two answers with a reward"
 
 
+def test_an_environments_scores_overwrite_no_metric():
+    """An environment, or an endpoint's client, may call its scores what it likes."""
+    names = ["mean", "std", "failures", "failed_fraction", "zero_variance_fraction", "sums/mean", "turns"]
+    scored = [replace(sample(reward, 2), prompt=replace(PROMPT, source="sums")) for reward in (0.0, 1.0)]
+    without = rollout_metrics([scored], [[0.0, 1.0]], 0, 0)
+    scored = [replace(each, rewards=dict.fromkeys(names, 7.0)) for each in scored]
+    metrics = rollout_metrics([scored], [[0.0, 1.0]], 0, 0)
+    del without["reward/exact_match"]
+    own = {f"reward/{name}_": 7.0 for name in names[:-1]} | {"reward/turns": 7.0}
+    assert metrics == without | own
+
+
 def test_a_length_penalty_is_a_signal():
     groups = [[sample(1.0, 2), sample(1.0, 7)]]
     assert rollout_metrics(groups, [[1.0, 0.25]], 0, 0)["reward/zero_variance_fraction"] == 0.0

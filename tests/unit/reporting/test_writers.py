@@ -1,4 +1,5 @@
 import functools
+import itertools
 import json
 import logging
 import math
@@ -8,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.helpers import ROOT
 from torchtitan.config import JobConfig
@@ -334,6 +337,48 @@ def test_what_an_environment_wrote_is_found_in_the_text():
     assert [sample.text[first:end] for first, end in given_text(sample, tokenizer())] == ["3108\n", "3108\n"]
     sample.loss_mask = None
     assert given_text(sample, tokenizer()) == []
+
+
+def byte_tokenizer(fallback: bool) -> PreTrainedTokenizerBase:
+    """A token for each byte and some words, as in GPT-2's or Llama 2's vocabulary, and one special token."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else pre_tokenizers.ByteLevel.alphabet()
+    words = ["<unk>", *bytes_, *(("\u2581", "\u2581ab") if fallback else ("\u0120ab", "ab"))]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    of_bytes = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(of_bytes) if fallback else decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<end>")
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_what_an_environment_wrote_is_where_decoded_beginnings_say(fallback):
+    tokenizer, random, (sample, *_) = byte_tokenizer(fallback), Random(5), group_of([1.0])
+    byte_of = tokenizer.get_vocab() if fallback else {}
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for _ in range(150):
+        ids = []
+        for _ in range(random.randrange(60)):
+            text = random.choice(["\u65e5", "\u00e9", "\U0001f600", "a", "ab", "", "\ufffd"])
+            own = text.encode()[: random.choice([1, 9, 9, 9])]  # some are cut off
+            marks = alphabet.pre_tokenize_str(text) if text else []
+            known = (
+                [byte_of[f"<0x{byte:02X}>"] for byte in own]
+                if fallback
+                else [tokenizer.convert_tokens_to_ids(mark) for mark in "".join(mark for mark, _ in marks)[: len(own)]]
+            )
+            ids += known or [random.choice([len(tokenizer) - 1, len(tokenizer) - 2, len(tokenizer) + 5])]
+        sample.token_ids = ids
+        mask, sample.loss_mask = True, []
+        for _ in ids:
+            mask ^= random.random() < 0.3
+            sample.loss_mask.append(mask)
+        ends = [i for i, (one, next) in enumerate(itertools.pairwise([*sample.loss_mask, None]), 1) if one != next]
+        chars = [len(tokenizer.decode(ids[:end], skip_special_tokens=True)) for end in (0, *ends)]
+        spans = [
+            [first, last]
+            for (first, last), end in zip(itertools.pairwise(chars), ends, strict=True)
+            if not sample.loss_mask[end - 1] and first < last
+        ]
+        assert given_text(sample, tokenizer) == spans, (ids, sample.loss_mask)
 
 
 def test_a_record_that_a_killed_run_tore_inside_a_character_is_dropped(run, tmp_path):

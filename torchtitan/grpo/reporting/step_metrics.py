@@ -17,6 +17,10 @@ from torchtitan.grpo.policy.distillation import reverse_kl_sum
 from torchtitan.grpo.reporting.estimates import estimates
 from torchtitan.grpo.weight_sync.report import SyncReport
 
+OWN_REWARD_METRICS = {
+    f"reward/{name}" for name in ("mean", "std", "zero_variance_fraction", "failures", "failed_fraction")
+}
+"""An environment's score of such a name, or of a source's mean, gets a `_` behind it."""
 MEAN_REWARDS = ("greedy_reward", "sampled_reward")
 
 
@@ -61,8 +65,12 @@ def rollout_metrics(
     for sample in samples:
         for name, score in sample.rewards.items():
             by_function[name].append(score)
-    metrics |= {f"reward/{name}": fmean(scores) for name, scores in by_function.items()}
-    return metrics | _source_metrics(groups) | _teacher_metrics(samples)
+    metrics |= _source_metrics(groups)
+    own = OWN_REWARD_METRICS | metrics.keys()
+    for name, scores in by_function.items():
+        key = f"reward/{name}"
+        metrics[f"{key}_" if key in own else key] = fmean(scores)
+    return metrics | _teacher_metrics(samples)
 
 
 def _teacher_metrics(samples: list[Sample]) -> dict[str, float]:
