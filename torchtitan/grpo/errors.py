@@ -40,9 +40,9 @@ class UserErrorOfAllRanks(UserError):
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line: a UserError's words, and the kind before those of others."""
+    """An error in one line: a PlainError's words, and the kind before those of others."""
     said = " ".join(str(error).split())
-    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
+    return said if isinstance(error, PlainError) else f"{type(error).__name__}: {said}"
 
 
 @contextlib.contextmanager
