@@ -442,8 +442,8 @@ class Rollout:
     """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
-    ones may differ by twice the other servers' mean on top. Above it, model, weights or logprobs mode differ: the
-    server is fed again, or the run stops if there is no other."""
+    ones may differ by twice the other servers' mean on top, at most by 2 for each version of their age. Above it,
+    model, weights or logprobs mode differ: the server is fed again, or the run stops if there is no other."""
     embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the spawned server; `auto` is the trainer's type. On CUDA it takes a free GPU, else rank 0's."""
     embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
