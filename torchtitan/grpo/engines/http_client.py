@@ -15,6 +15,7 @@ from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import (
     Completion,
     EngineError,
+    RequestRefused,
     SamplingParams,
     error_text,
     key_hint,
@@ -128,7 +129,7 @@ class HttpClient:
         if status in (403, 404):
             raise UserError(f"{self.url}: HTTP {status} on {route}: {self.route_hint}")
         if status in (400, 413, 422):
-            raise UserError(f"{self.url} refuses request {request_id}: {said}")
+            raise RequestRefused(f"{self.url} refuses request {request_id}: {said}")
         raise EngineError(f"{self.url}: request {request_id}: HTTP {status}: {said}")
 
     @contextlib.contextmanager

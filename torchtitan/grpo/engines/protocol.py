@@ -24,6 +24,10 @@ class EngineError(RuntimeError):
     """A server failed, is gone or took too long. The message names its address."""
 
 
+class RequestRefused(UserError):
+    """A server finds this request wrong, and may answer others."""
+
+
 class LocalError(UserError):
     """This process has no file descriptor left. No server is to blame, and none leaves traffic for it."""
 
@@ -151,7 +155,8 @@ class EngineClient(Protocol):
 
         Raises:
             EngineError: The server failed, is gone, did not answer in time, or its answer cannot be.
-            UserError: The server refuses the request for a reason that the user can fix.
+            UserError: The server refuses the request for a reason that the user can fix; RequestRefused for one that is
+                in the request.
             LocalError: This process cannot send the request.
         """
         ...
