@@ -92,10 +92,6 @@ class GuardedEnvironment:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def gave_up(self, group: Group) -> bool:
-        """Whether the environment failed on every sample of a group."""
-        return all(self.name in sample.reward_failures and not sample.token_ids for sample in group)
-
     async def _sample(
         self,
         number: int,
