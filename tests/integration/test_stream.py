@@ -264,7 +264,7 @@ def test_a_stop_ends_the_wait_for_answers_and_keeps_the_state_of_before(make_run
     held = Held()
     run = make_run(environment=held.rollout)
     run.stream.take(0)
-    before = json.loads(json.dumps(run.stream.state_dict()))
+    before = json.loads(json.dumps(run.stream.state_dict(1)))
     held.after = lambda index: index == run.order[B]
     run.publish(1)
 
@@ -276,7 +276,7 @@ def test_a_stop_ends_the_wait_for_answers_and_keeps_the_state_of_before(make_run
     with pytest.raises(StopRequested):
         run.stream.take(1)
     assert run.count("groups_in_flight") == 1
-    assert run.stream.state_dict() == before
+    assert run.stream.state_dict(1) == before
     assert not run.stream.is_ready()
 
 
@@ -611,7 +611,9 @@ def test_what_never_works_again_ends_the_run_by_time_and_is_named(make_run, what
     else:
         run.rewards.fails, said = (lambda index: True), '"judge" failed on .* it raised OSError: down'
     begin = time.monotonic()
-    with pytest.raises(UserError, match=rf"no group has got a reward for \d s, over .*group_timeout_seconds = 1.5: {said}"):
+    with pytest.raises(
+        UserError, match=rf"no group has got a reward for \d s, over .*group_timeout_seconds = 1.5: {said}"
+    ):
         run.stream.take(1)
     assert 1.5 <= time.monotonic() - begin < 10
 
@@ -620,7 +622,7 @@ def test_a_stop_is_heard_in_an_outage_and_keeps_the_state_of_before(make_run) ->
     tool = Tool()
     run = make_run(environment=tool.rollout)
     run.stream.take(0)
-    before = json.loads(json.dumps(run.stream.state_dict()))
+    before = json.loads(json.dumps(run.stream.state_dict(1)))
     run.publish(1)
     tool.back_at, stopped_at = math.inf, []
 
@@ -632,7 +634,7 @@ def test_a_stop_is_heard_in_an_outage_and_keeps_the_state_of_before(make_run) ->
     with pytest.raises(StopRequested):
         run.stream.take(1)
     assert time.monotonic() - stopped_at[0] < 1, "the wait goes on until 4 s after the first failure"
-    assert run.stream.state_dict() == before
+    assert run.stream.state_dict(1) == before
 
 
 class OneByOne:
@@ -700,7 +702,7 @@ def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead) -> None:
     if ahead.enabled:
         wait_until(lambda: first.count("groups_ready") == 2 * B - 2)
         assert first.count("groups_in_flight") == 2
-    state = json.loads(json.dumps(first.stream.state_dict()))
+    state = json.loads(json.dumps(first.stream.state_dict(1)))
     first.collector.close()
 
     second = make_run(ahead=ahead, environment=Held().rollout, admitted=False)
@@ -721,7 +723,7 @@ def test_a_resumed_run_asks_again_for_groups_that_do_not_fit_it(make_run, caplog
     first = make_run(ahead=ahead_by(2))
     first.stream.take(0)
     wait_until(lambda: first.rests() and first.count("groups_ready") == 2 * B)
-    state = json.loads(json.dumps(first.stream.state_dict()))
+    state = json.loads(json.dumps(first.stream.state_dict(1)))
     first.collector.close()
     lengths = [len(e.prompt.token_ids) for e in first.stream._buffer.entries.values()]
     row = max(lengths) + PARAMS.max_tokens - 1
@@ -883,10 +885,13 @@ def test_a_stop_does_not_take_back_that_a_step_is_ready(make_run) -> None:
     run.stream.take(0)
     wait_until(run.stream.is_ready)
     run.stream.stop()
-    assert len(run.stream.take(1)) == B
-    assert not run.stream.is_ready()
-    saved = run.stream.state_dict()["buffer"]
+    taken = indices(run.stream.take(1))
+    assert len(taken) == B and not run.stream.is_ready()
+    saved = run.stream.state_dict(2)["buffer"]
     assert saved["version"] == 2 and saved["entries"], "groups that wait for a later step are saved"
+    before = run.stream.state_dict(1)["buffer"]  # of a run that fails before it trains on what it has taken
+    whole = [entry["prompt"] for entry in before["entries"] if entry["samples"]]
+    assert before["version"] == 1 and set(taken) <= set(whole)
     with pytest.raises(StopRequested):
         run.stream.take(2)
-    assert run.stream.state_dict()["buffer"]["version"] == 2
+    assert run.stream.state_dict(2)["buffer"]["version"] == 2

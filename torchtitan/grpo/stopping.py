@@ -52,7 +52,16 @@ _ask: Callable[[int], bool] | None = None
 
 
 class StopRequested(Exception):
-    """The run was asked to stop. Raised instead of waiting for the answers that the next step would train on."""
+    """Every rank ends here, before it trains the next step: the run was asked to stop, or rank 0 has failed.
+
+    Attributes:
+        why: On the other ranks, rank 0's error; "" if a signal asked.
+        refused: Whether that is a UserError.
+    """
+
+    def __init__(self, why: str = "", refused: bool = False) -> None:
+        super().__init__(why)
+        self.why, self.refused = why, refused
 
 
 class Stopped(SystemExit):

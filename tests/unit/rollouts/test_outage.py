@@ -66,7 +66,7 @@ def test_before_anything_has_worked_a_steps_groups_end_the_run_at_once() -> None
 @pytest.mark.parametrize(("limit", "pattern"), [(0.5, "10000"), (0.2, "1100"), (0.0, "10"), (0.2, "100")])
 def test_too_many_among_groups_that_work_end_the_run_at_once(limit: float, pattern: str) -> None:
     run = Run(limit)
-    with pytest.raises(UserError, match="over .reward. max_failed_fraction"):
+    with pytest.raises(UserError, match=r"over \[reward\] max_failed_fraction"):
         for works in pattern * 100:
             run.works() if works == "1" else run.fails()
 

@@ -112,7 +112,7 @@ def test_older_tokens_that_no_policy_could_move_so_far_from_warn_and_then_end_th
     check = SamplerCheck(config_of(max_age=1), fleet)
 
     def step(mean: float) -> None:
-        check.after_step(*sums(**dict.fromkeys("ab"[:servers], [(0.0, 0), mean])))
+        check.after_step(*sums(**{name: [(0.0, 0), mean] for name in "ab"[:servers]}))
 
     def judged(mean: float) -> None:
         for _ in range(3):  # for two steps after it was over, answers may be from before

@@ -52,12 +52,16 @@ class FiniteSteps:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """`train/skipped_steps`: optimizer steps left out since the start of the process. Waits for the device.
+        """`train/skipped_steps`: optimizer steps left out since the start of the process. Waits for the device."""
+        return {"train/skipped_steps": self._skipped.item()}
+
+    def check(self) -> None:
+        """Waits for the device.
 
         Raises:
-            UserError: The last SKIPPED_IN_A_ROW_MAX were. On every rank.
+            UserError: The last SKIPPED_IN_A_ROW_MAX steps were left out. On every rank.
         """
-        skipped, in_a_row, norm = torch.stack([self._skipped, self._in_a_row, self._norm.float()]).tolist()
+        in_a_row, norm = torch.stack([self._in_a_row, self._norm.float()]).tolist()
         if in_a_row >= SKIPPED_IN_A_ROW_MAX:
             raise UserError(
                 f"the gradient was not finite (norm {norm}) in {in_a_row:.0f} optimizer steps in a row, which were "
@@ -65,7 +69,6 @@ class FiniteSteps:
                 "weights, a diverged policy (lower [optimizer] lr), and server log-probabilities that are not the "
                 "model's (policy/mismatch_abs)"
             )
-        return {"train/skipped_steps": skipped}
 
 
 def is_finite(tensor: Tensor) -> Tensor:

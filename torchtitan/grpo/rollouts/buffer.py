@@ -12,6 +12,7 @@ than the bound, however long an answer takes. Admission by version is AReaL's (a
 which the bound holds for every token, are this project's.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -173,6 +174,12 @@ class StalenessBuffer:
         for entry in late:
             self._remove(entry)
         return batch, late
+
+    def copy(self) -> "StalenessBuffer":
+        """The same groups, which may get their samples later. What is added or removed here does not change it."""
+        copied = copy.copy(self)
+        copied.entries, copied._occurrences = dict(self.entries), self._occurrences.copy()
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again."""

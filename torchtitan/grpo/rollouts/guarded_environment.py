@@ -47,10 +47,10 @@ class GuardedEnvironment:
     """Runs an environment for one group after another, at most `concurrency` at once.
 
     An exception of the environment, or an exit, gives up its group, or its sample if it works on each by itself. So
-    does the time limit of a sample, and a result that no step can use. A result of a wrong type ends the run, unless
-    there was a right one before, and so does a request that every server refuses. What is given up is a sample of no tokens and no reward, whose `reward_failures`
-    name the environment and what went wrong: `rewards/failures.py` says when there are too many of these. Errors of the
-    servers, and a `UserError`, pass.
+    does the time limit of a sample, and a result that no step can use. Once a result was right, one of a wrong type
+    does so too, and a request that every server refuses: before, they end the run. What is given up is a sample of no
+    tokens and no reward, whose `reward_failures` name the environment and what went wrong. `outage.py` and
+    `rewards/failures.py` say when there are too many of these. Errors of the servers, and a `UserError`, pass.
 
     Everything happens on one event loop.
 
