@@ -470,7 +470,7 @@ class Trainer:
         config = self.config
         assets = config.model.hf_assets_path
         self.source = resolve_and_check(config)
-        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
+        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, self.source.model_args.vocab_size)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))

@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from torchtitan.grpo.data.chat import joined_text
 from torchtitan.grpo.endpoint.requests import BadRequest
 from torchtitan.grpo.endpoint.sessions import Place, Session
 
@@ -178,21 +179,13 @@ def _normalised(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest("messages", f'a message is {{"role": text, "content": text}}, not {repr(message)[:100]}')
     kept = {key: value for key, value in message.items() if value not in (None, [], {})}
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part) for part in content)
+    content = joined_text(message.get("content"))
     if not isinstance(content, str | None):
         raise BadRequest("messages", f"content is text, or a list of text parts, not {repr(content)[:100]}")
     kept["content"] = content or ""
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = [_normalised_call(call) for call in calls]
     return kept
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise BadRequest("messages", f"content has a part that is no text: {repr(part)[:100]}")
 
 
 def _normalised_call(call: Any) -> dict[str, Any]:
