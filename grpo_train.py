@@ -34,6 +34,7 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Server
@@ -293,11 +294,13 @@ class Trainer:
         """Take one optimizer step per minibatch. Token weights hold the global normaliser: gradients are only summed.
 
         Returns:
-            Sums over this rank's tokens, and the gradient norm. Both are still on the device: only the first step's
-            check of the sampler waits for it here, `learned` waits later.
+            Sums over this rank's tokens, but for the loss, which is the mean of the steps, and the gradient norm of
+            each. They are still on the device: only the first step's check of the sampler waits for it here, `learned`
+            waits later.
         """
         config, fixed_logprobs = self.config, self._fixed_logprobs(batch)
         sums: dict[str, torch.Tensor] = {}
+        norms: list[torch.Tensor] = []
         counts = self.max_age, len(batch.servers)
         with self.ledger.stage("train"):
             for rows, fixed in zip(batch.minibatches, fixed_logprobs, strict=True):
@@ -306,31 +309,32 @@ class Trainer:
                 def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
                     self.offload.poll()
                     logprobs, entropy, *top_logprobs = self.model(row, config.rollout.temperature)
-                    options = *counts, config.distill.coef, *top_logprobs
-                    return losses.row_loss(logprobs, entropy, row, config.grpo, *fixed[index], *options)
+                    given = *fixed[index], *counts, config.distill.coef, *top_logprobs
+                    return losses.row_loss(logprobs, entropy, row, config.grpo, *given, has_moved=bool(norms))
 
                 added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
                 sums |= {name: sums.get(name, 0) + value for name, value in added.items()}
                 if self.sampler_check.is_due and any(batch.servers.values()):
                     self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
-                grad_norm = clip_gradients(self.model, config.training.max_norm)
+                norms.append(clip_gradients(self.model, config.training.max_norm))
                 self.weight_sync.order_writes_after()
-                if self.finite_steps.allow(grad_norm):
+                if self.finite_steps.allow(norms[-1]):
                     self.optimizer_step()
             batch.metrics["train/lr"] = next(iter(self.optimizers)).param_groups[0]["lr"]
             self.lr_schedulers.step()
             self.trained = self.step
-        return sums, grad_norm
+        return sums | {"loss": sums["loss"] / len(norms)}, torch.stack(norms)
 
     def optimizer_step(self) -> None:
         self.trained = None  # until the whole step is
         self.offload.step()
 
-    def learned(self, batch: Batch, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
+    def learned(self, batch: Batch, sums: dict[str, torch.Tensor], norms: torch.Tensor) -> dict[str, float]:
         """Turn what `update` returned into metrics, and check the servers by it. Waits for the device."""
         peaks = self.usage.peaks(self.data_rank, self.data_ranks)
         summed, servers = self._sum(sums | peaks), list(batch.servers)
-        own = {"train/grad_norm": float(grad_norm)} | self.finite_steps.metrics() | highest_peaks(summed)
+        own = {"train/grad_norm": norms.mean().item(), "train/grad_norm_max": norms.max().item()}
+        own |= self.finite_steps.metrics() | highest_peaks(summed)
         with self.failing_later():
             self.finite_steps.check()
             self.sampler_check.after_step(servers, summed)
@@ -474,7 +478,7 @@ class Trainer:
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            rewards = RewardRunner(config.reward, config.rollout, config.distill)
+            rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
             self.rewards = self.resources.enter_context(rewards)
             self.environments = self.resources.enter_context(loaded_environments(config))
             rows = self.environments.rows
@@ -511,6 +515,7 @@ class Trainer:
         self.own_servers = OwnServers(self.config, self.device, trainers_here)
         self.resources.callback(self.own_servers.close)
         if self.is_rank0:
+            check_disk(self.config, self.source)
             self.teachers = connect_teachers(self.config, self.tokenizer, self.source.model_args.vocab_size)
             self.own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
@@ -595,7 +600,7 @@ class Trainer:
                 config.async_grpo,
                 rollout,
                 config.training.steps,
-                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
+                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens, config.distill),
                 config.reward.max_failed_fraction,
                 self.teachers,
                 self.row_tokens,

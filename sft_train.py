@@ -25,6 +25,7 @@ from torchtitan.grpo.data.conversations import ConversationSource
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
 from torchtitan.grpo.data.samples import Conversation, Prompt
+from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.model.source import resolve_and_check
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
@@ -210,6 +211,7 @@ class SftTrainer(grpo_train.Trainer):
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
+            check_disk(config, self.source)
             own = {"sft": config.sft, "seq_len": config.training.seq_len, "end_ids": self.end_token_ids}
             make = partial(ConversationSource, **own)
             self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []

@@ -198,6 +198,17 @@ def test_batches_are_packed_ahead_but_not_before_a_checkpoint_or_a_validation(tm
     assert len({prompt for _, prompt in groups}) == 6 * 8
 
 
+def test_metrics_of_a_step_with_two_minibatches(tmp_path):
+    """The first one moves the policy far."""
+    flags = {"--grpo.minibatches": "2", "--training.steps": "1", "--optimizer.lr": "0.02"}
+    flags |= {"--grpo.proximal_logprobs": "sampler", "--grpo.importance_correction": "none"}
+    flags |= {"--grpo.entropy_coef": "100", "--grpo.loss_aggregation": "sequence"}  # the loss is all entropy
+    (line,) = train(tmp_path / "run", flags)
+    assert line["policy/update_kl"] > 0.1 and line["policy/mismatch_abs"] < 1e-4
+    assert line["train/loss"] == pytest.approx(-100 * line["policy/entropy"], rel=0.1)
+    assert line["train/grad_norm_max"] > line["train/grad_norm"] > line["train/grad_norm_max"] / 2
+
+
 @pytest.fixture(scope="module")
 def trained_start(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Weights after one step, for runs on any number of ranks: random ones depend on that number."""

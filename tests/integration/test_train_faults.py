@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import time
@@ -15,12 +16,16 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
+    UNHURRIED,
     EndlessRun,
+    arguments,
     attempt,
     embedded_url,
     endless,
+    environment,
     forked_server,
     processes_of,
     servers_of,
@@ -47,7 +52,7 @@ def run_and_server(
         yield run, servers_of(folder)[0] if own else server
 
 
-@pytest.mark.parametrize(("mode", "number"), [(SYNC, signal.SIGTERM), (BACKGROUND, signal.SIGINT)])
+@pytest.mark.parametrize(("mode", "number"), [(SYNC, signal.SIGHUP), (BACKGROUND, signal.SIGINT)])
 def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
     with endless(tmp_path / "run", mode, torchrun=True) as run:
         (server,) = servers_of(run.folder)
@@ -63,6 +68,27 @@ def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
     ours = run.log.partition("Traceback")[0]  # torchrun's own, as its last words
     assert re.search(r"stopped at step (\d+), newest checkpoint \1 in .*/run/checkpoint, resume with ", ours)
     assert "SignalException" in run.log and run.log.count("Traceback") == 1, run.log
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_run_outlives_its_terminal_and_saves_if_it_is_told(hangs_up, tmp_path):
+    host, device = pty.openpty()
+    flags = UNHURRIED | {"--training.steps": "100000" if hangs_up else "6", "--rollout.urls": embedded_url()}
+    told = environment() | {"TERM": "xterm", "COLUMNS": "100"}
+    words = arguments(tmp_path / "run", flags)
+    run = Ranks(1, ROOT / "grpo_train.py", *words, log=Path(os.ttyname(device)), environment=told)
+    try:
+        run.wait_until("the second step", lambda: len(steps(tmp_path / "run")) >= 2)
+        assert b"step 1/" in os.read(host, 100_000), "a live line"
+        os.close(device)
+        os.close(host)
+        if hangs_up:
+            run.send_signal(signal.SIGHUP)
+        assert run.wait(60) == (STOPPED if hangs_up else 0)
+    finally:
+        run.kill()
+    done = len(steps(tmp_path / "run"))
+    assert complete_steps(tmp_path / "run" / "checkpoint")[-1] == done and (hangs_up or done == 6)
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step_although_rank_0_waits_for_answers(tmp_path):
@@ -160,7 +186,9 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
     assert f"after step {done}, newest checkpoint {done} in " in said
     (error,) = {line for line in said.splitlines() if line.startswith("error: ")}  # each rank says it
     assert re.match(r'error: no group has got a reward for \d s, .*_seconds = 6: "judges:judge" failed on \d+, ', error)
-    assert re.search(r"No group gets a reward. Others are asked in 1 s, and .* 6 s of this: \"judges:judge\" failed", said)
+    assert re.search(
+        r"No group gets a reward. Others are asked in 1 s, .* after 6 s of this: .judges:judge. failed", said
+    )
     assert f"raised OSError: the judge is down ({tmp_path / 'judges.py'}:14)" in error
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     groups = defaultdict(list)

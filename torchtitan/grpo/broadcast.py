@@ -29,9 +29,11 @@ _GROUP_TIMEOUT = timedelta(days=30)  # the waits here have limits of their own, 
 
 
 def patience_s(config: JobConfig) -> float:
-    """How long rank 0 may do nothing but wait, by its own limits: for servers, for one group, for a push."""
+    """How long rank 0 may do nothing but wait, by its own limits: for servers or a harness, one group, and a push."""
     rollout = config.rollout
     serving_s = rollout.start_timeout_seconds + rollout.group_timeout_seconds + 2 * rollout.request_timeout_seconds
+    if rollout.environment == "endpoint":
+        serving_s += rollout.episode_lease_seconds  # a harness at work is waited for
     return serving_s + PHASES * config.weight_sync.timeout_seconds
 
 

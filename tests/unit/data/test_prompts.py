@@ -355,6 +355,10 @@ def look_at_all(prompt, pass_rate):
     return True
 
 
+async def accept_later(prompt, pass_rate):
+    return True
+
+
 def forget_to_return(prompt, pass_rate):
     pass
 
@@ -454,6 +458,7 @@ def test_held_out_prompts_have_no_curriculum(tokenizer):
         ("torchtitan.grpo.data.curricula", ["module:function"]),
         ("torchtitan.grpo.data.curricula:unsloved", ["[data] curriculum", '"unsolved"']),
         ("builtins:exit", ["[data] curriculum", "must take 2 arguments (prompt, pass_rate)"]),
+        (hook(accept_later), ["[data] curriculum", "test_prompts.py:", "gives a coroutine: write it as `def`"]),
         (hook(fail_on_five), ["[data] curriculum", "failed on prompt 5: ZeroDivisionError"]),
         (hook(forget_to_return), ["[data] curriculum", "returned None for prompt", "True or False"]),
     ],

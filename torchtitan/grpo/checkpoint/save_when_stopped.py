@@ -42,7 +42,7 @@ class Run(Protocol):
 def save_when_stopped(run: Run) -> Iterator[None]:
     """Around the loop: whatever ends it, the last step that is trained is saved.
 
-    After the first SIGTERM or SIGINT on any rank:
+    After the first SIGTERM, SIGINT or SIGHUP on any rank:
 
     1. The rank that hears the signal asks rank 0 (`Broadcaster.request_stop`). That waits for no push any more, and
        trains no further step: `RolloutStream.take` raises StopRequested.

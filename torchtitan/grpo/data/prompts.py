@@ -17,7 +17,7 @@ from torchtitan.grpo.data.chat import joined_text
 from torchtitan.grpo.data.samples import Document, Prompt
 from torchtitan.grpo.data.sources import DatasetRow, key_of, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.import_path import load_function
+from torchtitan.grpo.import_path import is_async, load_function, source
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024
@@ -176,6 +176,11 @@ class PromptSource:
         self._curriculum = None
         if data.curriculum and not held_out:
             self._curriculum = load_function("[data] curriculum", data.curriculum, "prompt", "pass_rate")
+            if is_async(self._curriculum):
+                raise UserError(
+                    f'[data] curriculum: "{data.curriculum}" ({source(self._curriculum)}) gives a coroutine: write it '
+                    "as `def`"
+                )
         self._pass_rates: dict[int, float] = {}
         if data.chat_template and not tokenizer.chat_template:
             raise UserError(

@@ -24,12 +24,12 @@ class EngineError(RuntimeError):
     """A server failed, is gone or took too long. The message names its address."""
 
 
-class RequestRefused(UserError):
-    """A server finds this request wrong, and may answer others."""
-
-
 class LocalError(UserError):
     """This process has no file descriptor left. No server is to blame, and none leaves traffic for it."""
+
+
+class Refused(UserError):
+    """A server refuses one request as wrong: its tokens, its parameters or its size."""
 
 
 def raise_if_local(error: BaseException) -> None:
@@ -155,7 +155,7 @@ class EngineClient(Protocol):
 
         Raises:
             EngineError: The server failed, is gone, did not answer in time, or its answer cannot be.
-            UserError: The server refuses the request for a reason that the user can fix; RequestRefused for one that is
+            UserError: The server refuses the request for a reason that the user can fix; Refused for one that is
                 in the request.
             LocalError: This process cannot send the request.
         """

@@ -288,7 +288,9 @@ class StalenessBuffer:
 
 def _sample_state(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     """An environment may have given the sample another beginning than its row's prompt."""
-    state = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
+    values = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
+    # Copies: it is written beside training, when an environment may still hold the sample.
+    state = {name: value.copy() if isinstance(value, list | dict) else value for name, value in values.items()}
     own = sample.prompt
     if sample.routes is not None:
         state["routes"] = to_npy(sample.routes)

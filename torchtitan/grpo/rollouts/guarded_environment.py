@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
-from torchtitan.grpo.engines.protocol import EngineError, RequestRefused, SamplingParams
+from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, GroupStart
@@ -116,7 +116,7 @@ class GuardedEnvironment:
                 with renamed(KEY, self.key), self._counted():
                     samples = await self._environment(client, prompt)
         except (EngineError, FleetError, UserError) as error:
-            if not isinstance(error, RequestRefused) or self.is_single_turn or not self._has_worked:
+            if not isinstance(error, Refused) or self.is_single_turn or not self._has_worked:
                 raise
             return self._give_up(prompt, client.params.n, f"asked what no server takes: {error}")
         except (Exception, SystemExit, asyncio.CancelledError) as error:
