@@ -28,6 +28,7 @@ from torchtitan.grpo.checkpoint.run_folder import own_folder
 from torchtitan.grpo.config.batch import requests_at_once, row_tokens
 from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.load import load_config, take_dry_run
+from torchtitan.grpo.config.machine import check_launch
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.data.load import load_held_out, load_training
@@ -41,7 +42,7 @@ from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
-from torchtitan.grpo.errors import UserError, refuse
+from torchtitan.grpo.errors import PlainError, refuse
 from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model.lora import without_adapters
@@ -626,9 +627,10 @@ class Trainer:
 
 
 def main(argv: list[str], make: Callable[[JobConfig], Trainer] = Trainer, job: Job = "grpo") -> int:
-    init_log_lines()
     try:
         dry_run, argv = take_dry_run(argv)
+        check_launch(dry_run is not None)
+        init_log_lines()
         config = load_config(argv, dry_run, job)
         if dry_run is not None:
             print(describe(config, dry_run=dry_run, job=job) if os.environ.get("RANK", "0") == "0" else "", end="")
@@ -639,7 +641,7 @@ def main(argv: list[str], make: Callable[[JobConfig], Trainer] = Trainer, job: J
             return drive(argv, config, make, job)
         with running(config, make) as trainer:
             trainer.train()
-    except UserError as error:
+    except PlainError as error:
         return refuse(error)
     return 0
 

@@ -24,9 +24,9 @@ A run is a TOML file, and flags that override it:
 * Each key is `[section] key` in the file and `--section.key value` as a flag. Lists in flags are comma-separated;
   booleans are `--section.key` and `--section.no-key`, or `true` and `false`.
 * Unknown keys, wrong types, numbers out of range and contradictions stop the run before it starts. The exit code is 2,
-  and one message names all problems.
+  and one message names all problems. For a name of TRL, verl or prime-rl it has the key that does the same.
 * `--dry_run` prints the configuration as TOML, the batch arithmetic, the memory of one rank and the disk for
-  checkpoints. Then it stops. `--dry_run h100` is about a run on that GPU.
+  checkpoints. Then it stops. `--dry_run h100` is about a run on that GPU. `--version` prints the version.
 * The sections are those of [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2 and of this project. Defaults that
   differ from torchtitan's are marked.
 """

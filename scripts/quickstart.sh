@@ -4,7 +4,7 @@
 #   bash scripts/quickstart.sh [flags of grpo_train.py ...]
 #
 # Works on a bare machine with Python 3.11 or newer: installs into the active virtual environment, or makes .venv. The
-# next time it starts at once. Each run gets a folder of its own under outputs/.
+# next time it starts at once. Each run gets a folder of its own under outputs/, unless --job.dump_folder names one.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -17,13 +17,25 @@ is_installed || install_project .
 # Threads that wait do not spin. Where other work needs the cores too, spinning made runs take twice the CPU time.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
-run=outputs/quickstart number=1
-while [ -e "$run" ]; do
-    number=$((number + 1))
-    run=outputs/quickstart-$number
+run="" config="" flag=""
+for word in "$@" ""; do
+    case $flag in
+        --job.dump[_-]folder) run=$word ;;
+        --job.dump[_-]folder=*) run=${flag#*=} ;;
+        --job.config[_-]file*) config=given ;;
+    esac
+    flag=$word
 done
-"$python" grpo_train.py \
-    --job.config_file train_configs/quickstart.toml --job.dump_folder "$run" "$@"
+if [ -z "$run" ]; then
+    run=outputs/quickstart number=1
+    while [ -e "$run" ]; do
+        number=$((number + 1))
+        run=outputs/quickstart-$number
+    done
+    set -- --job.dump_folder "$run" "$@"
+fi
+[ -n "$config" ] || set -- --job.config_file train_configs/quickstart.toml "$@"
+"$python" grpo_train.py "$@"
 
 echo
 echo "The run is in $run. Its curves and answers as one HTML file, and answers here:"

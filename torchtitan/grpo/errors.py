@@ -1,4 +1,4 @@
-"""Errors that the user can correct."""
+"""Errors that say all in one message, most of which the user can correct."""
 
 import contextlib
 import difflib
@@ -15,12 +15,24 @@ _OTHERS_S = 10.0
 """How long torchrun may take to stop the other ranks after rank 0 has ended."""
 
 
-class UserError(ValueError):
-    """Bad input. The message names the key, file or server and says what to change."""
+class PlainError(Exception):
+    """What ends a run and says why in its message: a traceback would only hide that.
+
+    Attributes:
+        status: The exit status of a run that ends by it.
+    """
+
+    status = 1
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.raised_at = time.time()
+
+
+class UserError(PlainError, ValueError):
+    """Bad input. The message names the key, file or server and says what to change."""
+
+    status = REFUSED
 
 
 class UserErrorOfAllRanks(UserError):
@@ -44,7 +56,7 @@ def renamed(old: str, new: str) -> Iterator[None]:
         raise UserError(str(error).replace(old, new)) from error
 
 
-def refuse(error: UserError) -> int:
+def refuse(error: PlainError) -> int:
     """Print the error, once for all ranks of a machine, and return the exit status.
 
     torchrun prints some 30 lines after a rank that failed. They end in what the first rank that failed has left in
@@ -52,24 +64,24 @@ def refuse(error: UserError) -> int:
     and end with status 0, because torchrun has a paragraph for every rank with another one. A rank that is not stopped
     has an error of its own and prints it.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(_OTHERS_S)
-    of_all_ranks = isinstance(error, UserErrorOfAllRanks)
-    said = f"error{f' on rank {rank}' if rank and not of_all_ranks else ''}: {error}"
+    where = "" if rank == "0" or isinstance(error, UserErrorOfAllRanks) else f" on rank {rank}"
+    said = f"error{where}: {error}"
     print(said, file=sys.stderr, flush=True)
     if path:
         left = {"message": said, "extraInfo": {"timestamp": str(int(error.raised_at))}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": left}, file)
-    return REFUSED
+    return error.status
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The most similar known word, None if none is similar."""
-    found = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.6)
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The most similar known word, None if none is similar by `cutoff`, between 0 and 1 for the same."""
+    found = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

@@ -6,6 +6,7 @@ import runpy
 import socket
 import tomllib
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.helpers import ROOT
 from torchtitan.config import ConfigManager
 from torchtitan.grpo.config import data_contradictions, job_config
 from torchtitan.grpo.config.keys import check_ranges, keys
-from torchtitan.grpo.config.load import ELSEWHERE, load_config
+from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine, default_to_one_process, one_cpu_thread, raise_file_limit
 from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
@@ -550,6 +551,21 @@ def test_broken_toml_names_file_and_place(tmp_path, text):
         load_config(["--job.config_file", str(path)])
 
 
+def test_a_byte_order_mark_is_not_read(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[grpo]\r\ngroup_size = 4\r\n")
+    assert load_config(["--job.config_file", str(path), *MODEL]).grpo.group_size == 4
+
+
+def test_a_warm_up_longer_than_the_run_is_told_in_one_line(tmp_path, caplog):
+    load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 9\n[training]\nsteps = 9")
+    assert not caplog.records
+    config = load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 10\n[training]\nsteps = 9")
+    assert config.lr_scheduler.warmup_steps == 9
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "[lr_scheduler] warmup_steps = 10 is over the 9 steps" in caplog.text
+
+
 def test_missing_model_folder_is_named():
     with pytest.raises(UserError, match=r"\[model\] hf_assets_path is missing"):
         load_config([])
@@ -631,6 +647,13 @@ def test_help_lists_keys_and_ends(capsys):
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert "--grpo.group_size (int, default 8)" in printed and "pipeline_parallel" not in printed
+
+
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"torchtitan-grpo {version('torchtitan-grpo')}\n"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "train_configs").glob("*.toml")))
@@ -803,7 +826,6 @@ def test_a_key_in_the_wrong_place_is_not_shown(flags, says):
 
 def test_tables_name_real_keys():
     assert set(data_contradictions.BUILT_IN) == set(functions.BUILT_IN)
-    assert set(ELSEWHERE.values()) <= {key.path for key in honoured_keys()}
     covered = {unsupported_by(path) for path in keys()} - {None}
     assert covered == set(UNSUPPORTED)
 

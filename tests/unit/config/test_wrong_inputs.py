@@ -27,9 +27,13 @@ import grpo_train
 from tests.helpers import TINY_QWEN3
 from tests.helpers.ranks import free_port
 from tests.helpers.weight_senders import changed
+from torchtitan.config import JobConfig
 from torchtitan.grpo import running
 from torchtitan.grpo.checkpoint import folder_lock
 from torchtitan.grpo.checkpoint.marker import Marker
+from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.weight_sync.link import WeightSyncError
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
 MODEL = {"--model.hf_assets_path": "model"}
@@ -146,6 +150,17 @@ CONFIGURATION = {
     "broken TOML": wrong(
         {"--job.config_file": "run.toml"}, "run.toml: is not valid TOML", spoil=write("run.toml", "[a")
     ),
+    "YAML": wrong(
+        {"--job.config_file": "run.toml"},
+        "run.toml: is YAML: write it as TOML",
+        spoil=write("run.toml", "grpo:\n  a: 1"),
+    ),
+    "a YAML list": wrong({"--job.config_file": "run.yml"}, "run.yml: is YAML", spoil=write("run.yml", "- grpo")),
+    "JSON": wrong(
+        {"--job.config_file": "run.toml"},
+        "run.toml: is JSON: write it as TOML",
+        spoil=write("run.toml", '{\n "grpo": {}}'),
+    ),
     "the file without its flag": Wrong({}, ("--job.config_file run.toml?",), argv=("run.toml",)),
     "key without section": flag("--group_size", "4", "did you mean --grpo.group_size?"),
     "misspelt key": flag("--grpo.group_sise", "4", "did you mean --grpo.group_size?"),
@@ -172,7 +187,7 @@ CONFIGURATION = {
     "verl: clip_ratio_high": flag("--grpo.clip_ratio_high", "0.3", "did you mean --grpo.ratio_clip_max?"),
     "verl: train_batch_size": flag("--data.train_batch_size", "32", "did you mean --grpo.prompts_per_step?"),
     "verl: tensor_model_parallel_size": flag(
-        "--rollout.tensor_model_parallel_size", "2", "did you mean --parallelism.tensor_parallel_degree?"
+        "--rollout.tensor_model_parallel_size", "2", "did you mean --rollout.gpus_per_server"
     ),
     "verl: total_training_steps": flag("--training.total_training_steps", "9", "did you mean --training.steps?"),
     "torchtitan: dataset": flag("--training.dataset", "c4", "[training] dataset", "prompts come from [data]"),
@@ -182,6 +197,25 @@ CONFIGURATION = {
     ),
     "minibatches": flag("--grpo.minibatches", "3", "[grpo] minibatches = 3 does not divide", "set minibatches = 2"),
     "placement without KL": flag("--grpo.kl_placement", "reward", "[grpo] kl_placement", "kl_coef over 0"),
+    "a tab at a path's end": wrong(
+        JSONL | {"--data.path": "rows.jsonl\t"}, r'[data] path = "rows.jsonl\t" has a tab', "remove it", spoil=rows()
+    ),
+    "a backslash of a path": wrong(
+        {"--job.config_file": "run.toml"},
+        r'[rollout] urls_file = "C:\t',
+        'write "/"',
+        spoil=write("run.toml", '[rollout]\nurls_file = "C:\\temp"'),
+    ),
+    "a space at the end of a table's path": wrong(
+        {"--job.config_file": "run.toml"},
+        '[[data.mixture]] "sums" path = "rows.jsonl " has',
+        spoil=write("run.toml", '[[data.mixture]]\nname = "sums"\npath = "rows.jsonl "'),
+    ),
+    "the best of no metric": wrong(
+        {"--validation.enable": None, "--checkpoint.keep_best": "validation/gredy_reward"},
+        '[checkpoint] keep_best = "validation/gredy_reward" is no metric of this validation',
+        'did you mean "validation/greedy_reward"?',
+    ),
     "estimator without KL": flag("--grpo.kl_estimator", "k2", "[grpo] kl_estimator", "kl_coef over 0"),
     "age without async": flag("--async_grpo.max_trajectory_age_steps", "4", "[async_grpo] enabled = true"),
     "cadence without async": flag("--weight_sync.cadence", "auto", "needs async_weight_update = true"),
@@ -495,6 +529,47 @@ def test_it_is_refused_with_a_clear_error(name: str, folder: Path, capsys: pytes
     row = TABLE[name]
     row.spoil(folder)
     refused(row.flags, row.words, capsys, *row.argv)
+
+
+LAUNCHED = {
+    "no torchrun": ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is in the environment, but no RANK or MASTER_ADDR", "--dry_run"),
+    "a rank's name": ({"RANK": "abc"}, "RANK=abc in the environment is no whole number", "torchrun"),
+    "a number in words": ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment is no whole number"),
+    "left over": (
+        {"RANK": "1", "WORLD_SIZE": "1"},
+        "RANK=1 in the environment must be under WORLD_SIZE=1",
+        "unset RANK",
+    ),
+    "half left over": ({"RANK": "0", "WORLD_SIZE": "1"}, "but no MASTER_ADDR or MASTER_PORT"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_variables_of_no_launcher_are_refused_at_once(
+    name: str, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, *words = LAUNCHED[name]
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(grpo_train, "init_log_lines", lambda: pytest.fail("it reads RANK"))
+    refused({}, tuple(words), capsys)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [EngineError("http://a: gone"), FleetError("0 of 1 left"), WeightSyncError("http://a", "push", 1, 0, "gone")],
+)
+def test_servers_that_fail_end_the_run_in_one_line(
+    error: Exception, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def make(config: JobConfig) -> grpo_train.Trainer:
+        raise error
+
+    given = [part for each in SMALL.items() for part in each if part is not None]
+    assert grpo_train.main(given, make) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_the_table_is_long_enough() -> None:

@@ -11,6 +11,7 @@ import pytest
 import grpo_train
 from tests.helpers import ROOT
 from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.ray_launch.driver import drive
 from torchtitan.grpo.ray_launch.outcome import RanksFailed, error_of, outcome_of
@@ -82,6 +83,8 @@ def test_the_first_failure_is_the_run_s_and_counts_more_than_a_stop():
     only_stopped = error_of({0: stopped, 1: outcome_of(Stopped(STOPPED))})
     assert isinstance(only_stopped, Stopped)
     assert (only_stopped.code, only_stopped.words) == (STOPPED, "stopped at step 3")
+    failed = error_of({0: outcome_of(EngineError("http://a: gone"))})
+    assert isinstance(failed, RanksFailed) and str(failed) == "rank 0 failed:\nhttp://a: gone", "no traceback"
     refused = error_of({0: outcome_of(UserError("[data] path"))})
     assert isinstance(refused, UserError) and str(refused) == "[data] path"
 

@@ -3,6 +3,8 @@ from dataclasses import replace
 import pytest
 
 from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.tables import validation_metric_names
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
@@ -104,6 +106,18 @@ def test_validation_metrics_of_several_sets_and_their_mean():
     assert (metrics["validation/greedy_reward"], metrics["validation/sampled_reward"]) == (0.75, 0.5)
     assert "validation/a/greedy_reward_se" in metrics and "validation/b/greedy_reward_se" not in metrics
     assert "validation/pass_at_1" not in metrics and metrics["validation/a/pass_at_1"] == 1.0
+
+
+SETS = "[[data.mixture]]\nname = 'sums'\n[[data.mixture]]\nname = 'products'\n[validation]\nenable = true\n"
+
+
+@pytest.mark.parametrize(("text", "names"), [("", [""]), (SETS, ["sums", "products"])], ids=["one", "two"])
+def test_the_metrics_of_validation_are_known_from_the_configuration(tmp_path, text, names):
+    (tmp_path / "run.toml").write_text(text)
+    flags = ["--model.hf_assets_path", "m", "--validation.samples_per_prompt", "3"]
+    config = load_config(["--job.config_file", str(tmp_path / "run.toml"), *flags])
+    measured = validation_metrics([answers(name, [1.0, 0.0], [[0.0, 1.0, 1.0]] * 2) for name in names], config.reward)
+    assert set(validation_metric_names(config, "grpo")) == {name for name in measured if not name.endswith("_se")}
 
 
 def test_sources_have_their_own_rewards_and_shares():

@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import ROOT
 
 SCRIPTS = ROOT / "scripts"
+RECIPE = ["--job.config_file", "train_configs/quickstart.toml"]
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +79,30 @@ def test_what_is_installed_is_installed_again_only_after_a_change(change, again,
         "bash", "-c", f". {SCRIPTS}/env.sh; is_installed", cwd=checkout, python=sys.executable, PYTHONPATH=str(site)
     )
     assert (result.returncode != 0, result.stderr) == (again, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "folder"),
+    [
+        ([], [*RECIPE, "--job.dump_folder", "outputs/quickstart-2"], "outputs/quickstart-2"),
+        (["--job.dump_folder", "mine"], RECIPE, "mine"),
+        (["--training.steps", "1", "--job.dump-folder=mine"], RECIPE, "mine"),
+        (["--job.config_file=my.toml", "--job.dump_folder", "mine"], [], "mine"),
+    ],
+)
+def test_flags_of_a_user_win_over_the_quickstarts(given, own, folder, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("quickstart.sh", "env.sh"):
+        (tmp_path / "scripts" / name).write_text((SCRIPTS / name).read_text())
+    (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" != grpo_train.py ] || echo "$@"\n')
+    python.chmod(0o755)
+    done = run("bash", tmp_path / "scripts" / "quickstart.sh", *given, PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+    started, *words = done.stdout.splitlines()
+    assert started.split() == ["grpo_train.py", *own, *given]
+    assert f"The run is in {folder}." in words[1]
 
 
 def test_the_plain_loop_runs():

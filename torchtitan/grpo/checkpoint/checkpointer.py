@@ -26,7 +26,6 @@ from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread, json_pieces
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.logging import logger
 
@@ -191,14 +190,9 @@ class Checkpointer:
     def validated(self, step: int, metrics: dict[str, float]) -> None:
         """On rank 0, before a save: the validation of this step, by which `[checkpoint] keep_best` chooses.
 
-        Raises:
-            UserError: The run's first validation has no metric of that name. A later one may lack it, when rewards
-                fail: its checkpoint is not the best then.
+        Without that metric, as when rewards fail, the step's checkpoint is not the best.
         """
-        first, self._validated = not self._validated[1], (step, metrics)
-        if first and self.cfg.keep_best and self.cfg.keep_best not in metrics:
-            names = ", ".join(sorted(metrics))
-            raise UserError(f'[checkpoint] keep_best = "{self.cfg.keep_best}" is no metric of validation: {names}')
+        self._validated = step, metrics
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of the folder."""

@@ -7,6 +7,7 @@ allowed and what to change.
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import row_tokens
@@ -19,13 +20,15 @@ from torchtitan.grpo.config.data_contradictions import (
 )
 from torchtitan.grpo.config.distill_contradictions import check_distill
 from torchtitan.grpo.config.jobs import Job
-from torchtitan.grpo.config.keys import keys, show
+from torchtitan.grpo.config.keys import keys, shortened, show
 from torchtitan.grpo.config.server_contradictions import (
     check_routing_replay,
     check_servers,
     check_sglang_adapters,
     check_weight_sync,
 )
+from torchtitan.grpo.config.tables import validation_metric_names
+from torchtitan.grpo.errors import did_you_mean
 
 
 def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
@@ -53,7 +56,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         check_distill,
         check_warm_start,
     )
-    checks = (*of_both, *((check_sft,) if job == "sft" else of_grpo))
+    checks = (*of_both, partial(_check_keep_best, job=job), *((check_sft,) if job == "sft" else of_grpo))
     return list(dict.fromkeys(message for check in checks for message in check(config)))
 
 
@@ -236,7 +239,7 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
 
 
 def _check_checkpoint(config: JobConfig) -> Iterator[str]:
-    checkpoint, validation = config.checkpoint, config.validation
+    checkpoint = config.checkpoint
     for name in ("resume", "keep_best"):
         value = getattr(checkpoint, name)
         if value and not checkpoint.enable:
@@ -244,14 +247,20 @@ def _check_checkpoint(config: JobConfig) -> Iterator[str]:
     if checkpoint.load_step >= 0 and checkpoint.resume is not True:
         again = ", since every start would go back to it" if checkpoint.resume == "auto" else ""
         yield f"[checkpoint] load_step = {checkpoint.load_step} is read with [checkpoint] resume = true only{again}"
+
+
+def _check_keep_best(config: JobConfig, job: Job) -> Iterator[str]:
+    checkpoint, validation = config.checkpoint, config.validation
     if not checkpoint.keep_best:
         return
-    best = f"[checkpoint] keep_best = {show(checkpoint.keep_best)}"
-    if not checkpoint.keep_best.startswith("validation/"):
-        yield f'{best} must be a metric of validation, as in "validation/greedy_reward"'
+    best, known = f"[checkpoint] keep_best = {show(checkpoint.keep_best)}", validation_metric_names(config, job)
     if not validation.enable:
         yield f"{best} needs [validation] enable = true"
-    elif checkpoint.interval % validation.freq:
+        return
+    if checkpoint.keep_best not in known:
+        names = shortened(", ".join(known))
+        yield f"{best} is no metric of this validation{did_you_mean(checkpoint.keep_best, known)}: it has {names}"
+    if checkpoint.interval % validation.freq:
         yield (
             f"{best} compares checkpoints by their validation: set [checkpoint] interval = {checkpoint.interval} to a "
             f"multiple of [validation] freq = {validation.freq}"

@@ -278,9 +278,9 @@ def show(value: Any) -> str:
     return shortened(toml(value))
 
 
-def shortened(text: str) -> str:
-    """At most SHOWN_CHARS of a text that a user wrote."""
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text):,} characters)"
+def shortened(text: str, limit: int = SHOWN_CHARS) -> str:
+    """At most `limit` characters of a text that a user wrote."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def _kind(value: Any) -> str:

@@ -9,14 +9,17 @@ dataclass is built. One error reports all problems, with the nearest known name 
 import contextlib
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config.contradictions import check_contradictions
+from torchtitan.grpo.config.hints import unknown_flag, unknown_name, unknown_word
 from torchtitan.grpo.config.jobs import Job, check_job, without_unread
 from torchtitan.grpo.config.keys import (
     MODULE,
@@ -33,86 +36,24 @@ from torchtitan.grpo.config.keys import (
     type_name,
 )
 from torchtitan.grpo.config.machine import check_machine
-from torchtitan.grpo.config.tables import fill_tables, read_tables
+from torchtitan.grpo.config.tables import PATH_KEYS, fill_tables, read_tables, table_title
 from torchtitan.grpo.config.target import NAMES, find_target
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
-from torchtitan.grpo.errors import UserError, did_you_mean, nearest
+from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.tools.logging import logger
 
 CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
 PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path", "data.chat_template_file")
 """Keys whose values may start with `~`, the home folder."""
-
-ELSEWHERE = {
-    "batch_size": "grpo.prompts_per_step",
-    "beta": "grpo.kl_coef",
-    "clip_ratio": "grpo.ratio_clip_max",
-    "clip_ratio_high": "grpo.ratio_clip_max",
-    "clip_ratio_low": "grpo.ratio_clip_min",
-    "default_local_dir": "job.dump_folder",
-    "epsilon": "grpo.ratio_clip_min",
-    "epsilon_high": "grpo.ratio_clip_max",
-    "eval_steps": "validation.freq",
-    "gradient_accumulation_steps": "training.tokens_per_microbatch",
-    "kl_loss_coef": "grpo.kl_coef",
-    "kl_loss_type": "grpo.kl_estimator",
-    "learning_rate": "optimizer.lr",
-    "loss_agg_mode": "grpo.loss_aggregation",
-    "loss_type": "grpo.loss_aggregation",
-    "lr": "optimizer.lr",
-    "mask_truncated_completions": "grpo.overlong_filter",
-    "max_completion_length": "rollout.max_answer_tokens",
-    "max_grad_norm": "training.max_norm",
-    "max_new_tokens": "rollout.max_answer_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_response_length": "rollout.max_answer_tokens",
-    "max_steps": "training.steps",
-    "max_tokens": "rollout.max_answer_tokens",
-    "model_name_or_path": "model.hf_assets_path",
-    "n_rollouts": "grpo.group_size",
-    "num_generations": "grpo.group_size",
-    "num_iterations": "grpo.minibatches",
-    "output_dir": "job.dump_folder",
-    "per_device_train_batch_size": "grpo.prompts_per_step",
-    "ppo_max_token_len_per_gpu": "training.tokens_per_microbatch",
-    "ppo_mini_batch_size": "grpo.minibatches",
-    "reward_funcs": "reward.functions",
-    "rollout_n": "grpo.group_size",
-    "save_freq": "checkpoint.interval",
-    "save_steps": "checkpoint.interval",
-    "scale_rewards": "grpo.advantage_std",
-    "temperature": "rollout.temperature",
-    "tensor_model_parallel_size": "parallelism.tensor_parallel_degree",
-    "test_freq": "validation.freq",
-    "total_training_steps": "training.steps",
-    "train_batch_size": "grpo.prompts_per_step",
-    "train_files": "data.path",
-    "val_files": "data.validation_path",
-    "vllm_server_base_url": "rollout.urls",
-}
-"""Keys by their names in other trainers."""
-
-REFUSED = {
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p"),
-        "would sample from the likeliest tokens alone, and the loss takes probabilities among all tokens: its ratios "
-        "would be wrong, so lower [rollout] temperature instead (held-out answers have [validation] top_p and min_p)",
-    ),
-    **dict.fromkeys(
-        ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-        "would sample from probabilities that the loss does not know: its ratios would be wrong, so change the reward "
-        "instead",
-    ),
-}
-"""Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
+OTHER_PATHS = ("checkpoint.folder", "rollout.server_python", "rollout.urls_file", "weight_sync.disk_folder")
 
 HELP = f"""usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]
        sft_train.py  the same
 
 Each key can stand in the TOML file as [SECTION] KEY, or here, which wins. Lists are comma-separated; booleans are
 --SECTION.KEY and --SECTION.no-KEY, or true and false. --dry_run prints the configuration and the batch, memory and disk
-arithmetic, and stops. TARGET is the machine that it is about: {", ".join(NAMES)}.
+arithmetic, and stops. TARGET is the machine that it is about: {", ".join(NAMES)}. --version prints the version.
 """
 
 
@@ -139,10 +80,13 @@ def load_config(
     Raises:
         UserError: The file is unreadable; a key or flag is unknown, of the wrong type, out of range or without effect;
             or keys contradict one another. One message names all problems.
-        SystemExit: `--help`, with status 0.
+        SystemExit: `--help` or `--version`, with status 0.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text())
+        sys.exit(0)
+    if "--version" in argv:
+        print(f"torchtitan-grpo {version('torchtitan-grpo')}")
         sys.exit(0)
     problems: list[str] = []
     given = _read_flags(argv, problems)
@@ -152,10 +96,11 @@ def load_config(
     for key, value in defaults.items():
         if key in keys() and value != keys()[key].default:
             given.setdefault(key, value)
-    problems += [*check_unsupported(given), *check_job(given, job)]
+    problems += [*check_unsupported(given), *check_job(given, job), *_check_paths(given)]
     _raise(problems, path)
     given, unread = without_unread(given, job)
-    if unread and os.environ.get("RANK", "0") == "0":
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    if unread and is_rank0:
         logger.info(f"{job}_train.py does not read {', '.join(unread)}")
 
     config = _merge(given)
@@ -167,9 +112,36 @@ def load_config(
     config.rollout.urls = [url.rstrip("/") for url in config.rollout.urls]
     fill_tables(config)
     _raise(check_ranges(config), path)
+    schedule = config.lr_scheduler
+    steps = schedule.total_steps or config.training.steps
+    if schedule.warmup_steps > steps:
+        if is_rank0:
+            logger.warning(
+                f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is over the {steps} steps of the schedule, and "
+                f"taken as {steps}: the learning rate is [optimizer] lr at the last step only"
+            )
+        schedule.warmup_steps = steps  # as torchtitan would, with a warning that names no key
     target = None if dry_run is None else find_target(dry_run, config)
     _raise([*check_contradictions(config, job), *check_machine(config, world_size, target=target, job=job)], path)
     return config
+
+
+def _check_paths(given: dict[str, Any]) -> Iterator[str]:
+    """Paths with white space that nobody sees. In a TOML text, the backslashes of C:\\temp begin a tab."""
+    paths = [(label(name), given.get(name)) for name in (*PATHS, *OTHER_PATHS)]
+    for name in TABLES:
+        tables = enumerate(given.get(name, []), start=1)
+        paths += [
+            (f"{table_title(name, table.get('name', ''), i)} {key}", table.get(key))
+            for i, table in tables
+            for key in PATH_KEYS
+        ]
+    for title, path in paths:
+        if isinstance(path, str) and (path != path.strip() or re.search(r"[\0-\x1f]", path)):
+            yield (
+                f"{title} = {show(path)} has a tab, a line break or a space at its end: remove it (in a TOML text, "
+                'write "/" or "\\\\" for a backslash)'
+            )
 
 
 def take_dry_run(argv: list[str]) -> tuple[str | None, list[str]]:
@@ -228,16 +200,29 @@ def _merge(given: dict[str, Any]) -> JobConfig:
 
 def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield (path, checked value) of each valid key of a TOML file; append the others to `problems`."""
+    text = ""
     try:
-        with open(path, "rb") as file:
-            tables = tomllib.load(file)
+        with open(path, encoding="utf-8-sig", newline="") as file:  # Windows' editors begin a file with a BOM
+            text = file.read()
+        tables = tomllib.loads(text)
     except OSError as error:
         raise UserError(
             f"--job.config_file {shortened(path)}: cannot be read ({error.strerror}): give the path of a TOML file"
         ) from None
     except (ValueError, RecursionError) as error:  # bad TOML, bytes that are not UTF-8, or brackets by the thousand
-        raise UserError(f"--job.config_file {shortened(path)}: is not valid TOML: {error}") from None
+        other = _other_format(path, text)
+        why = f"is {other}: write it as TOML, like those in train_configs" if other else f"is not valid TOML: {error}"
+        raise UserError(f"--job.config_file {shortened(path)}: {why}") from None
     yield from _read_table(tables, "", problems)
+
+
+def _other_format(path: str, text: str) -> str:
+    """The format of a file that is no TOML, if its name or its first line tells; "" if not."""
+    first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "")
+    if path.endswith(".json") or first.startswith("{"):
+        return "JSON"
+    is_yaml = path.endswith((".yaml", ".yml")) or re.match(r"---\s*$|[\w.-]+:(\s|$)", first)
+    return "YAML" if is_yaml else ""
 
 
 def _read_table(table: dict[str, Any], section: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
@@ -258,37 +243,7 @@ def _read_table(table: dict[str, Any], section: str, problems: list[str]) -> Ite
             except Mismatch as error:
                 problems.append(f"{label(path)} = {error}")
         else:
-            problems.append(_unknown(section, name, isinstance(value, dict)))
-
-
-def _unknown(section: str, name: str, is_table: bool) -> str:
-    """Message for an unknown key or section, with the one that may be meant."""
-    if not section:
-        near = nearest(name, [s for s in sections() if "." not in s])
-        hint = f": did you mean [{near}]?" if near else ""
-        if not is_table:
-            near = _nearest_key("", name)
-            hint = f" outside any section: did you mean {label(near)}?" if near else ": keys stand below a [section]"
-        name = shortened(name)
-        return f"unknown {'section' if is_table else 'key'} {f'[{name}]' if is_table else name}{hint}"
-    if name in REFUSED:
-        return f"[{section}] {name} {REFUSED[name]}"
-    near = _nearest_key(section, name)
-    hint = f"did you mean {label(near)}?" if near else f"see [{section}] in docs/configuration.md for its keys"
-    return f"unknown key [{section}] {shortened(name)}: {hint}"
-
-
-def _nearest_key(section: str, name: str) -> str | None:
-    """The key that `name` may mean: by its name in another trainer, in its own section, or in any section."""
-    own = {key.name: key.path for key in honoured_keys() if key.section == section}
-    anywhere = {key.name: key.path for key in honoured_keys()}
-    if name in ELSEWHERE:
-        return ELSEWHERE[name]
-    near = nearest(name, own)
-    if near:
-        return own[near]
-    near = nearest(name, anywhere)
-    return anywhere[near] if near else None
+            problems.append(unknown_name(section, name, value))
 
 
 def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
@@ -299,19 +254,14 @@ def _read_flags(argv: list[str], problems: list[str]) -> dict[str, Any]:
         word = words.pop(0)
         flag, equals, text = word.partition("=")
         if not flag.startswith("--"):
-            hint = (
-                f": did you mean --{CONFIG_FILE} {shortened(word)}?"
-                if word.endswith(".toml")
-                else ": flags are --section.key value"
-            )
-            problems.append(f"unexpected argument {shortened(repr(word))}{hint}")
+            problems.append(unknown_word(word))
             continue
         path = flag[2:].replace("-", "_")
         section, _, name = path.rpartition(".")
         negated = path not in keys() and name.startswith("no_")
         key = keys().get(f"{section}.{name.removeprefix('no_')}" if negated else path)
         if key is None or (negated and not _is_switch(key)):
-            problems.append(_unknown_flag(flag, path))
+            problems.append(unknown_flag(flag))
             while words and not words[0].startswith("--"):
                 words.pop(0)
             continue
@@ -375,16 +325,3 @@ def _scalar(text: str, annotation: Any) -> Any:
         except ValueError:
             return text
     return text
-
-
-def _unknown_flag(flag: str, path: str) -> str:
-    """Message for an unknown flag, with the one that may be meant."""
-    section, _, name = path.rpartition(".")
-    if name in REFUSED:
-        return f"{shortened(flag)} {REFUSED[name]}"
-    if section and section in sections():
-        near = _nearest_key(section, name)
-    else:
-        near = nearest(path, [*keys(), "dry_run", "help"]) or _nearest_key(section, name)
-    hint = f"did you mean --{near}?" if near else "flags are --section.key, see docs/configuration.md"
-    return f"unknown flag {shortened(flag)}: {hint}"

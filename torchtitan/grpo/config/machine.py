@@ -18,7 +18,7 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
 from torchtitan.grpo.server_commands import ServerCommandError, engine_folder, engine_python
 
 LOOPBACK = "127.0.0.1"
@@ -245,6 +245,31 @@ def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
             f"group_timeout_seconds and start_timeout_seconds (up to {longest:g}): other ranks wait in a collective "
             "while rank 0 waits for servers"
         )
+
+
+def check_launch(dry_run: bool = False) -> None:
+    """Refuse variables of a launcher by which this process would wait for ranks that nobody starts.
+
+    Args:
+        dry_run: WORLD_SIZE may then stand alone: it is the number of processes that the dry run is about.
+
+    Raises:
+        UserErrorOfAllRanks: One is no whole number, some are missing, or RANK is not under WORLD_SIZE.
+    """
+    needed = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *(("LOCAL_RANK",) if torch.cuda.is_available() else ())
+    given = {name: value for name in {*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE"} if (value := os.environ.get(name))}
+    start = "start the ranks by torchrun, or unset RANK and WORLD_SIZE for a run of one process"
+    for name in sorted(given.keys() - {"MASTER_ADDR"}):
+        if not given[name].isdecimal():
+            raise UserErrorOfAllRanks(f"{name}={given[name]} in the environment is no whole number: {start}")
+    rank, ranks = given.get("RANK"), given.get("WORLD_SIZE")
+    if rank and ranks and int(rank) >= int(ranks):
+        raise UserErrorOfAllRanks(f"RANK={rank} in the environment must be under WORLD_SIZE={ranks}: {start}")
+    missing = [name for name in needed if name not in given]
+    if (rank or ranks) and missing and not dry_run:
+        there = f"WORLD_SIZE={ranks}" if ranks else f"RANK={rank}"
+        alone = "" if rank else " (alone, WORLD_SIZE is for --dry_run)"
+        raise UserErrorOfAllRanks(f"{there} is in the environment, but no {' or '.join(missing)}: {start}{alone}")
 
 
 def default_to_one_process() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
+from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import Mismatch, check_value, keys, range_problem, shortened, show, table_keys
 from torchtitan.grpo.errors import did_you_mean
 
@@ -123,6 +124,23 @@ def held_out_rows(config: JobConfig, name: str) -> int:
 def source_of(config: JobConfig, held_out: HeldOutSet) -> MixtureSource:
     """The source whose held-out rows a set without rows of its own answers."""
     return next((source for source in training_sources(config) if source.name in (held_out.name, "")), MixtureSource())
+
+
+def validation_metric_names(config: JobConfig, job: Job) -> list[str]:
+    """Names of what each validation measures, but for standard errors. Without a reward, one may be missing."""
+    means = ["token_accuracy", "loss"] if job == "sft" else ["greedy_reward", "sampled_reward"]
+    names = [f"validation/{name}" for name in means]
+    for each in held_out_sets(config):
+        n = each.samples_per_prompt
+        sampled = [f"pass_at_{k}" for k in pass_counts(n)] + [f"majority_at_{n}"] * (n > 1) + ["answer_tokens_mean"]
+        prefix = f"validation/{each.name}/" if each.name else "validation/"
+        names += [prefix + name for name in [*means, *(sampled if job == "grpo" else [])]]
+    return list(dict.fromkeys(names))
+
+
+def pass_counts(n: int) -> list[int]:
+    """The k for which pass@k of n answers is measured: 1, 2, 4 and so on, and n."""
+    return list(dict.fromkeys([*(2**i for i in range(n.bit_length())), n])) if n else []
 
 
 def longest_tokens(config: JobConfig) -> int:

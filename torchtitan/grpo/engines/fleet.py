@@ -15,7 +15,7 @@ from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineClient
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import PlainError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ BACKOFF_S, BACKOFF_MAX_S = 1.0, 8.0
 """How long a healthy server that fails its second request in a row stays out of traffic; twice as long each time."""
 
 
-class FleetError(RuntimeError):
+class FleetError(PlainError, RuntimeError):
     """Fewer servers are left than `[rollout] min_servers`. The message names each lost server and the reason."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import PlainError, UserError
 
 COHORT_HEADER = "X-Rollout-Cohort"
 """Request header, "<name>/<size>", of the embedded server: see `cohort` in `EngineClient.generate`."""
@@ -20,7 +20,7 @@ _MESSAGE_CHARS = 2000
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
-class EngineError(RuntimeError):
+class EngineError(PlainError, RuntimeError):
     """A server failed, is gone or took too long. The message names its address."""
 
 

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.grpo.errors import REFUSED, UserError
+from torchtitan.grpo.errors import REFUSED, PlainError, UserError
 from torchtitan.grpo.stopping import Stopped
 
 FAILED = 1
@@ -21,15 +21,15 @@ def outcome_of(error: BaseException | None) -> dict[str, Any]:
     Returns:
         status: As torchrun's worker would exit.
         words: The last line of a stopped run, from rank 0.
-        error: A traceback, or the message of a UserError.
+        error: A traceback, or the message of a PlainError.
         at: Time of day in seconds: the first failure is the cause of the others.
     """
     outcome: dict[str, Any] = {"status": 0, "words": "", "error": "", "at": time.time()}
     if isinstance(error, SystemExit):
         outcome["status"] = error.code if isinstance(error.code, int) else FAILED
         outcome["words"] = error.words if isinstance(error, Stopped) else ""
-    elif isinstance(error, UserError):
-        outcome |= {"status": REFUSED, "error": str(error), "at": error.raised_at}
+    elif isinstance(error, PlainError):
+        outcome |= {"status": error.status, "error": str(error), "at": error.raised_at}
     elif error is not None:
         outcome |= {"status": FAILED, "error": "".join(traceback.format_exception(error)).rstrip()}
     return outcome

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.config.tables import pass_counts
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.tools.logging import logger
@@ -49,7 +50,7 @@ def estimates(answers: HeldOutAnswers, reward: Reward) -> dict[str, Estimate]:
     }
     n = max(map(len, answers.sampled), default=0)
     right = [[is_right(sample, reward) for sample in group] for group in scored]
-    for k in dict.fromkeys([*(2**i for i in range(n.bit_length())), n]) if n else ():
+    for k in pass_counts(n):
         values[f"pass_at_{k}"] = [pass_at_k(len(group), sum(group), k) for group in right if len(group) >= k]
     if n > 1:
         values[f"majority_at_{n}"] = [majority(group, reward) for group in scored if len(group) == n]

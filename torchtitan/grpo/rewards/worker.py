@@ -117,11 +117,16 @@ def _end_with(life: int) -> None:
     """
     os.set_inheritable(life, False)
     if not hasattr(fcntl, "F_SETSIG"):  # not Linux: a thread must do
-        threading.Thread(target=lambda: (os.read(life, 1), os.killpg(0, signal.SIGKILL)), daemon=True).start()
+        threading.Thread(target=_wait_for_end, args=(life,), name="parent-watch", daemon=True).start()
         return
     fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def _wait_for_end(life: int) -> None:
+    os.read(life, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _forget_trainer(connection: Connection) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import PlainError, UserError
 from torchtitan.grpo.version_names import origin, own_run, version_name, version_of
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
@@ -28,7 +28,7 @@ _SERVER_SAYS_WHY_S = 2.0
 """How long to wait, once the transport broke, for the server's HTTP error. It says more than "connection reset"."""
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(PlainError, RuntimeError):
     """A version did not reach a server. That server stays paused: it may hold a mix of old and new weights."""
 
     def __init__(self, server: str, phase: str, version: int, bytes_done: int, cause: object):
