@@ -604,6 +604,7 @@ class Trainer:
                 lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens, config.distill),
                 config.reward.max_failed_fraction,
                 self.teachers,
+                self.row_tokens,
             )
         self.sampler_check = SamplerCheck(config, self.fleet if self.is_rank0 else None)
         sync = self.own_servers.weight_sync

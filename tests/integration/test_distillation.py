@@ -85,7 +85,7 @@ def replay(run: Path, out: Path, flags: dict[str, str], ranks: int = 1) -> None:
 
 def test_a_run_without_rewards_outlives_one_of_two_teachers_and_names_the_last(tmp_path):
     """`kill -9`, in the background mode, with a list of teachers for one source and another for the rest. A group that
-    nobody scores is left out, and a step of nothing ends the run."""
+    nobody scores is replaced, and if that goes on the run ends."""
     config = tmp_path / "mixture.toml"
     mixture = MIXTURE.partition("[[validation.sets]]")[0].replace('functions = ["numeric_match"]', "")
     config.write_text((ROOT / "train_configs" / "quickstart.toml").read_text() + mixture)
@@ -96,6 +96,7 @@ def test_a_run_without_rewards_outlives_one_of_two_teachers_and_names_the_last(t
         urls = f"small={first},small={second},{second},{first}"
         flags = BACKGROUND | {"--distill.teacher_urls": urls, "--distill.timeout_seconds": "3"}
         flags |= {"--job.config_file": str(config), "--reward.functions": "", "--validation.no-enable": None}
+        flags |= {"--rollout.request_timeout_seconds": "8", "--rollout.group_timeout_seconds": "8"}
         with endless(tmp_path / "run", flags) as run:
             [line] = steps(run.folder)[:1]
             assert line["train/grad_norm"] > 0 and line["reward/mean"] == 0 < line["distill/reverse_kl"]
@@ -108,6 +109,7 @@ def test_a_run_without_rewards_outlives_one_of_two_teachers_and_names_the_last(t
             assert {"distill/small/reverse_kl", "distill/large/reverse_kl"} <= set().union(*lines)
             os.kill(second_pid, signal.SIGKILL)
             assert run.process.wait(60) == 2
+            assert "over [rollout] group_timeout_seconds = 8: " in run.log
             assert '"teacher" failed on' in run.log and "[distill] timeout_seconds" in run.log
 
 

@@ -5,9 +5,11 @@ import contextlib
 import json
 import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -42,13 +44,14 @@ class OddIndices:
     def __init__(self) -> None:
         self.dull: Callable[[int], bool] = lambda index: False
         self.fails: Callable[[int], bool] = lambda index: False
+        self.fails_second = False
         self.takes_s = 0.0
 
     def score(self, samples: list[Sample]) -> None:
         time.sleep(self.takes_s)
         for number, sample in enumerate(samples):
             sample.reward = 0.0 if self.dull(sample.prompt.index) else float(number)
-            if self.fails(sample.prompt.index):
+            if self.fails(sample.prompt.index) or (self.fails_second and number == 1):
                 sample.reward, sample.reward_failures = None, {"judge": "raised OSError: down"}
 
 
@@ -98,6 +101,8 @@ class Run:
         min_servers: int = 1,
         params: SamplingParams = PARAMS,
         environment_concurrency: int = 0,
+        max_failed_fraction: float = 0.5,
+        row_tokens: float = math.inf,
     ) -> None:
         def make(url: str) -> Server:
             server = Server(url, VllmControl(url, timeout_s=10))
@@ -128,7 +133,8 @@ class Run:
             Rollout(request_timeout_seconds=request_timeout_s, group_timeout_seconds=group_timeout_s),
             steps,
             has_signal,
-            max_failed_fraction=0.5,
+            max_failed_fraction,
+            row_tokens=row_tokens,
         )
 
     def publish(self, version: int) -> None:
@@ -448,26 +454,21 @@ def test_replacing_ends_at_its_limit(make_run, ahead) -> None:
 
 
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
-def test_a_step_ends_the_run_if_reward_functions_failed_on_most_of_its_answers(make_run, ahead) -> None:
-    run = make_run(ahead=ahead)
-    run.rewards.fails = lambda index: index in run.order[: B // 2]
-    assert len(run.stream.take(0)) == B
-    run.rewards.fails = lambda index: True
-    # Groups of a step to come may have their rewards by now.
-    failed = "[5-8]" if ahead.enabled else "8"
-    with pytest.raises(
-        UserError, match=rf'({failed}) of 8 answers.*max_failed_fraction = 0\.5: "judge" failed on \1, .* OSError: down'
-    ):
+def test_a_step_ends_the_run_if_too_many_of_its_answers_have_no_reward(make_run, ahead) -> None:
+    """One of two answers has none, in every group, and the limit is lower."""
+    run = make_run(ahead=ahead, max_failed_fraction=0.45)
+    run.stream.take(0)
+    run.rewards.fails_second = True
+    with pytest.raises(UserError, match=r'[4-8] of 8 answers.*= 0\.45: "judge" failed on [4-8], .* OSError: down'):
         for version in range(1, 4):
             run.publish(version)
             run.stream.take(version)
 
 
 def test_failures_in_groups_that_were_replaced_end_the_run_too(make_run) -> None:
-    run = make_run(grpo=replacing(8.0))
-    scored = set(run.order[::4])
-    run.rewards.fails = lambda index: index not in scored
-    with pytest.raises(UserError, match="18 of 26 answers have no reward"):
+    run = make_run(grpo=replacing(8.0), max_failed_fraction=0.45)
+    run.rewards.dull, run.rewards.fails_second = (lambda index: index not in run.order[:B]), True
+    with pytest.raises(UserError, match="4 of 8 answers have no reward"):
         run.stream.take(0)
 
 
@@ -562,6 +563,80 @@ def test_groups_on_which_the_environment_fails_are_replaced(make_run, ahead) -> 
     assert run.count("groups_failed") == 3
 
 
+class Tool:
+    """An environment whose tool is away until `back_at`, and which counts its episodes."""
+
+    def __init__(self, back_at: float = 0.0) -> None:
+        self.back_at, self.episodes = back_at, 0
+
+    async def rollout(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        self.episodes += 1
+        samples = await single_turn(client, prompt)
+        if time.monotonic() < self.back_at:
+            raise ConnectionError("the tool is away")
+        return samples
+
+
+@pytest.mark.parametrize(
+    ("ahead", "what"), [(AsyncGrpo(), "environment"), (ahead_by(1), "reward")], ids=["sync", "ahead"]
+)
+def test_an_outage_is_waited_for_and_counts_for_nothing(make_run, caplog, ahead, what) -> None:
+    tool = Tool()
+    run = make_run(ahead=ahead, environment=tool.rollout)
+    run.stream.take(0)
+    wait_until(run.rests)
+    back_at = time.monotonic() + 2.5
+    if what == "environment":
+        tool.back_at = back_at
+    else:
+        run.rewards.fails = lambda index: time.monotonic() < back_at
+    tool.episodes = 0
+    for version in (1, 2, 3):
+        run.publish(version)
+        assert len(run.stream.take(version)) == B
+    assert back_at < time.monotonic() < back_at + 15
+    assert run.count("groups_failed") > B and tool.episodes < 15 * B, "it is asked at longer and longer intervals"
+    said = [record.getMessage() for record in caplog.records if "Others are asked in" in record.getMessage()]
+    assert 2 <= len(said) <= 5 and all("failed on" in each for each in said)
+
+
+@pytest.mark.parametrize("what", ["environment", "reward"])
+def test_what_never_works_again_ends_the_run_by_time_and_is_named(make_run, what) -> None:
+    tool = Tool()
+    run = make_run(environment=tool.rollout, group_timeout_s=1.5)
+    run.stream.take(0)
+    run.publish(1)
+    if what == "environment":
+        tool.back_at, said = math.inf, '"tests:run" failed on .* it raised ConnectionError: the tool is away'
+    else:
+        run.rewards.fails, said = (lambda index: True), '"judge" failed on .* it raised OSError: down'
+    begin = time.monotonic()
+    with pytest.raises(
+        UserError, match=rf"no group has got a reward for \d s, over .*group_timeout_seconds = 1.5: {said}"
+    ):
+        run.stream.take(1)
+    assert 1.5 <= time.monotonic() - begin < 10
+
+
+def test_a_stop_is_heard_in_an_outage_and_keeps_the_state_of_before(make_run) -> None:
+    tool = Tool()
+    run = make_run(environment=tool.rollout)
+    run.stream.take(0)
+    before = json.loads(json.dumps(run.stream.state_dict(1)))
+    run.publish(1)
+    tool.back_at, stopped_at = math.inf, []
+
+    def stop() -> None:
+        stopped_at.append(time.monotonic())
+        run.stream.stop()
+
+    threading.Timer(2.6, stop).start()
+    with pytest.raises(StopRequested):
+        run.stream.take(1)
+    assert time.monotonic() - stopped_at[0] < 1, "the wait goes on until 4 s after the first failure"
+    assert run.stream.state_dict(1) == before
+
+
 class OneByOne:
     """Makes each sample by itself. The second one of a prompt among `ways` crashes, hangs or is slow."""
 
@@ -642,6 +717,29 @@ def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead) -> None:
     assert sorted(trained, key=second.order.index) == second.order[: 5 * B]
     taken = [contents([group]) for batch in batches for group in batch]
     assert all(group in taken for group in complete), "what was complete is trained on as it was"
+
+
+def test_a_resumed_run_asks_again_for_groups_that_do_not_fit_it(make_run, caplog) -> None:
+    first = make_run(ahead=ahead_by(2))
+    first.stream.take(0)
+    wait_until(lambda: first.rests() and first.count("groups_ready") == 2 * B)
+    state = json.loads(json.dumps(first.stream.state_dict(1)))
+    first.collector.close()
+    lengths = [len(e.prompt.token_ids) for e in first.stream._buffer.entries.values()]
+    row = max(lengths) + PARAMS.max_tokens - 1
+    too_long = lengths.count(max(lengths))
+    for left, changed, said in (
+        (2 * B, {}, ""),
+        (0, {"params": replace(PARAMS, temperature=0.7)}, "8 groups .* again: sampled at temperature 1, and .* = 0.7"),
+        (2 * B - too_long, {"row_tokens": row}, f"{too_long} groups .* longer than a row of {row} tokens"),
+    ):
+        second = make_run(ahead=ahead_by(2), admitted=False, **changed)
+        caplog.clear()
+        second.stream.load_state_dict(state)
+        assert second.count("groups_ready") == left
+        assert [record.levelname for record in caplog.records if re.search(said, record.getMessage())] or not said
+        second.publish(1)
+        assert len(second.stream.take(1)) == B
 
 
 # All at once

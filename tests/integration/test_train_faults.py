@@ -178,13 +178,17 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = mode | {"--reward.functions": "judges:hangs,judges:judge", "--reward.timeout_seconds": "1.0"}
     flags |= {"--training.steps": "100", "--metrics.samples_per_step": "1000", "--rollout.urls": embedded_url()}
+    flags |= {"--rollout.request_timeout_seconds": "6", "--rollout.group_timeout_seconds": "6"}
     status, said = attempt(tmp_path / "run", flags, ranks=2)
     assert status == 2 and "Traceback" not in said, said[-3000:]
     done = len(steps(tmp_path / "run"))
     assert complete_steps(tmp_path / "run" / "checkpoint") == [done] and done >= 4
     assert f"after step {done}, newest checkpoint {done} in " in said
     (error,) = {line for line in said.splitlines() if line.startswith("error: ")}  # each rank says it
-    assert re.match(r'error: \d+ of \d+ answers have no reward, .* = 0\.5: "judges:judge" failed on \d+, ', error)
+    assert re.match(r'error: no group has got a reward for \d s, .*_seconds = 6: "judges:judge" failed on \d+, ', error)
+    assert re.search(
+        r"No group gets a reward. Others are asked in 1 s, .* after 6 s of this: .judges:judge. failed", said
+    )
     assert f"raised OSError: the judge is down ({tmp_path / 'judges.py'}:14)" in error
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     groups = defaultdict(list)

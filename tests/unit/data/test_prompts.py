@@ -4,6 +4,7 @@ import codecs
 import gzip
 import json
 import shutil
+from dataclasses import asdict, fields
 
 import datasets
 import pytest
@@ -346,6 +347,14 @@ def fail_on_five(prompt, pass_rate):
     return 1 / (prompt.index - 5) != 0
 
 
+SEEN = []
+
+
+def look_at_all(prompt, pass_rate):
+    SEEN.append({field.name: getattr(prompt, field.name) for field in fields(prompt)})
+    return True
+
+
 async def accept_later(prompt, pass_rate):
     return True
 
@@ -364,6 +373,20 @@ def test_a_curriculum_skips_and_keeps_the_order_of_what_it_asks(tokenizer):
     expected = [prompt for prompt in plain.next(75) if int(prompt.answer) % 2 == 0]
     assert 30 <= len(expected) < 75
     assert [prompt for _ in range(10) for prompt in source.next(3)] == expected[:30]
+
+
+def test_what_a_curriculum_refuses_unseen_is_neither_rendered_nor_tokenized(tokenizer, monkeypatch):
+    source = PromptSource(Data(arithmetic_max=4, curriculum=hook(refuse_all_but_one)), tokenizer, 3)
+    made, make = [], source._prompts
+    monkeypatch.setattr(source, "_prompts", lambda positions: made.extend(positions) or make(positions))
+    assert [prompt.index for prompt in source.next(3)] == made == [7] * 3
+
+
+def test_a_curriculum_sees_the_whole_prompt(tokenizer):
+    source = PromptSource(Data(arithmetic_max=4, curriculum=hook(look_at_all)), tokenizer, 3)
+    SEEN.clear()
+    asked = source.next(5)
+    assert [asdict(prompt) for prompt in asked] == SEEN
 
 
 def test_solved_prompts_are_not_asked_again(tokenizer):

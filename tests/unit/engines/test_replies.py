@@ -23,7 +23,7 @@ VOCAB, HAD, NEWEST = 1000, 3, 5
 @dataclass
 class Answer:
     ids: object = field(default_factory=lambda: [5, 999, 0])
-    logprobs: object = field(default_factory=lambda: [-0.5, 1e-7, -9999.0])
+    logprobs: object = field(default_factory=lambda: [-0.5, 1e-7, -103.0])
     spans: list = field(default_factory=lambda: [(3, 0, 1), (5, 1, 3)])
     finish: object = "stop"
 
@@ -104,7 +104,7 @@ def ask(url: str, engine: str, said: bytes | list[Answer], **params: object) -> 
 def test_what_may_be_answered(url, engine):
     for completion in ask(url, engine, [GOOD, replace(GOOD, spans=[], finish="length")]):
         assert completion.token_ids == [5, 999, 0]
-        assert completion.logprobs == [-0.5, 1e-7, -9999.0]
+        assert completion.logprobs == [-0.5, 1e-7, -103.0]
     assert completion.versions == [HAD] * 3
 
 
@@ -125,7 +125,8 @@ def test_what_may_be_answered(url, engine):
         ({"ids": [5, None, 0]}, "Expected `int`"),
         ({"ids": "567"}, "Expected `array"),
         ({"logprobs": [-0.5, 50.0, -1.0]}, "<= 0.001"),
-        ({"logprobs": [-0.5, -1e300, -1.0]}, ">= -10000"),
+        ({"logprobs": [-0.5, -1e300, -1.0]}, "> -1000"),
+        ({"logprobs": [-0.5, -9999.0, -1.0]}, "vLLM writes -9999 for NaN: are the logits finite?"),
         ({"logprobs": [-0.5, float("nan"), -1.0]}, "malformed"),
         ({"logprobs": [-0.5, "x", -1.0]}, "Expected `float`"),
         ({"spans": [(3, 0, 4)]}, "tokens 0 to 4 in an answer of 3"),

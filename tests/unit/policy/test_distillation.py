@@ -29,7 +29,7 @@ def taught(logprobs: list[float], teacher: list[float] | None, **changed) -> Sam
 def test_an_advantage_is_that_of_the_reward_plus_the_teachers_term_where_the_model_sampled(coef):
     groups = [
         [taught([-1.0, 0.0, -3.0], [-0.25, -7.0, -4.5], loss_mask=[True, False, True]), taught([-2.0], [-2.0])],
-        [taught([-0.5, -0.5], None), taught([-0.125], [-9.0])],
+        [taught([-0.5, -0.5], None), taught([-0.125, -0.125], [-9.0, -9999.0])],
     ]
     advantages = [[0.75, -0.75], [0.25, -0.25]]
     samples = training_samples(groups, advantages, 0, Grpo(), 8, distill=dataclasses.replace(DISTILL, coef=coef))
@@ -39,7 +39,7 @@ def test_an_advantage_is_that_of_the_reward_plus_the_teachers_term_where_the_mod
         0: [0.75 + coef * (-0.25 - -1.0), 0.75 + coef * (-4.5 - -3.0)],
         1: [-0.75],
         2: [0.25, 0.25],  # its teacher failed
-        3: [-0.25 + coef * (-9.0 - -0.125)],
+        3: [-0.25 + coef * (-9.0 - -0.125), -0.25],  # the number stands for an impossible token
     }
     assert row.advantages[~row.loss_mask].count_nonzero() == 0
     assert reverse_kl_sum(groups[0][0]) == (-1.0 - -0.25) + (-3.0 - -4.5)

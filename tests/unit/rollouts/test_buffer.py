@@ -391,7 +391,7 @@ def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
     unscored = replace(sample, reward=None, reward_failures={"g": "raised OSError: down"})
     compacted = replace(sample, prompt=replace(sample.prompt, token_ids=[7, 8, 9], text="a summary"))
     buffer.finish(entries[0], [sample, unscored, compacted])
-    buffer.finish(entries[1], [unscored, unscored])
+    buffer.answer(entries[1])
     state = json.loads(json.dumps(buffer.state_dict()))
     refused = StalenessBuffer(2, 1, 4)
     refused.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices], lambda group: False)

@@ -506,6 +506,35 @@ def test_an_environment_that_fails_costs_its_group_and_is_named(make_collector, 
     assert in_flight(collector) == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ([], "no sample"),
+        ([Sample(Prompt(12, [3], ""), [1], [-0.5], [VERSION], "stop", reward=float("nan"))], "the reward nan"),
+        (None, "must return a list of one Sample or more, not None"),
+        ([Sample(Prompt(12, [3], ""), [1], [], [VERSION], "stop")], "a sample of 1 tokens has [0, 1]"),
+        ("refused", "asked what no server takes: prompt 12 at http://"),
+    ],
+)
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_one_episode_costs_no_more_than_itself_once_the_environment_has_worked(
+    make_collector, per_sample, result, said
+) -> None:
+    async def mostly(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        if prompt.index != 12:
+            return await single_turn(client, prompt)
+        return await client.generate([10**6]) if result == "refused" else result
+
+    mostly.per_sample = per_sample
+    collector = make_collector(environment=mostly)
+    [group] = collector.collect(prompts_of(1), PARAMS, "first")
+    assert all(sample.token_ids for sample in group)
+    groups = collector.collect(prompts_of(4), PARAMS, "a")
+    lost = [sample for group in groups for sample in group if sample.reward is None]
+    assert len(lost) == PARAMS.n and {sample.prompt.index for sample in lost} == {12}
+    assert all(said in sample.reward_failures["tests:rollout"] for sample in lost)
+
+
 @pytest.mark.parametrize("of_a_set", [False, True])
 def test_an_environment_that_blocks_is_named_and_does_not_keep_the_end(make_collector, monkeypatch, of_a_set) -> None:
     over = threading.Event()
@@ -539,7 +568,7 @@ def test_a_held_out_set_is_answered_by_its_own_environment(make_collector) -> No
         return [turns.sample()]
 
     async def wrong(client: RolloutClient, prompt: Prompt) -> list[Sample]:
-        return []
+        return None
 
     def of(table: str, environment: Environment) -> GuardedEnvironment:
         return GuardedEnvironment(environment, f"tests:{table}", key=f'[[validation.sets]] "{table}" environment')

@@ -1,6 +1,7 @@
 """What an environment gets and gives: its client, samples of several turns, and how they are checked."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
@@ -48,7 +49,7 @@ def test_calls_have_names_seeds_and_stop_tokens_of_their_own() -> None:
     assert [suffix for _, _, suffix in asked.requests] == ["", "-turn1", "-turn2"]
     params = [params for _, params, _ in asked.requests]
     assert [p.n for p in params] == [2, 1, 1]
-    assert [p.seed for p in params] == [100, 104, 5], "servers add the sample's number, 0 to 3"
+    assert [p.seed for p in params] == [100, 104, 5]
     assert [p.stop_token_ids for p in params] == [(2,), (2, 8, 9), (2,)]
     assert {p.temperature for p in params} == {0.7}
 
@@ -76,6 +77,16 @@ def test_calls_at_once_have_names_of_their_own() -> None:
     asked = Asked()
     asyncio.run(both(asked.client))
     assert len({suffix for _, _, suffix in asked.requests}) == len({p.seed for _, p, _ in asked.requests}) == 3
+
+
+@pytest.mark.parametrize("group", [1, 4], ids=["per_sample", "group"])
+def test_no_two_answers_of_any_calls_have_the_same_seed(group) -> None:
+    """Servers add an answer's number to the seed of its request."""
+    asked = Asked(replace(PARAMS, n=group))
+    for n in (1, 8, 3, 1, 2):
+        asked.generate([3, 4, 5], n=n)
+    seeds = [params.seed + number for _, params, _ in asked.requests for number in range(params.n)]
+    assert len(set(seeds)) == len(seeds) == 15
 
 
 def test_without_a_seed_none_is_made_up() -> None:
@@ -144,7 +155,7 @@ def test_answers_over_the_limit_are_cut_in_every_column() -> None:
     ]
 
 
-@pytest.mark.parametrize("returned", [None, [], "text", (), [PROMPT], [None], {"samples": []}])
+@pytest.mark.parametrize("returned", [None, "text", (), [PROMPT], [None], {"samples": []}])
 def test_what_is_no_group_is_refused(returned: object) -> None:
     with pytest.raises(UserError, match=r"\[rollout\] environment = 'm:f' must return a list of one Sample or more"):
         checked(returned, "m:f", 10)
@@ -165,11 +176,24 @@ def test_tokens_from_before_the_group_are_refused() -> None:
         checked([sample], "m:f", 10, 5)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, "1", [1.0]])
-def test_rewards_that_are_no_numbers_are_refused(reward: object) -> None:
+@pytest.mark.parametrize("reward", ["1", [1.0]])
+def test_rewards_of_another_type_are_refused(reward: object) -> None:
     for fields in ({"reward": reward}, {"rewards": {"tests_passed": reward}}):
-        with pytest.raises(UserError, match=r"environment = 'm:f': (reward|tests_passed) = .* is no number of size"):
+        with pytest.raises(UserError, match=r"environment = 'm:f': (reward|tests_passed) = .* is no number"):
             checked([Sample(PROMPT, [1], [0.1], [1], "stop", **fields)], "m:f", 10)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e39])
+def test_what_an_episode_may_cause_costs_no_more_than_itself(bad: float) -> None:
+    def sample(**fields: object) -> Sample:
+        return Sample(PROMPT, [1], [0.1], [1], "stop", **fields)
+
+    [kept] = checked([sample(reward=0.5, rewards={"seconds": bad, "tests_passed": 3})], "m:f", 10)
+    assert (kept.reward, kept.rewards) == (0.5, {"tests_passed": 3})
+    for samples, said in (([sample(reward=bad)], f"reward {bad!r}"), ([], "no sample")):
+        with pytest.raises(ValueError, match=re.escape(said)) as raised:
+            checked(samples, "m:f", 10)
+        assert not isinstance(raised.value, UserError)
 
 
 def test_a_reward_that_the_environment_gave_is_kept() -> None:

@@ -105,6 +105,28 @@ def test_older_tokens_end_no_run(caplog):
     assert f"0.500 nat on average at {B}" in said and said.endswith("Too few other servers are left to do without")
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_older_tokens_that_no_policy_could_move_so_far_from_warn_and_then_end_the_run(servers, caplog):
+    """With one server nobody tells how far the policy has moved, and of two both may be wrong."""
+    fleet = fleet_of(A, B, min_servers=1) if servers == 2 else fleet_of(A)
+    check = SamplerCheck(config_of(max_age=1), fleet)
+
+    def step(mean: float) -> None:
+        check.after_step(*sums(**{name: [(0.0, 0), mean] for name in "ab"[:servers]}))
+
+    def judged(mean: float) -> None:
+        for _ in range(3):  # for two steps after it was over, answers may be from before
+            step(mean)
+
+    for mean in (3.0, 0.1, 3.0):  # the second time it is better
+        judged(mean)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2 and all("differ by 3.000 nat on average at http://a" in each for each in said)
+    with pytest.raises(UserError, match=rf"differ by 3333.000 nat on average at {A}.* over \[rollout\] max_logprob"):
+        judged(3333.0)
+    assert all(server.in_traffic for server in fleet.servers)
+
+
 @pytest.mark.parametrize("bad", [0.3, math.nan, math.inf])
 def test_before_the_first_step_the_run_ends_if_no_server_agrees(bad):
     check = SamplerCheck(config_of(), None)  # as on every rank

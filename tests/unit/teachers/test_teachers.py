@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import math
 import shutil
 import socket
 import time
@@ -21,6 +22,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.engines.embedded.scoring import completions
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
@@ -229,6 +231,7 @@ ODD_REPLIES = {
     "arrays: not a number": (VllmScorer, arrays([7, 8], [-1, float("nan")])),
     "arrays: torn": (VllmScorer, {"choices": [{"index": 0, "prompt_scores": {"ids": "AAA", "logprobs": "AAAA"}}]}),
     "sglang: too few": (SglangScorer, [{"meta_info": {"input_token_logprobs": [[None, 6, None], [-1, 7, None]]}}]),
+    "impossible": (VllmScorer, arrays([7, 8], [-np.inf, -9999])),
     "sglang: none": (SglangScorer, [{"meta_info": {"input_token_logprobs": [[None, 6, None]] * 3}}]),
     "sglang: not two": (SglangScorer, [{"meta_info": {"input_token_logprobs": []}}] * 2),
 }
@@ -317,15 +320,28 @@ def test_arrays_of_the_plug_in_are_read(monkeypatch):
     assert found.top.logprobs.tolist() == [[-0.5, -np.inf], [-0.25, -2]]
 
 
+def test_an_embedded_teacher_says_of_an_impossible_token_what_json_can_hold(servers):
+    """At so low a temperature most tokens are far under what a reply may have."""
+    teachers = Teachers({"": [scorer(servers[0].url, temperature=1e-6)]}, 10.0)
+    group = group_of()
+    best = int(likeliest(PROMPTS[0], [0], 1.0, 1).indices)
+    group[0].token_ids[0] = best
+    scored(teachers, group)
+    assert group[0].reward == 1.0 and group[0].teacher_logprobs[0] == 0.0 and group[0].teacher_logprobs[1] == LOWEST
+    json.dumps(completions("tiny", [[{3: -math.inf}]]), allow_nan=False)
+
+
 def test_sglang_writes_null_for_a_token_that_cannot_be(monkeypatch):
+    scores = [[None, 6, None], [None, 7, None], [-1, 8, None]]
     tops = [None, [[-0.5, 7, None], [None, 3, None]], [[-1.0, 8, None], [-1.5, 2, None]]]
     client = SglangScorer("http://teacher", None, "tiny", 5.0, top_k=2)
 
     async def post(*_: object) -> bytes:
-        return json.dumps([{"meta_info": {"input_token_logprobs": SCORED, "input_top_logprobs": tops}}]).encode()
+        return json.dumps([{"meta_info": {"input_token_logprobs": scores, "input_top_logprobs": tops}}]).encode()
 
     monkeypatch.setattr(client, "_post", post)
     [found] = asyncio.run(client.score(ASKED, "r"))
+    assert found.logprobs == [LOWEST, -1.0]
     assert found.top.ids.tolist() == [[7, 3], [8, 2]] and found.top.logprobs[0].tolist() == [-0.5, -np.inf]
 
 

@@ -437,13 +437,13 @@ class Rollout:
     """Longest wait for one request."""
     group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0
     """Longest time from a group's first request to its rewards. A late training group is counted and replaced by
-    another prompt; a late held-out prompt ends the run."""
+    another prompt; a late held-out prompt ends the run. Also the longest outage of an environment, or of rewards."""
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
-    ones may differ by twice the other servers' mean on top. Above it, model, weights or logprobs mode differ: the
-    server is fed again, or the run stops if there is no other."""
+    ones may differ by twice the other servers' mean on top, at most by 2 for each version of their age. Above it,
+    model, weights or logprobs mode differ: the server is fed again, or the run stops if there is no other."""
     embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the spawned server; `auto` is the trainer's type. On CUDA it takes a free GPU, else rank 0's."""
     embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -626,7 +626,7 @@ class Reward:
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
     """Largest share of a step's answers, or of a validation's, on which a reward function or the environment failed.
     They are left out of their groups. Above it, and if all failed, the run ends: at half, the function is broken and
-    not the answers."""
+    not the answers. In training an outage may last for `rollout.group_timeout_seconds` first."""
     secrets: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions need, as for an LLM judge. Others whose names hold KEY,
     TOKEN, SECRET, PASSWORD or the like are removed from the environment of worker processes."""

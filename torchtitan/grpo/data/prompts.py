@@ -5,7 +5,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -111,6 +111,22 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return behind[0] if behind and behind[0] in added and added[behind[0]].special else None
 
 
+class _Offered(Prompt):
+    """A prompt as the curriculum gets it: what takes long is made only if it looks. It may refuse most prompts."""
+
+    def __init__(self, at_hand: dict[str, Any], columns: Callable[[], Any], rendered: Callable[[], Prompt]) -> None:
+        vars(self).update(at_hand, _columns=columns, _rendered=rendered)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "columns":
+            vars(self)["columns"] = self._columns()
+        elif name in ("text", "token_ids"):
+            vars(self).update(vars(self._rendered()))
+        else:
+            raise AttributeError(name)
+        return vars(self)[name]
+
+
 class NothingToAsk(UserError):
     """The curriculum refuses every prompt of a source."""
 
@@ -204,21 +220,21 @@ class PromptSource:
             NothingToAsk: The curriculum refuses every prompt of the data.
             UserError: It fails.
         """
-        prompts: list[Prompt] = []
+        accepted: list[int] = []
         refused: set[int] = set()  # since the last accepted prompt
-        while len(prompts) < n:
-            for prompt in self._prompts(self._take(n - len(prompts))):
-                if self._asks(prompt):
-                    prompts.append(prompt)
+        while len(accepted) < n:
+            for position in self._take(n - len(accepted)):
+                if self._asks(position):
+                    accepted.append(position)
                     refused.clear()
                 else:
-                    refused.add(prompt.index)
+                    refused.add(position)
             if len(refused) == len(self):
                 raise NothingToAsk(
                     f'[data] curriculum = "{self._data.curriculum}" refuses every one of the {len(self)} prompts of '
                     f"{self._rows.name}: nothing is left to ask. Let it accept some, or use other data"
                 )
-        return prompts
+        return self._prompts(accepted)
 
     def epochs(self) -> dict[str, float]:
         """Passes over the data so far, as a metric."""
@@ -270,17 +286,17 @@ class PromptSource:
         self._taken += len(block)
         return block
 
-    def _asks(self, prompt: Prompt) -> bool:
-        """Whether the curriculum accepts a prompt."""
+    def _asks(self, position: int) -> bool:
+        """Whether the curriculum accepts the prompt at this position."""
         if self._curriculum is None:
             return True
         key = f'[data] curriculum = "{self._data.curriculum}"'
         try:
-            answer = self._curriculum(prompt, self._pass_rates.get(prompt.index))
+            answer = self._curriculum(self._offered(position), self._pass_rates.get(position))
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"{key} failed on prompt {prompt.index}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{key} failed on prompt {position}: {type(error).__name__}: {error}") from error
         if answer not in (True, False):
-            raise UserError(f"{key} returned {answer!r} for prompt {prompt.index}: return True or False")
+            raise UserError(f"{key} returned {answer!r} for prompt {position}: return True or False")
         return bool(answer)
 
     def _epoch_order(self) -> list[int]:
@@ -334,12 +350,21 @@ class PromptSource:
         token_ids = (
             self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"] if texts else []
         )
-        prompts = []
-        for position, row, place, text, ids in zip(positions, rows, places, texts, token_ids, strict=True):
-            columns = json.loads(json.dumps(row, default=str))
-            answer, functions = self._answer(row, place), self._reward_functions(row, place)
-            prompts.append(Prompt(position, ids, text, answer, columns, self._task(row), functions))
-        return prompts
+        return [
+            Prompt(token_ids=ids, text=text, columns=_columns(row), **self._at_hand(position, row, place))
+            for position, row, place, text, ids in zip(positions, rows, places, texts, token_ids, strict=True)
+        ]
+
+    def _offered(self, position: int) -> Prompt:
+        """The prompt for the curriculum."""
+        row, place = self._rows.rows[position], self._rows.place(position)
+        at_hand = self._at_hand(position, row, place)
+        return _Offered(at_hand, lambda: _columns(row), lambda: self._prompts([position])[0])
+
+    def _at_hand(self, position: int, row: DatasetRow, place: str) -> dict[str, Any]:
+        """The parts of a prompt that cost little."""
+        answer, functions = self._answer(row, place), self._reward_functions(row, place)
+        return {"index": position, "answer": answer, "source": self._task(row), "functions": functions}
 
     def _task(self, row: DatasetRow) -> str:
         """The row's reasoning-gym task if there are several, else ""."""
@@ -444,6 +469,10 @@ def chat_messages(question: Any, data: Data, place: str) -> list[dict[str, str]]
             raise UserError(f"{place}: {column} has a system message of its own: empty [data] system_prompt")
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     return messages
+
+
+def _columns(row: DatasetRow) -> dict[str, Any]:
+    return json.loads(json.dumps(row, default=str))
 
 
 def _text(row: DatasetRow, column: str, place: str, key: str, otherwise: str) -> str:

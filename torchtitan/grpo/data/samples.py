@@ -7,6 +7,9 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+IMPOSSIBLE = -1000.0
+"""No token that was sampled has so low a log-probability, at any temperature: its probability would be 0 in float32.
+Servers write -9999 for -inf, and vLLM for NaN too."""
 TEACHER = "teacher"
 """The name in `Sample.reward_failures` under which a teacher's failure stands."""
 

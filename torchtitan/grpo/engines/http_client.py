@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.routes import RouteShape
+from torchtitan.grpo.data.samples import IMPOSSIBLE
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import (
     Completion,
@@ -26,8 +27,8 @@ from torchtitan.grpo.version_names import origin, version_of
 ANY_VOCAB = 1 << 31
 _ERROR_CHARS = 300
 LARGEST_LOGPROB = 1e-3
-Logprob = Annotated[float, msgspec.Meta(ge=-1e4, le=LARGEST_LOGPROB)]
-"""The range of a sampled token's log-probability. Only rounding takes it above 0. Servers write -9999 for -inf."""
+Logprob = Annotated[float, msgspec.Meta(gt=IMPOSSIBLE, le=LARGEST_LOGPROB)]
+"""The range of a sampled token's log-probability. Only rounding takes it above 0."""
 
 
 class Span(msgspec.Struct):
@@ -139,6 +140,8 @@ class HttpClient:
             yield
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             what = str(error)[:_ERROR_CHARS]
+            if f"> {IMPOSSIBLE}" in what:
+                what += ": a sampled token cannot be so unlikely. vLLM writes -9999 for NaN: are the logits finite?"
             raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {what}") from error
 
     def _check_answers(

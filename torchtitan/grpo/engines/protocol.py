@@ -155,7 +155,8 @@ class EngineClient(Protocol):
 
         Raises:
             EngineError: The server failed, is gone, did not answer in time, or its answer cannot be.
-            UserError: The server refuses the request for a reason that the user can fix.
+            UserError: The server refuses the request for a reason that the user can fix; Refused for one that is
+                in the request.
             LocalError: This process cannot send the request.
         """
         ...

@@ -21,7 +21,8 @@ logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it i
 
 KEY = "token_logprobs"
 LOWEST = -9999.0
-"""JSON has no infinities. vLLM's own replies have this number in their place."""
+"""JSON has neither infinities nor NaN. vLLM's own replies have this number in their place, which clients refuse of a
+sampled token."""
 
 _TAKEN = object()
 

@@ -13,17 +13,19 @@ from the teacher's likeliest tokens. It says of all of them what to do, where an
 import torch
 from torch import Tensor
 
-from torchtitan.grpo.data.samples import Sample
+from torchtitan.grpo.data.samples import IMPOSSIBLE, Sample
 
 
 def teacher_advantages(sample: Sample, coef: float) -> list[float]:
     """What the teacher contributes to the advantage of each token: coef * (log p_teacher - log p_sampler).
 
-    Empty without a teacher. Outside `loss_mask` the values mean nothing, as the log-probabilities there.
+    0 for a token that the teacher finds impossible: its number only stands for -inf, or NaN. Empty without a teacher.
+    Outside `loss_mask` the values mean nothing, as the log-probabilities there.
     """
     if sample.teacher_logprobs is None:
         return []
-    return [coef * (t - s) for t, s in zip(sample.teacher_logprobs, sample.logprobs, strict=True)]
+    pairs = zip(sample.teacher_logprobs, sample.logprobs, strict=True)
+    return [coef * (t - s) if t > IMPOSSIBLE else 0.0 for t, s in pairs]
 
 
 def reverse_kl_sum(sample: Sample) -> float:

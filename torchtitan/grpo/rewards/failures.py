@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.errors import UserError
 
 
@@ -14,13 +14,20 @@ def check_failures(groups: Sequence[Group], max_failed_fraction: float) -> None:
         max_failed_fraction: `[reward] max_failed_fraction`.
 
     Raises:
-        UserError: More than this share of the answers has no reward, or none has one. The message has each function
-            that failed, how often, and the last answer on which it failed in the most frequent way.
+        UserError: More than this share of the answers has no reward, or none has one.
     """
     samples = [sample for group in groups for sample in group]
     failed = [sample for sample in samples if sample.reward is None]
     if not failed or (len(failed) < len(samples) and len(failed) <= max_failed_fraction * len(samples)):
         return
+    raise UserError(
+        f"{len(failed)} of {len(samples)} answers have no reward, over [reward] max_failed_fraction = "
+        f"{max_failed_fraction:g}: {described(failed)}"
+    )
+
+
+def described(failed: Sequence[Sample]) -> str:
+    """What failed on these answers, how often, and the last one on which it failed in the most frequent way."""
     times = Counter(name for sample in failed for name in sample.reward_failures)
     ways = Counter(way for sample in failed for way in sample.reward_failures.items())
     last = {way: sample for sample in failed for way in sample.reward_failures.items()}
@@ -31,7 +38,4 @@ def check_failures(groups: Sequence[Group], max_failed_fraction: float) -> None:
         example = f"{text!r} as the answer to prompt" if text else "prompt"
         example += f" {last[way].prompt.index}"
         parts.append(f'"{name}" failed on {count}, for example on {example}: it {way[1]}')
-    raise UserError(
-        f"{len(failed)} of {len(samples)} answers have no reward, over [reward] max_failed_fraction = "
-        f"{max_failed_fraction:g}: {'; '.join(parts)}"
-    )
+    return "; ".join(parts)

@@ -2,6 +2,7 @@
 
     stream.py        `RolloutStream`: requests as many groups as staleness allows; `take` returns a step's groups
     buffer.py        `StalenessBuffer`: which groups may begin, and which a step takes; pure bookkeeping
+    outage.py        `Outage`: groups without a reward, and whether the run waits or ends
     pace.py          `Pace`: how far ahead of the trainer to request, within the buffer's bound
     collector.py     `Collector`: a prompt becomes one decoded, scored group; owns the event loop
     environment.py   how a prompt becomes samples: one answer each, or several turns (`RolloutClient`, `Turns`)

@@ -182,14 +182,11 @@ class StalenessBuffer:
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again.
-
-        So are groups in which no answer has a reward: what failed may work when the run goes on.
-        """
+        """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again."""
         saved = {
             entry.number: [_sample_state(sample, entry.prompt) for sample in entry.group]
             for entry in self.entries.values()
-            if entry.group and any(sample.reward is not None for sample in entry.group)
+            if entry.group
         }
         return {
             "version": self.version,

@@ -54,7 +54,7 @@ class RolloutClient:
         self.sessions = 0
         self._prompt_tokens = len(prompt.token_ids)
         self._ask = ask
-        self._calls = 0
+        self._calls = self._seeds = 0
 
     async def generate(
         self,
@@ -73,18 +73,19 @@ class RolloutClient:
             max_tokens: Longest completion. The group's `max_tokens`, less the tokens beyond the prompt, bounds it too.
                 If nothing is left, the completions are empty and their finish_reason is "length".
             stop_token_ids, stop: Tokens and texts that end this turn, besides those that end an answer.
-            seed: None derives one from the group's seed and the number of this call.
+            seed: None derives one from the group's seed and the calls before this one.
             session: Names a conversation of the group. Its turns go to the same server, which has its prefix cached,
                 while that is in traffic with new enough weights and has a place. Its first turn goes where the group's
                 last call without a session was answered.
         """
         call, self._calls = self._calls, self._calls + 1
+        first, self._seeds = self._seeds, self._seeds + max(n, self.params.n)  # servers add the sample's number
         left = self.params.max_tokens - (len(token_ids) - self._prompt_tokens)
         left = left if max_tokens is None else min(left, max_tokens)
         if left <= 0:
             return [Completion([], [], "length", []) for _ in range(n)]
         if seed is None and self.params.seed is not None:
-            seed = self.params.seed + call * self.params.n  # servers add the sample's number
+            seed = self.params.seed + first
         tokens, texts = (*self.params.stop_token_ids, *stop_token_ids), (*self.params.stop, *stop)
         params = replace(self.params, n=n, max_tokens=left, stop_token_ids=tokens, stop=texts, seed=seed)
         completions = await self._ask(token_ids, params, f"-turn{call}" if call else "", session)
@@ -124,7 +125,7 @@ class Turns:
         """Append the model's tokens.
 
         Raises:
-            UserError: The completion has routes, and did not continue `token_ids`.
+            ValueError: The completion has routes, and did not continue `token_ids`.
         """
         self._route(completion)
         self._sample.servers.append((len(self._sample.token_ids), completion.server))
@@ -146,8 +147,8 @@ class Turns:
             return
         positions = len(sample.prompt.token_ids) + len(sample.token_ids) + len(completion.token_ids) - 1
         if len(routes) != positions:
-            raise UserError(
-                f"{KEY}: an answer has the routing of {len(routes)} positions, and with it its sample "
+            raise ValueError(
+                f"an answer has the routing of {len(routes)} positions, and with it its sample "
                 f"has {positions}: [grpo] routing_replay needs each turn to continue `Turns.token_ids`"
             )
         known = sample.routes
@@ -179,6 +180,8 @@ def checked(
 ) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
+    A number in `rewards` that is not finite is left out: it only informs.
+
     Args:
         oldest: The weight version of the server at the group's first request. -1: nothing to check.
         routes: The shape of the samples' routes. None: they need none.
@@ -186,10 +189,13 @@ def checked(
     Raises:
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
             sampled before the group began.
+        ValueError: An episode may be so: there is no sample, or a reward is no number that a step can use.
     """
     where = f"{KEY} = {name!r}"
-    if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
+    if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         raise UserError(f"{where} must return a list of one Sample or more, not {repr(samples)[:100]}")
+    if not samples:
+        raise ValueError("no sample")
     for sample in samples:
         columns: list[list[Any]] = [sample.logprobs, sample.versions]
         if sample.loss_mask is not None:
@@ -200,8 +206,11 @@ def checked(
             raise UserError(f"{where}: a sample of {tokens} tokens has {entries} log-probabilities, versions and masks")
         rewards = {"reward": sample.reward} if sample.reward is not None else {}
         for what, value in (rewards | sample.rewards).items():
-            if not isinstance(value, int | float) or not abs(value) <= REWARD_MAX:
-                raise UserError(f"{where}: {what} = {value!r} of a sample is no number of size {REWARD_MAX:g} or less")
+            if not isinstance(value, int | float):
+                raise UserError(f"{where}: {what} = {value!r} of a sample is no number")
+        if sample.reward is not None and not abs(sample.reward) <= REWARD_MAX:
+            raise ValueError(f"a sample with the reward {sample.reward!r}, which is over {REWARD_MAX:g} or no number")
+        sample.rewards = {what: value for what, value in sample.rewards.items() if abs(value) <= REWARD_MAX}
         if oldest >= 0 and min(sample.sampled_versions, default=oldest) < oldest:
             raise UserError(
                 f"{where}: a sample has a token of weight version {min(sample.sampled_versions)}, and its group began "

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
-from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, GroupStart
@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 MakeClient = Callable[[SamplingParams, str, GroupStart], RolloutClient]
 """(parameters, name within the group, start) -> the servers, for a group or one of its samples."""
 _SEED_STRIDE = 2**40
-"""Between the seeds of a group's samples. Each of their calls adds one."""
+"""Between the seeds of a group's samples. Each of their answers adds one."""
 _NOT_OWN = re.compile(
     f"<|{re.escape(__file__)}|{re.escape(sysconfig.get_paths()['stdlib'])}|.*/(site|dist)-packages/", re.DOTALL
 )
@@ -47,9 +47,10 @@ class GuardedEnvironment:
     """Runs an environment for one group after another, at most `concurrency` at once.
 
     An exception of the environment, or an exit, gives up its group, or its sample if it works on each by itself. So
-    does the time limit of a sample. What is given up is a sample of no tokens and no reward, whose `reward_failures`
-    name the environment and what went wrong: `rewards/failures.py` says when there are too many of these. Errors of the
-    servers, and a `UserError`, pass.
+    does the time limit of a sample, and a result that no step can use. Once a result was right, one of a wrong type
+    does so too, and a request that every server refuses: before, they end the run. What is given up is a sample of no
+    tokens and no reward, whose `reward_failures` name the environment and what went wrong. `outage.py` and
+    `rewards/failures.py` say when there are too many of these. Errors of the servers, and a `UserError`, pass.
 
     Everything happens on one event loop.
 
@@ -68,6 +69,7 @@ class GuardedEnvironment:
         self._per_sample = bool(getattr(environment, "per_sample", False))
         self._places = asyncio.Semaphore(concurrency) if concurrency else None
         self._failures = 0
+        self._has_worked = False
 
     async def group(self, client: MakeClient, prompt: Prompt, params: SamplingParams, start: GroupStart) -> Group:
         """The samples of one prompt.
@@ -89,10 +91,6 @@ class GuardedEnvironment:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def gave_up(self, group: Group) -> bool:
-        """Whether the environment failed on every sample of a group."""
-        return all(self.name in sample.reward_failures and not sample.token_ids for sample in group)
 
     async def _sample(
         self,
@@ -117,8 +115,10 @@ class GuardedEnvironment:
             async with self._place(start):
                 with renamed(KEY, self.key), self._counted():
                     samples = await self._environment(client, prompt)
-        except (EngineError, FleetError, UserError):
-            raise
+        except (EngineError, FleetError, UserError) as error:
+            if not isinstance(error, Refused) or self.is_single_turn or not self._has_worked:
+                raise
+            return self._give_up(prompt, client.params.n, f"asked what no server takes: {error}")
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -126,8 +126,15 @@ class GuardedEnvironment:
             where = getattr(error, "place", None) or place(error)
             return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
         oldest = -1 if self.is_single_turn else start.min_version()
-        with renamed(KEY, self.key):
-            return checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
+        try:
+            with renamed(KEY, self.key):
+                group = checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
+        except ValueError as error:
+            if isinstance(error, UserError) and not self._has_worked:
+                raise
+            return self._give_up(prompt, client.params.n, f"returned what no step can use: {error}")
+        self._has_worked = True
+        return group
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

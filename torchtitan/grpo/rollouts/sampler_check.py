@@ -13,6 +13,9 @@ from torchtitan.tools.logging import logger
 TOKENS_MIN = 256
 """Fewer tokens of a server are not judged, except before the first optimizer step. They add up over steps."""
 
+MOST_MOVED = 1.0
+"""Nats by which the policy moves within a version, at most, on average over tokens. Steps that learn stay far below."""
+
 Sums = dict[tuple[str, int], tuple[float, float]]
 """By server and age: tokens, and their summed |trainer - sampler| log-probability."""
 _Waiting = dict[tuple[str, int], tuple[float, float, float]]
@@ -24,12 +27,15 @@ class SamplerCheck:
 
     The trained version's tokens (age 0) should not differ at all. Older ones differ by what the policy has moved since,
     which the other servers' tokens of the same step and age tell. But a policy that moves fast moves further on some
-    prompts than on others. So a server is over the limit if it differs by more than the limit plus twice that.
+    prompts than on others. So a server is over the limit if it differs by more than the limit plus twice that. By
+    MOST_MOVED for each version of their age, no policy moves: more is not taken off, and that much if no other server
+    tells.
 
     Before the first optimizer step with tokens of age 0, the run ends if every server is over the limit. After each
     step, a server that is over it leaves traffic, and weight sync connects and feeds it again. If too few servers would
-    be left, tokens of age 0 end the run; older ones are no proof, and only cause a warning. Sums that are not finite
-    are the trainer's own fault and judge no server.
+    be left, tokens of age 0 end the run. Older ones cause a warning. They end the run where the answers that come after
+    it differ, again, by more than any policy moves. Sums that are not finite are the trainer's own fault and judge no
+    server.
 
     Every rank makes the same calls. `servers` are those of the batch, see the method of this name.
 
@@ -51,6 +57,7 @@ class SamplerCheck:
         self._fleet = fleet
         self._waiting: _Waiting = {}
         self._left: dict[str, int] = {}  # server -> steps that may still train on answers from before it left
+        self._beyond: set[str] = set()  # servers whose older tokens were last further off than a policy moves
 
     def servers(self, groups: Iterable[Group], version: int) -> dict[str, bool]:
         """The servers that sampled these answers, and whether any of an answer's tokens is of this version."""
@@ -97,10 +104,8 @@ class SamplerCheck:
             if key[0] not in self._left and sums[0] and math.isfinite(sums[1])
         }
         for key, (tokens, total) in step.items():
-            moved = _moved(key, step)
-            if moved is not None:
-                before = self._waiting.get(key, (0.0, 0.0, 0.0))
-                self._waiting[key] = before[0] + tokens, before[1] + total, before[2] + tokens * moved
+            before = self._waiting.get(key, (0.0, 0.0, 0.0))
+            self._waiting[key] = before[0] + tokens, before[1] + total, before[2] + tokens * _moved(key, step)
         self._left = {server: steps - 1 for server, steps in self._left.items() if steps > 1}
         enough = {key: sums for key, sums in self._waiting.items() if sums[0] >= TOKENS_MIN}
         self._waiting = {key: sums for key, sums in self._waiting.items() if key not in enough}
@@ -109,15 +114,19 @@ class SamplerCheck:
             for key, (tokens, total, moved) in enough.items()
             if total / tokens > self._limit + 2 * moved / tokens
         }
+        beyond = {server for (server, age), mean in over.items() if age and mean > self._limit + 2 * age * MOST_MOVED}
+        proven = bool(beyond & self._beyond) or any(age == 0 for _, age in over)
+        self._beyond = self._beyond - {server for server, age in enough if age} | beyond
         if over and self._fleet is not None:
-            self._withdraw(over, self._fleet)
+            self._withdraw(over, self._fleet, proven)
         self._left |= {server: self._max_age + 1 for server, _ in over}
 
-    def _withdraw(self, over: Mapping[tuple[str, int], float], fleet: Fleet) -> None:
+    def _withdraw(self, over: Mapping[tuple[str, int], float], fleet: Fleet, proven: bool) -> None:
+        """`proven`: it ends the run, if too few servers would be left."""
         worst = {server: max(over[key] for key in over if key[0] == server) for server, _ in over}
         left = [server for server in fleet.servers if not server.lost and server.url not in worst]
         if len(left) < max(1, fleet.min_servers):
-            if any(age == 0 for _, age in over):
+            if proven:
                 raise self._error(worst)
             logger.warning("%s. Too few other servers are left to do without", self._error(worst))
             return
@@ -145,13 +154,12 @@ def _by_server(servers: Sequence[str], sums: Mapping[str, Any]) -> Sums:
     return dict(zip(keys, zip(sums["server_tokens"], sums["server_mismatch_abs_sum"], strict=True), strict=True))
 
 
-def _moved(key: tuple[str, int], step: Sums) -> float | None:
-    """By how much the policy has moved since a server's tokens of this age, as the other servers' say; None without."""
+def _moved(key: tuple[str, int], step: Sums) -> float:
+    """By how much the policy has moved since a server's tokens of this age, at most: as the other servers' say."""
     server, age = key
-    if age == 0:
-        return 0.0
-    others = [sums for (other, its_age), sums in step.items() if its_age == age and other != server]
-    return sum(total for _, total in others) / sum(tokens for tokens, _ in others) if others else None
+    most = age * MOST_MOVED
+    others = [sums for (other, its_age), sums in step.items() if age and its_age == age and other != server]
+    return min(most, sum(total for _, total in others) / sum(tokens for tokens, _ in others)) if others else most
 
 
 def _means(sums: Sums) -> dict[tuple[str, int], float]:

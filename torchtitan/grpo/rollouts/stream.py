@@ -1,6 +1,7 @@
 """The flow of rollouts: groups are requested as far ahead as staleness allows, and each step takes its own."""
 
 import asyncio
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
 from torchtitan.grpo.stopping import StopRequested
@@ -54,15 +56,17 @@ class RolloutStream:
 
     - groups without a signal (`[grpo] zero_variance_groups = "replace"`, DAPO's dynamic sampling, arXiv 2503.14476)
     - groups that took longer than `[rollout] group_timeout_seconds`
-    - groups on which the environment failed
+    - groups in which no answer has a reward, see `Outage`
     - groups that became too old
 
     Args:
         steps: `[training] steps`. No group is requested for a later step.
         params: How each prompt is answered; its seed is the run's.
         has_signal: Whether a group teaches anything. If not, it is replaced if `grpo` says so.
-        max_failed_fraction: Largest share of a step's answers without a reward. Replaced groups count too.
+        max_failed_fraction: Largest share of a step's answers without a reward. Replaced groups count too, and those of
+            an `Outage` do not.
         teachers: They score each group too.
+        row_tokens: Longest prompt and answer that a step can train on.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class RolloutStream:
         has_signal: Callable[[Group], bool],
         max_failed_fraction: float,
         teachers: Teachers | None = None,
+        row_tokens: float = math.inf,
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Groups since the start of the run: asked, finished, replaced, late, timed_out, failed."""
@@ -90,7 +95,7 @@ class RolloutStream:
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
         self._has_signal = has_signal
         self._max_failed_fraction = max_failed_fraction
-        self._teachers = teachers
+        self._teachers, self._row_tokens = teachers, row_tokens
         if teachers:
             collector.to_close.append(teachers.close)
         per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
@@ -110,9 +115,10 @@ class RolloutStream:
         self._scores_s = 0.0
         self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers
         self._wanted = 0
-        self._replaced: list[Group] = []  # in this step
-        self._failed: list[Group] = []  # in this step, by the environment
-        self._finished_this_step = self._timed_out_this_step = 0
+        self._replaced: list[tuple[Entry, Group]] = []  # in this step
+        self._outage = Outage(per_step, max_failed_fraction, rollout.group_timeout_seconds)
+        self._pause: asyncio.TimerHandle | None = None  # no group is requested until its end
+        self._timed_out_this_step = 0
         self._tasks: dict[Entry, asyncio.Task] = {}
         self._failure: BaseException | None = None
         self._stopping = self._promised = False
@@ -130,12 +136,12 @@ class RolloutStream:
 
         Raises:
             EngineError, UserError: A request failed for good, no server was eligible, or every group took too long. Or
-                reward functions failed on too many answers.
+                the environment or reward functions failed on too many answers, or for too long.
             FleetError: Too few servers are left.
             StopRequested: `stop` was called.
         """
-        groups, given_up = self._collector.call(self._take(version))
-        check_failures(groups + given_up, self._max_failed_fraction)
+        groups, counted = self._collector.call(self._take(version))
+        check_failures(counted, self._max_failed_fraction)
         return groups
 
     def stop(self) -> None:
@@ -206,26 +212,46 @@ class RolloutStream:
         return self._collector.call(read())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. Groups that were under way are requested again, and those that other teachers
-        scored, or none."""
-        usable = self._teachers.has_scored if self._teachers else lambda group: True
+        """Continue from `state_dict`. Groups that were under way are requested again, and those that do not fit this
+        run: of another temperature, longer than a row, or scored by other teachers or none."""
+        unfit: Counter[str] = Counter()
+
+        def fits(group: Group) -> bool:
+            unfit[why := self._unfit(group, state.get("temperature"))] += 1
+            return not why
 
         async def load() -> None:
             self._prompts.load_state_dict(state["prompts"])
-            self._buffer.load_state_dict(state["buffer"], self._prompts.at, usable)
+            self._buffer.load_state_dict(state["buffer"], self._prompts.at, fits)
             self.counts = Counter(state["counts"])
 
         self._collector.call(load())
+        for why, count in unfit.items():
+            if why:
+                logger.warning("%d groups that the checkpoint holds are requested again: %s", count, why)
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
+    def _unfit(self, group: Group, temperature: float | None) -> str:
+        """Why a step cannot train on a group of an earlier run, which sampled at this temperature; "" if it can."""
+        if temperature not in (None, self._params.temperature):  # checkpoints of before have none
+            return f"sampled at temperature {temperature:g}, and [rollout] temperature = {self._params.temperature:g}"
+        if any(len(sample.prompt.token_ids) + len(sample.token_ids) > self._row_tokens for sample in group):
+            return f"longer than a row of {self._row_tokens} tokens ([training] seq_len or tokens_per_microbatch)"
+        return "these teachers have not scored them" if self._teachers and not self._teachers.has_scored(group) else ""
+
     def _state(self) -> Callable[[], dict[str, Any]]:
         """The state of now. The groups become JSON values when it is called; one that is complete by then is whole."""
-        prompts, counts, buffer = self._prompts.state_dict(), dict(self.counts), self._buffer.copy()
-        return lambda: {"prompts": prompts, "buffer": buffer.state_dict(), "counts": counts}
+        now = {
+            "temperature": self._params.temperature,
+            "prompts": self._prompts.state_dict(),
+            "counts": dict(self.counts),
+        }
+        buffer = self._buffer.copy()
+        return lambda: now | {"buffer": buffer.state_dict()}
 
     async def _take(self, version: int) -> tuple[list[Group], list[Group]]:
-        """The step's groups, and those that others replaced since the step before."""
+        """The step's groups, and those whose failures count: with groups that others replaced since the step before."""
         if version != self._buffer.version:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
         clock = asyncio.get_running_loop().time
@@ -239,9 +265,9 @@ class RolloutStream:
         while self._failure is None and self._buffer.ready() is None and not self._stopping:
             began, only_scores = clock(), self._buffer.ready(but_for_scores=True) is not None
             for_an_old_one = self._buffer.is_held()
-            if self._tasks:
+            if self._tasks or self._pause is not None:
                 self._changed.clear()
-                await self._changed.wait()  # each group has its time limit
+                await self._changed.wait()  # each group has its time limit, and so has an outage
             else:
                 await self._wait_for_server()
             self._scores_s += clock() - began if only_scores else 0.0
@@ -259,21 +285,23 @@ class RolloutStream:
             self.counts["late"] += 1
             if entry in self._tasks:
                 self._tasks.pop(entry).cancel()
-        given_up, self._replaced, self._failed = self._replaced + self._failed, [], []
-        self._finished_this_step = self._timed_out_this_step = 0
+        replaced, failed = self._replaced, self._outage.take()
+        self._replaced, self._timed_out_this_step = [], 0
         groups: list[Group] = []
         for entry in taken:
             assert entry.group is not None  # the buffer gives complete groups only
             groups.append(entry.group)
+        ended = [*zip(taken, groups, strict=True), *replaced]
+        counted = [group for entry, group in ended if self._outage.counts(entry.number)] + failed
         now = clock()
         if self._pace is not None:
             longest = [max((len(sample.token_ids) for sample in group), default=0) for group in groups]
-            self._pace.taken(longest, replaced=len(given_up))
+            self._pace.taken(longest, replaced=len(replaced) + len(failed))
             if self._taken_at is not None:
                 self._pace.step(now - asked_at, now - self._taken_at, self._buffer.complete, held_s)
         self._taken_at = now
         self._fill()
-        return groups, given_up
+        return groups, counted
 
     async def _wait_for_server(self) -> None:
         """Wait, bounded, while nothing is under way and no group can be requested.
@@ -296,7 +324,7 @@ class RolloutStream:
     def _fill(self) -> None:
         """Request as many groups as allowed now."""
         self._changed.set()
-        if self._wanted == 0 or self._failure is not None or self._stopping:
+        if self._wanted == 0 or self._failure is not None or self._stopping or self._pause is not None:
             return
         versions = [server.version for server in self._collector.fleet.eligible(0)]
         if not versions:
@@ -361,16 +389,18 @@ class RolloutStream:
         self._fill()
 
     def _finish(self, entry: Entry, group: Group) -> None:
-        if self._collector.environments.own.gave_up(group):
+        rewards = [sample.reward for sample in group if sample.reward is not None]
+        if not rewards:
             self._give_up_failed(entry, group)
             return
         self.counts["finished"] += 1
-        self._finished_this_step += 1
-        rewards = [sample.reward for sample in group if sample.reward is not None]
-        if rewards:
-            self._prompts.record(entry.prompt.index, fmean(rewards))
+        self._outage.worked(entry.number, self._buffer.next_number, asyncio.get_running_loop().time())
+        if self._pause is not None and not self._outage.is_on:
+            self._pause.cancel()
+            self._pause = None
+        self._prompts.record(entry.prompt.index, fmean(rewards))
         if self._replace and len(self._replaced) < self._replaced_max and not self._has_signal(group):
-            self._replaced.append(group)
+            self._replaced.append((entry, group))
             self.counts["replaced"] += 1
             self._buffer.drop(entry)
         else:
@@ -391,20 +421,23 @@ class RolloutStream:
             )
 
     def _give_up_failed(self, entry: Entry, group: Group) -> None:
-        """Let another prompt replace a group on which the environment failed.
-
-        The run ends if the failures are too many, whatever the rest of this step becomes.
-        """
+        """Let another prompt replace a group without a reward, in an outage after a wait; or end the run."""
         self.counts["failed"] += 1
-        self._failed.append(group)
         self._buffer.drop(entry)
-        failed, limit = len(self._failed), self._max_failed_fraction
-        none_else = not self._finished_this_step and failed > self._per_step
-        if none_else or failed > limit * (failed + self._per_step):
-            try:
-                check_failures(self._failed, limit)
-            except UserError as error:
-                self._fail(error)
+        loop = asyncio.get_running_loop()
+        try:
+            wait_s = self._outage.failed(group, entry.number, self._buffer.next_number, loop.time())
+        except UserError as error:
+            self._fail(error)
+            return
+        if wait_s and self._pause is None:
+            message = "No group gets a reward. Others are asked in %.2g s, and the run ends after %g s of this: %s"
+            logger.warning(message, wait_s, self._timeout_s, self._outage.describe())
+            self._pause = loop.call_later(wait_s, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._pause = None
+        self._fill()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

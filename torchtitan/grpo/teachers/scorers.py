@@ -5,13 +5,13 @@ import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.data.samples import TopTokens
-from torchtitan.grpo.engines.http_client import ANY_VOCAB, LARGEST_LOGPROB, HttpClient, Logprob
+from torchtitan.grpo.data.samples import IMPOSSIBLE, TopTokens
+from torchtitan.grpo.engines.http_client import ANY_VOCAB, LARGEST_LOGPROB, HttpClient
 from torchtitan.grpo.engines.sglang import GENERATE_ROUTE
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
@@ -19,6 +19,8 @@ from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
 MASS_ERROR = 0.01
 """How far over 1 the rounding of a server may take the sum of probabilities."""
 COMPLETIONS_ROUTE = "/v1/completions"
+Logprob = Annotated[float, msgspec.Meta(ge=-1e4, le=LARGEST_LOGPROB)]
+"""The range of what a teacher says of a token. It may find one impossible: servers write -9999 for -inf."""
 Asked = tuple[list[int], list[int]]
 """Token ids of a prompt and of an answer to it."""
 
@@ -92,6 +94,8 @@ class Scorer(HttpClient):
             found, wanted = [len(own.logprobs) for own in scores], [len(answer) for _, answer in asked]
             if found != wanted:
                 raise ValueError(f"{found} log-probabilities for answers of {wanted} tokens")
+            if all(max(own.logprobs) <= IMPOSSIBLE for own in scores):
+                raise ValueError("no token of any answer is possible: are the teacher's logits NaN?")
             return scores
 
     def _request(self, asked: list[Asked]) -> tuple[str, dict[str, Any]]:
@@ -222,13 +226,13 @@ class SglangScorer(Scorer):
             raise ValueError(f"{len(replies)} replies for {len(asked)} answers")
         return [self._of_reply(reply.meta_info) for reply in replies]
 
-    def _of_reply(self, meta: "_Meta") -> Scores:
-        logprobs = [_known(entry[0]) for entry in meta.input_token_logprobs[1:]]
+    def _of_reply(self, meta: "_Meta") -> Scores:  # null stands for -inf
+        logprobs = [LOWEST if entry[0] is None else entry[0] for entry in meta.input_token_logprobs[1:]]
         likeliest = [own or [] for own in (meta.input_top_logprobs or [])[1:]] if self.top_k else []
         if self.top_k and len(likeliest) != len(logprobs):
             raise ValueError(f"the likeliest tokens of {len(likeliest)} positions for {len(logprobs)} tokens")
         entries = list(chain.from_iterable(likeliest))
-        of_entries = (-np.inf if value is None else value for value, _, _ in entries)  # null stands for -inf
+        of_entries = (-np.inf if value is None else value for value, _, _ in entries)
         return Scores(logprobs, self._top(list(map(len, likeliest)), (token for _, token, _ in entries), of_entries))
 
 
@@ -275,9 +279,3 @@ def _of_answer(
     if missing:
         raise ValueError(f"no log-probability of token {missing[0]}, which was sent")
     return [known for known in found if known is not None]
-
-
-def _known(logprob: float | None) -> float:
-    if logprob is None:
-        raise ValueError("a token of the answer has no log-probability")
-    return logprob

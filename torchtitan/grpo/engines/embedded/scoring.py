@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from torchtitan.grpo.engines.embedded.generator import PREFILL_TOKENS
+from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 
 WORTH_TOKENS = 256
 """Computing fewer tokens twice costs less than a pass of their own."""
@@ -104,7 +105,7 @@ def completions(model_name: str, logprobs: Sequence[list[Known]]) -> dict[str, A
                     None,
                     *(
                         {
-                            str(token): {"logprob": logprob, "rank": None, "decoded_token": None}
+                            str(token): {"logprob": max(logprob, LOWEST), "rank": None, "decoded_token": None}
                             for token, logprob in known.items()
                         }
                         for known in own

@@ -1,0 +1,106 @@
+"""Groups in which no answer has a reward: which of them are an outage that passes, and which end the run.
+
+Pure bookkeeping: no clock, no network.
+"""
+
+from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rewards.failures import check_failures, described
+from torchtitan.tools.logging import logger
+
+WAIT_MIN_S, WAIT_MAX_S = 1.0, 60.0
+ROW_MIN = 4
+"""Fewer groups in a row are no outage, whatever the limit."""
+
+
+class Outage:
+    """What follows when the environment, the reward functions or a teacher failed on every answer of a group.
+
+    - Another group replaces it at once, up to `max_failed_fraction` of a step.
+    - More end the run, unless they failed in a row, and groups had rewards before. In a row: of those requested since
+      the first one, none had a reward. That is an outage, as of a tool server that starts again.
+    - In an outage others are requested after a wait, of as long as it has lasted, 1 to 60 s. A group that was requested
+      in it and has a reward ends it. What failed in groups under way until then does not count.
+    - The run ends if an outage lasts over `longest_s`. One that begins before it has worked for as long as it had
+      failed is the old one.
+
+    Args:
+        per_step: `[grpo] prompts_per_step`.
+        max_failed_fraction: `[reward] max_failed_fraction`.
+        longest_s: `[rollout] group_timeout_seconds`.
+
+    Attributes:
+        is_on: There is an outage.
+    """
+
+    def __init__(self, per_step: int, max_failed_fraction: float, longest_s: float) -> None:
+        self._per_step, self._limit, self._longest_s = per_step, max_failed_fraction, longest_s
+        self.is_on = False
+        self._counted: list[Group] = []  # in this step
+        self._row: list[Group] = []  # ended last, without one that worked; the newest ones
+        self._since = self._ended = 0.0  # the outage, or the last one
+        self._first_after = 0  # groups from this number on were requested after the row began
+        self._excused = 0  # groups below this number were under way in an outage
+        self._has_worked = self._has_worked_in_step = False
+
+    def failed(self, group: Group, number: int, next_number: int, now: float) -> float:
+        """A group has failed. How many seconds to wait before others are requested.
+
+        Args:
+            number: Of the group, in the order of requests. The next one gets `next_number`.
+
+        Raises:
+            UserError: The run ends. The message says what failed last, and how often.
+        """
+        if not self.is_on and number < self._excused:
+            return 0.0
+        if not self._row:
+            self._first_after = next_number
+            if now - self._ended >= self._ended - self._since:
+                self._since = now
+        self._row.append(group)
+        if not self.is_on:
+            self._counted.append(group)
+            row, counted = len(self._row), len(self._counted)
+            proven = row >= min(ROW_MIN, self._per_step) and (row > self._per_step or self._is_over(row))
+            if not self._has_worked or not proven:
+                if self._is_over(counted) or (counted > self._per_step and not self._has_worked_in_step):
+                    check_failures(self._counted, self._limit)
+                return 0.0
+            self.is_on = True
+            del self._counted[-row:]
+        del self._row[: -self._per_step]
+        self._excused = next_number
+        lasted = now - self._since
+        if lasted >= self._longest_s:
+            raise UserError(
+                f"no group has got a reward for {lasted:.0f} s, over [rollout] group_timeout_seconds = "
+                f"{self._longest_s:g}: {self.describe()}"
+            )
+        return min(max(lasted, WAIT_MIN_S), WAIT_MAX_S, self._longest_s - lasted)
+
+    def worked(self, number: int, next_number: int, now: float) -> None:
+        """The group with this number has rewards."""
+        self._has_worked = self._has_worked_in_step = True
+        if not self._row or number < self._first_after:
+            return
+        if self.is_on:
+            logger.info("Groups have rewards again, after %.3g s", now - self._since)
+            self.is_on, self._ended, self._excused = False, now, next_number
+        self._row.clear()
+
+    def counts(self, number: int) -> bool:
+        """Whether failed answers of this group count."""
+        return number >= self._excused
+
+    def take(self) -> list[Group]:
+        """A step ends: its failed groups that count."""
+        taken, self._counted, self._has_worked_in_step = self._counted, [], False
+        return taken
+
+    def describe(self) -> str:
+        """What failed in the newest groups."""
+        return described([sample for group in self._row for sample in group])
+
+    def _is_over(self, failed: int) -> bool:
+        return failed > self._limit * (failed + self._per_step)
