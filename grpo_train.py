@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
+from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Server
@@ -79,7 +80,7 @@ from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.running import running
 from torchtitan.grpo.servers.own import OwnServers
-from torchtitan.grpo.stopping import FAILED_S, end_within, leave_process_groups, run_and_exit
+from torchtitan.grpo.stopping import FAILED_S, StopRequested, end_within, leave_process_groups, run_and_exit
 from torchtitan.grpo.teachers.connect import connect_teachers
 from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
@@ -116,6 +117,8 @@ class Trainer:
     def __init__(self, config: JobConfig) -> None:
         self.config = config
         self.step = 0
+        self.trained: int | None = 0  # see `save_when_stopped`
+        self.failure: Exception | None = None
         self.packed_ahead: Batch | None = None
         self.seed = config.debug.seed or 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
@@ -152,7 +155,7 @@ class Trainer:
     def begin(self) -> None:
         """Resume, or warm start. Publish the first weights."""
         config = self.config
-        self.step = self.checkpointer.load_latest()
+        self.step = self.trained = self.checkpointer.load_latest()
         if self.step >= config.training.steps:
             logger.warning(f"Nothing is left to do: the run ended at step {self.step}. Raise [training] steps to go on")
         if self.step == 0:
@@ -166,28 +169,56 @@ class Trainer:
             self.log(self.validate())
 
     def train_step(self) -> None:
-        """Collect, pack, update, publish, validate, log, save."""
+        """Collect, pack, update, publish, validate, log, save. From `update` on, no failure costs the step."""
         self.step += 1
         self.garbage_collection.run(self.step)
         batch = self.packed_ahead or self.pack(self.collect(self.step), self.step)
         on_device = self.update(batch)
-        self.publish()
+        with self.failing_later():
+            self.publish()
         self.packed_ahead = self.pack_ahead()
         metrics = batch.metrics | self.learned(batch, *on_device)
-        try:
+        with self.failing_later():
             metrics |= self.validate()
-        except Exception:  # what ends the run must not cost a step that is trained
+        with self.failing_later():
             self.log(metrics, batch)
-            self.save()
-            raise
-        self.log(metrics, batch)
         self.save()
 
     def finish(self) -> None:
         """Wait until every server has the last weights, and the last checkpoint is written."""
-        self.weight_sync.drain()
+        with self.rank0_alone():
+            self.weight_sync.drain()
         self.broadcast.barrier()  # the other ranks' sync threads serve rank 0's pushes until it is done
         self.checkpointer.report()
+
+    @contextlib.contextmanager
+    def failing_later(self) -> Iterator[None]:
+        """What fails inside ends the run before the next step: this one is trained, and is logged and saved first."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
+            if not self.is_rank0:
+                self.broadcast.request_stop()
+
+    @contextlib.contextmanager
+    def rank0_alone(self) -> Iterator[None]:
+        """Rank 0's part of the work, for which the others wait. What fails inside, or failed before, stops all ranks.
+
+        Raises:
+            StopRequested: On rank 0. On the others, where they wait.
+        """
+        try:
+            if self.is_rank0 and self.failure is not None:
+                raise self.failure
+            yield
+        except Exception as error:
+            if not self.is_rank0:
+                raise
+            if not isinstance(error, StopRequested):
+                self.failure = error
+            self.broadcast.stop_all(self.failure)
+            raise StopRequested from None
 
     def warm_start(self) -> None:
         """`[sft]`: supervised steps on pairs of prompt and reference answer."""
@@ -201,12 +232,13 @@ class Trainer:
         """A step's scored groups on rank 0, none elsewhere. With `[async_grpo]` their rollouts began earlier."""
         if not self.is_rank0:
             return []
-        with self.ledger.stage("rollout"):
-            groups = self.rollouts.take(step - 1)
-            self.own_servers.sleep()
-        self.ledger.add("reward", self.rollouts.take_scoring_seconds(), out_of="rollout")
-        self.record.write(step, groups)
-        return groups
+        with self.rank0_alone():
+            with self.ledger.stage("rollout"):
+                groups = self.rollouts.take(step - 1)
+                self.own_servers.sleep()
+            self.ledger.add("reward", self.rollouts.take_scoring_seconds(), out_of="rollout")
+            self.record.write(step, groups)
+            return groups
 
     def pack(self, groups: list[Group], step: int) -> Batch:
         """Turn rewards into advantages and answers into packed rows: this rank's rows of each minibatch."""
@@ -216,23 +248,26 @@ class Trainer:
         if not ahead:  # ahead, this step's activations may still need the memory
             self.offload.prefetch()
         with self.ledger.stage("pack"):
-            shaped = [[shaped_reward(s, grpo, limit) for s in group] for group in groups]
-            rewards, servers = self.broadcast.json([shaped, self.sampler_check.servers(groups, step - 1)])
+            with self.rank0_alone():
+                shaped = [[shaped_reward(s, grpo, limit) for s in group] for group in groups]
+                metrics = rollout_metrics(groups, shaped, step - 1, self.max_age)
+                servers = self.sampler_check.servers(groups, step - 1)
+            rewards, servers = self.broadcast.json([shaped, servers])
             advantages = reward_advantages(rewards, grpo, self.config.distill)
             minibatches: list[list[Microbatch]] = []
             packed = []
             for part in split(len(advantages), grpo.minibatches):
                 rows = None
                 if self.is_rank0:
-                    own = [groups[i] for i in part], [advantages[i] for i in part]
-                    # The sampler's log-probabilities meet a policy that the first minibatch has changed.
-                    compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
-                    numbers = partial(self.sampler_check.numbers, compared)
-                    samples = training_samples(*own, step - 1, grpo, limit, numbers, self.config.distill)
-                    rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens, share)
-                    packed.append(rows)
+                    with self.rank0_alone():
+                        own = [groups[i] for i in part], [advantages[i] for i in part]
+                        # The sampler's log-probabilities meet a policy that the first minibatch has changed.
+                        compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
+                        numbers = partial(self.sampler_check.numbers, compared)
+                        samples = training_samples(*own, step - 1, grpo, limit, numbers, self.config.distill)
+                        rows = pack(samples, budget, self.data_ranks, self.row_multiple, self.attention_tokens, share)
+                        packed.append(rows)
                 minibatches.append([row.to(self.device) for row in self.broadcast.rows(rows, self.data_rank)])
-            metrics = rollout_metrics(groups, rewards, step - 1, self.max_age)
             if packed:
                 metrics |= packing_metrics(packed, self.attention_tokens) | {"pack/ahead": float(ahead)}
                 metrics |= self.usage.work(packed)
@@ -248,19 +283,24 @@ class Trainer:
         last = self.step == self.config.training.steps
         if not self.config.async_grpo.enabled or last or self._saves() or self._validates():
             return None
-        if not self.broadcast.json(self.is_rank0 and self.rollouts.is_ready()):
-            return None
-        return self.pack(self.collect(self.step + 1), self.step + 1)
+        with contextlib.suppress(StopRequested):  # this step comes first: the next `collect` stops the run
+            with self.rank0_alone():
+                is_ready = self.is_rank0 and self.rollouts.is_ready()
+            if self.broadcast.json(is_ready):
+                return self.pack(self.collect(self.step + 1), self.step + 1)
+        return None
 
     def update(self, batch: Batch) -> LearnedOnDevice:
         """Take one optimizer step per minibatch. Token weights hold the global normaliser: gradients are only summed.
 
         Returns:
-            Sums over this rank's tokens, and the gradient norm. Both are still on the device: only the first step's
-            check of the sampler waits for it here, `learned` waits later.
+            Sums over this rank's tokens, but for the loss, which is the mean of the steps, and the gradient norm of
+            each. They are still on the device: only the first step's check of the sampler waits for it here, `learned`
+            waits later.
         """
         config, fixed_logprobs = self.config, self._fixed_logprobs(batch)
         sums: dict[str, torch.Tensor] = {}
+        norms: list[torch.Tensor] = []
         counts = self.max_age, len(batch.servers)
         with self.ledger.stage("train"):
             for rows, fixed in zip(batch.minibatches, fixed_logprobs, strict=True):
@@ -269,27 +309,35 @@ class Trainer:
                 def loss_of(index: int, row: Microbatch, fixed: list[FixedLogprobs] = fixed) -> LossAndSums:
                     self.offload.poll()
                     logprobs, entropy, *top_logprobs = self.model(row, config.rollout.temperature)
-                    options = *counts, config.distill.coef, *top_logprobs
-                    return losses.row_loss(logprobs, entropy, row, config.grpo, *fixed[index], *options)
+                    given = *fixed[index], *counts, config.distill.coef, *top_logprobs
+                    return losses.row_loss(logprobs, entropy, row, config.grpo, *given, has_moved=bool(norms))
 
                 added = accumulate_gradients(self.model, rows, loss_of, self.reduce_once)
                 sums |= {name: sums.get(name, 0) + value for name, value in added.items()}
                 if self.sampler_check.is_due and any(batch.servers.values()):
                     self.sampler_check.before_first_step(list(batch.servers), self._sum(sums))
-                grad_norm = clip_gradients(self.model, config.training.max_norm)
+                norms.append(clip_gradients(self.model, config.training.max_norm))
                 self.weight_sync.order_writes_after()
-                if self.finite_steps.allow(grad_norm):
-                    self.offload.step()
+                if self.finite_steps.allow(norms[-1]):
+                    self.optimizer_step()
             batch.metrics["train/lr"] = next(iter(self.optimizers)).param_groups[0]["lr"]
             self.lr_schedulers.step()
-        return sums, grad_norm
+            self.trained = self.step
+        return sums | {"loss": sums["loss"] / len(norms)}, torch.stack(norms)
 
-    def learned(self, batch: Batch, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
+    def optimizer_step(self) -> None:
+        self.trained = None  # until the whole step is
+        self.offload.step()
+
+    def learned(self, batch: Batch, sums: dict[str, torch.Tensor], norms: torch.Tensor) -> dict[str, float]:
         """Turn what `update` returned into metrics, and check the servers by it. Waits for the device."""
         peaks = self.usage.peaks(self.data_rank, self.data_ranks)
         summed, servers = self._sum(sums | peaks), list(batch.servers)
-        self.sampler_check.after_step(servers, summed)
-        own = {"train/grad_norm": float(grad_norm)} | self.finite_steps.metrics() | highest_peaks(summed)
+        own = {"train/grad_norm": norms.mean().item(), "train/grad_norm_max": norms.max().item()}
+        own |= self.finite_steps.metrics() | highest_peaks(summed)
+        with self.failing_later():
+            self.finite_steps.check()
+            self.sampler_check.after_step(servers, summed)
         return policy_metrics(summed, servers) | own
 
     def publish(self, wait: bool = False) -> None:
@@ -344,7 +392,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides weights, optimizer, scheduler and random states, as JSON values."""
-        return {"step": self.step, "rollouts": self.rollouts.state_dict() if self.is_rank0 else None}
+        return {"step": self.step, "rollouts": self.rollouts.state_dict(self.step) if self.is_rank0 else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_same_job(state, "grpo")
@@ -426,11 +474,11 @@ class Trainer:
         config = self.config
         assets = config.model.hf_assets_path
         self.source = resolve_and_check(config)
-        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
+        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, self.source.model_args.vocab_size)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            rewards = RewardRunner(config.reward, config.rollout, config.distill)
+            rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
             self.rewards = self.resources.enter_context(rewards)
             self.environments = self.resources.enter_context(loaded_environments(config))
             rows = self.environments.rows
@@ -467,6 +515,7 @@ class Trainer:
         self.own_servers = OwnServers(self.config, self.device, trainers_here)
         self.resources.callback(self.own_servers.close)
         if self.is_rank0:
+            check_disk(self.config, self.source)
             self.teachers = connect_teachers(self.config, self.tokenizer, self.source.model_args.vocab_size)
             self.own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
@@ -551,7 +600,7 @@ class Trainer:
                 config.async_grpo,
                 rollout,
                 config.training.steps,
-                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens),
+                lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens, config.distill),
                 config.reward.max_failed_fraction,
                 self.teachers,
             )

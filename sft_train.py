@@ -5,6 +5,7 @@ There are no servers and no rewards. Checkpoints, resuming, stopping and metrics
 in `torchtitan/grpo/policy/sft.py`; what is learned of a conversation is in `torchtitan/grpo/data/chat.py`.
 """
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -24,6 +25,7 @@ from torchtitan.grpo.data.conversations import ConversationSource
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
 from torchtitan.grpo.data.samples import Conversation, Prompt
+from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.model.source import resolve_and_check
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
@@ -77,7 +79,7 @@ class SftTrainer(grpo_train.Trainer):
 
     def begin(self) -> None:
         """Resume, or begin with the weights of `[model]`."""
-        self.step = self.checkpointer.load_latest()
+        self.step = self.trained = self.checkpointer.load_latest()
         if self.step >= self.config.training.steps:
             logger.warning(f"Nothing is left to do: the run ended at step {self.step}. Raise [training] steps to go on")
         self.offload.settle()
@@ -95,18 +97,28 @@ class SftTrainer(grpo_train.Trainer):
         self.stop_if_asked()
         batch = self.ahead or self.next_batch()
         sums, grad_norm = self.train_on(batch)
-        self.ahead = self.next_batch() if self.step < self.config.training.steps else None
-        self.log(batch.metrics | self.token_metrics(sums, grad_norm) | self.validate())
+        self.ahead = None
+        with contextlib.suppress(StopRequested):  # this step comes first: `stop_if_asked` stops the run
+            self.ahead = self.next_batch() if self.step < self.config.training.steps else None
+        metrics = batch.metrics | self.token_metrics(sums, grad_norm)
+        with self.failing_later():
+            self.finite_steps.check()
+            metrics |= self.validate()
+        with self.failing_later():
+            self.log(metrics)
         self.save()
 
     def finish(self) -> None:
+        with self.rank0_alone():
+            pass  # what failed in the last step is raised here
         self.broadcast.barrier()
         self.checkpointer.report()
 
     def stop_if_asked(self) -> None:
-        """After a signal, every rank leaves here: before a step, with the one before it to be saved."""
-        if self.is_rank0 and self.servers.asked_to_stop.is_set():
-            raise StopRequested
+        """After a signal or an error, every rank leaves here: before a step, with the one before it to be saved."""
+        with self.rank0_alone():
+            if self.is_rank0 and self.servers.asked_to_stop.is_set():
+                raise StopRequested
         self.broadcast.barrier()
 
     def next_batch(self) -> Batch:
@@ -114,21 +126,22 @@ class SftTrainer(grpo_train.Trainer):
         rows, metrics, position = None, {}, None
         with self.ledger.stage("pack"):
             if self.is_rank0:
-                rows = self.rows_by_rank(self.conversations.next(self.config.sft.batch_size))
-                position = self.conversations.state_dict()
-                metrics = packing_metrics([rows], self.attention_tokens) | self.usage.work([rows])
-                metrics |= self.conversations.epochs()
+                with self.rank0_alone():
+                    rows = self.rows_by_rank(self.conversations.next(self.config.sft.batch_size))
+                    position = self.conversations.state_dict()
+                    metrics = packing_metrics([rows], self.attention_tokens) | self.usage.work([rows])
+                    metrics |= self.conversations.epochs()
             return Batch([row.to(self.device) for row in self.own_rows(rows)], metrics, position)
 
     def train_on(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """One optimizer step. Returns sums over this rank's tokens and the gradient norm, still on the device."""
         with self.ledger.stage("train"):
             self.optimizers.zero_grad()
-            how = self.config.training.max_norm, self.finite_steps, self.offload.step, self.reduce_once
+            how = self.config.training.max_norm, self.finite_steps, self.optimizer_step, self.reduce_once
             result = supervised_step(self.model, batch.rows, *how)
             batch.metrics["train/lr"] = next(iter(self.optimizers)).param_groups[0]["lr"]
             self.lr_schedulers.step()
-        self.position = batch.position
+        self.position, self.trained = batch.position, self.step
         return result
 
     def token_metrics(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
@@ -194,10 +207,11 @@ class SftTrainer(grpo_train.Trainer):
         self.nodes.job = "sft"
         config, assets = self.config, self.config.model.hf_assets_path
         self.source = resolve_and_check(config)
-        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file)
+        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, self.source.model_args.vocab_size)
         self.end_token_ids = end_token_ids(self.tokenizer, assets)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
+            check_disk(config, self.source)
             own = {"sft": config.sft, "seq_len": config.training.seq_len, "end_ids": self.end_token_ids}
             make = partial(ConversationSource, **own)
             self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []

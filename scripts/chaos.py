@@ -4,6 +4,7 @@
     python scripts/chaos.py resume --points 200 --ranks 2     killed and resumed is not killed, to the last bit
     python scripts/chaos.py fleet --servers 4 --seconds 600   servers die, hang and lie while a trainer trains
     python scripts/chaos.py garbage --rounds 10               one server answers nonsense
+    python scripts/chaos.py data --faults 200                 models, tools, clients and disks do what they like
     python scripts/chaos.py soak --picture soak.png           an hour of faults, and nothing grows
     python scripts/chaos.py learn --seeds 3                   the quickstart under fire learns what it learns without
     python scripts/chaos.py ray                               ranks, servers, supervisors and nodes of Ray die
@@ -69,6 +70,10 @@ def build_parser() -> argparse.ArgumentParser:
     ray = parts.add_parser("ray", parents=[common], help="kill what a run under Ray is made of")
     ray.add_argument("--rounds", type=int, default=1, help="how often each kind (default 1)")
 
+    data = parts.add_parser("data", parents=[common], help="foreign data, outages, a full disk, a closed terminal")
+    data.add_argument("--faults", type=int, default=50, help="that must fall (default 50)")
+    data.add_argument("--mode", choices=["sync", "async"], default="sync", help="async: in flight")
+
     garbage = parts.add_parser("garbage", parents=[common], help="spoil replies")
     garbage.add_argument("--rounds", type=int, default=1, help="how often each kind (default 1)")
     return parser
@@ -113,6 +118,10 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
         from chaos.ray_faults import RayFaults
 
         return RayFaults(folder, args.rounds)
+    if args.part == "data":
+        from chaos.foreign import Foreign
+
+        return Foreign(folder, args.mode, args.faults, args.seed)
     from chaos.garbage import Garbage
 
     return Garbage(folder, args.seed, args.rounds)

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Evaluate a model on held-out prompts, with servers that this script starts and stops.
 
-    python scripts/evaluate.py outputs/quickstart/checkpoint/step-120 --job.config_file train_configs/quickstart.toml
+    python scripts/evaluate.py outputs/quickstart/checkpoint/step-120
     python scripts/evaluate.py models/Qwen3-0.6B --job.config_file run.toml --engine vllm --jsonl data/aime.jsonl
 
-MODEL is a checkpoint or a Hugging Face folder. Held-out sets, rewards and lengths are those of the configuration: every
-other flag is one of the trainer's, as in `--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go
-to result.json, answers.jsonl and config.toml in a new folder. docs/evaluation.md explains the numbers.
+MODEL is a checkpoint or a Hugging Face folder. Held-out sets, rewards and lengths are those of the configuration: a
+checkpoint brings its run's, `--job.config_file` names another. Every other flag is one of the trainer's, as in
+`--validation.samples_per_prompt 16 --validation.temperature 0.6`. Results go to result.json, answers.jsonl and
+config.toml in a new folder. docs/evaluation.md explains the numbers.
 
 Exit status: 0 done, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 for anything else. The servers are stopped in
 each case.
@@ -37,7 +38,7 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES, make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config, model_folder
+from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config, model_folder
 from torchtitan.grpo.evaluation.results import RESULT, new_folder, table, write_answers, write_result
 from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model_identity import identity_of_folder
@@ -67,7 +68,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--server-flags", default="", help='the engine\'s own flags, as --server-flags="--max-num-seqs 64"'
     )
     parser.add_argument("--jsonl", action="append", type=Path, default=[], help="evaluate on all rows of this file")
-    parser.add_argument("--out", type=Path, help="folder for the results (default DUMP_FOLDER/evaluation/MODEL)")
+    parser.add_argument("--out", type=Path, help="folder for the results (default RUN_FOLDER/evaluation/MODEL)")
     return parser.parse_known_args(argv)
 
 
@@ -143,7 +144,8 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     rewards = resources.enter_context(RewardRunner(config.reward, config.rollout))
     conversations = any(not environments.answering(each.name).is_single_turn for each in sets)
     rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not conversations)
-    out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / arguments.model.resolve().name)
+    name = (checkpoint_of(folder) or arguments.model.resolve()).name
+    out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / name)
     began = time.time()
     urls = resources.enter_context(served(config, folder, out / LOG_FOLDER))
     answers, software = answer(config, urls, sets, rewards, environments, resources, out)

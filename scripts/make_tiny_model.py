@@ -124,6 +124,8 @@ def main() -> None:
     if args.weights:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(args.folder)
+        weights = args.folder / "model.safetensors"
+        weights.chmod((args.folder / "config.json").stat().st_mode & 0o777)  # it is the owner's alone
     config.save_pretrained(args.folder)
     GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=[EOS]).save_pretrained(args.folder)
 

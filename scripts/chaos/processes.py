@@ -65,6 +65,7 @@ class Trainer:
         aim: The fault that hits it, if any.
         servers: Processes that the fault may hit besides, by name.
         restarts: With "torchrun", its `--max-restarts`.
+        log: Where it prints; None for a file in `scratch`.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class Trainer:
         aim: Aim | None = None,
         servers: dict[str, "Server"] | None = None,
         restarts: int = 0,
+        log: Path | None = None,
     ) -> None:
         self.folder, self.scratch, self.aim = folder, scratch, aim
         self.mark = secrets.token_hex(8)
-        self.log_path = scratch / "log.txt"
+        self.log_path = log or scratch / "log.txt"
         self.started = time.time()
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)

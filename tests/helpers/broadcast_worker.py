@@ -13,6 +13,7 @@ import torchtitan_overlay  # noqa: F401  before torchtitan
 from torchtitan.grpo import broadcast
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.config.job_config import Debug
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
 from torchtitan.grpo.stopping import StopRequested
@@ -64,13 +65,15 @@ def stop(broadcaster: Broadcaster) -> None:
     if broadcaster.is_source:
         assert asked.wait(20)
         broadcaster.stop_all()
+        broadcaster.stop_all(UserError("too few servers"))
     else:
         threading.Timer(0.2, broadcaster.request_stop).start()
-        try:
-            broadcaster.json()
-            os._exit(4)
-        except StopRequested:
-            pass
+        for why in ("", "too few servers"):
+            try:
+                broadcaster.json()
+                os._exit(4)
+            except StopRequested as stop:
+                assert stop.why == why and stop.refused == bool(why)
     assert broadcaster.json("after") == "after"
 
 

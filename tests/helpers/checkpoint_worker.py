@@ -119,7 +119,7 @@ class TinyTrainer:
         )
 
     def state_dict(self) -> dict:
-        return {"step": self.step, "losses": self.losses}
+        return {"step": self.step, "losses": list(self.losses)}
 
     def load_state_dict(self, state: dict) -> None:
         self.step, self.losses = state["step"], state["losses"]

@@ -39,24 +39,26 @@ def one_rank() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------- torn checkpoints
 
-FILES = [
-    "complete.json",
-    "dcp/.metadata",
-    "dcp/__0_0.distcp",
+FILES = ["complete.json", "dcp/.metadata", "dcp/__0_0.distcp", "rng-rank-0.pt", "trainer.json"]
+UNREAD = [
     "hf/config.json",
     "hf/model.safetensors",
     "hf/tokenizer.json",
     "hf/tokenizer_config.json",
-    "rng-rank-0.pt",
-    "trainer.json",
+    "run_config.json",
+    "validation.json",
 ]
+"""What a run that resumes does not need."""
 
 
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory) -> Path:
     """A run with whole checkpoints of steps 1 and 2."""
     dump = tmp_path_factory.mktemp("run")
-    saved_at(dump, 1, 2, export_hf=True)
+    trainer = saved_at(dump, 1, export_hf=True)
+    trainer.train_step()
+    trainer.checkpointer.validated(2, {"validation/greedy_reward": 1.0})
+    trainer.checkpointer.save(2)
     return dump
 
 
@@ -99,20 +101,37 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(dump, resumed, n
     assert resumed.checkpointer.load_latest() == resumed.step == 2 and not errors(caplog)
 
 
+@pytest.mark.parametrize("name", [*UNREAD, "hf"])
+def test_a_damaged_export_or_note_is_a_warning(dump, resumed, name, caplog):
+    """Also if the whole folder `hf` was moved elsewhere."""
+    path, away = dump / "checkpoint" / "step-2", dump / "away"
+    for damage in (flip, None):
+        (path / name).rename(away)
+        if damage and away.is_file():
+            (path / name).write_bytes(damage(away.read_bytes()))
+        caplog.clear()
+        try:
+            assert resumed.checkpointer.load_latest() == resumed.step == 2
+        finally:
+            (path / name).unlink(missing_ok=True)
+            away.rename(path / name)
+        assert not errors(caplog) and f"In {path}, {name}" in caplog.text and "does not need it" in caplog.text
+
+
 def test_every_flipped_bit_is_found(dump):
     path = dump / "checkpoint" / "step-2"
     marker = read_marker(path)
     written = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
-    assert set(FILES) <= written == {*marker.files, "complete.json"}
+    assert {*FILES, *UNREAD} == written == {*marker.files, "complete.json"}
     for name in marker.files:
         whole = (path / name).read_bytes()
         for seed in range(20):
             damaged = bytearray(whole)
             damaged[random.Random(seed).randrange(len(whole))] ^= 1 << seed % 8
             (path / name).write_bytes(damaged)
-            assert damages(path, marker) == [f"{name} has another checksum than when it was written"]
+            assert damages(path, marker) == {name: "has another checksum than when it was written"}
         (path / name).write_bytes(whole)
-    assert damages(path, marker) == []
+    assert not damages(path, marker)
 
 
 def test_a_broken_marker_of_an_older_checkpoint_is_a_warning(dump, resumed, caplog):
@@ -180,12 +199,14 @@ def fails_then_succeeds(
     assert trainer.checkpointer.metrics()["checkpoint/failed"] == failed + 1
     said = errors(caplog)
     assert expected in said and cause in said and "Training goes on" in said, said
+    newest = f"The newest checkpoint is {folder}/step-{before}" if complete_steps(folder) else "there is no checkpoint"
+    assert newest in said
     with pytest.raises(StageFailed, match="checkpoint: "):
         trainer.checkpointer.save(trainer.step, last=True)
     mend()
     assert not list(folder.glob("*.tmp")), "what was written is gone, for the disk may be full"
     assert complete_steps(folder)[-1] == before
-    assert damages(folder / f"step-{before}", read_marker(folder / f"step-{before}")) == []
+    assert damages(folder / f"step-{before}", read_marker(folder / f"step-{before}")) == {}
     assert trainer.digest() == weights
     trainer.checkpointer.save(trainer.step)
     assert complete_steps(folder)[-1] == trainer.step

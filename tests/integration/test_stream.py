@@ -258,7 +258,7 @@ def test_a_stop_ends_the_wait_for_answers_and_keeps_the_state_of_before(make_run
     held = Held()
     run = make_run(environment=held.rollout)
     run.stream.take(0)
-    before = json.loads(json.dumps(run.stream.state_dict()))
+    before = json.loads(json.dumps(run.stream.state_dict(1)))
     held.after = lambda index: index == run.order[B]
     run.publish(1)
 
@@ -270,7 +270,7 @@ def test_a_stop_ends_the_wait_for_answers_and_keeps_the_state_of_before(make_run
     with pytest.raises(StopRequested):
         run.stream.take(1)
     assert run.count("groups_in_flight") == 1
-    assert run.stream.state_dict() == before
+    assert run.stream.state_dict(1) == before
     assert not run.stream.is_ready()
 
 
@@ -627,7 +627,7 @@ def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead) -> None:
     if ahead.enabled:
         wait_until(lambda: first.count("groups_ready") == 2 * B - 2)
         assert first.count("groups_in_flight") == 2
-    state = json.loads(json.dumps(first.stream.state_dict()))
+    state = json.loads(json.dumps(first.stream.state_dict(1)))
     first.collector.close()
 
     second = make_run(ahead=ahead, environment=Held().rollout, admitted=False)
@@ -789,10 +789,13 @@ def test_a_stop_does_not_take_back_that_a_step_is_ready(make_run) -> None:
     run.stream.take(0)
     wait_until(run.stream.is_ready)
     run.stream.stop()
-    assert len(run.stream.take(1)) == B
-    assert not run.stream.is_ready()
-    saved = run.stream.state_dict()["buffer"]
+    taken = indices(run.stream.take(1))
+    assert len(taken) == B and not run.stream.is_ready()
+    saved = run.stream.state_dict(2)["buffer"]
     assert saved["version"] == 2 and saved["entries"], "groups that wait for a later step are saved"
+    before = run.stream.state_dict(1)["buffer"]  # of a run that fails before it trains on what it has taken
+    whole = [entry["prompt"] for entry in before["entries"] if entry["samples"]]
+    assert before["version"] == 1 and set(taken) <= set(whole)
     with pytest.raises(StopRequested):
         run.stream.take(2)
-    assert run.stream.state_dict()["buffer"]["version"] == 2
+    assert run.stream.state_dict(2)["buffer"]["version"] == 2

@@ -15,7 +15,6 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
     SMALL,
-    arguments,
     environment,
     processes_of,
     steps,
@@ -123,12 +122,11 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     assert all({"reward/small/mean", "reward/large/mean"} <= line.keys() for line in lines)
     assert [line["data/small/share"] for line in lines] == [0.75, 0.75]
 
-    words = [tmp_path / "run" / "checkpoint" / "step-2", *arguments(tmp_path / "run", flags)]
-    words += ["--out", tmp_path / "evaluation"]
-    script, log = ROOT / "scripts" / "evaluate.py", tmp_path / "evaluation.log"
-    evaluation = Ranks(1, script, *words, log=log, environment=environment(), found=False)
+    script, log, checkpoint = ROOT / "scripts" / "evaluate.py", tmp_path / "log", tmp_path / "run/checkpoint/step-2"
+    evaluation = Ranks(1, script, checkpoint, log=log, environment=environment(), found=False)
     evaluation.check()
-    result = json.loads((tmp_path / "evaluation" / "result.json").read_text())
+    results = tmp_path / "run" / "evaluation" / "step-2"
+    result = json.loads((results / "result.json").read_text())
     of_run = {name: value for name, value in lines[-1].items() if name.startswith("validation/")}
     for of_set in ("small", "products"):
         metrics = result["sets"][of_set]["metrics"]
@@ -139,10 +137,10 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
             assert metrics[name]["standard_error"] == of_run[f"validation/{of_set}/{name}_se"]
     assert 0 < of_run["validation/small/sampled_reward"] < 2, "equal numbers must not be those of a model without skill"
     assert of_run["validation/small/pass_at_1"] < of_run["validation/small/pass_at_4"]
-    answers = [json.loads(line) for line in (tmp_path / "evaluation" / "answers.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (results / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 40 * (1 + 4) + 16 * (1 + 1)
     assert max(answer["answer_tokens"] for answer in answers if answer["set"] == "products") <= 3
-    assert "small" in evaluation.log and "majority_at_4" in evaluation.log
+    assert "small" in evaluation.log and "majority_at_4" in evaluation.log and "version -1" not in evaluation.log
     assert processes_of(tmp_path) == [], "the server is stopped"
 
 
@@ -198,6 +196,17 @@ def test_batches_are_packed_ahead_but_not_before_a_checkpoint_or_a_validation(tm
     assert len(samples) == len(groups) * 4 == 6 * 8 * 4
     # No prompt comes twice in these steps: what the first three took does not come again.
     assert len({prompt for _, prompt in groups}) == 6 * 8
+
+
+def test_metrics_of_a_step_with_two_minibatches(tmp_path):
+    """The first one moves the policy far."""
+    flags = {"--grpo.minibatches": "2", "--training.steps": "1", "--optimizer.lr": "0.02"}
+    flags |= {"--grpo.proximal_logprobs": "sampler", "--grpo.importance_correction": "none"}
+    flags |= {"--grpo.entropy_coef": "100", "--grpo.loss_aggregation": "sequence"}  # the loss is all entropy
+    (line,) = train(tmp_path / "run", flags)
+    assert line["policy/update_kl"] > 0.1 and line["policy/mismatch_abs"] < 1e-4
+    assert line["train/loss"] == pytest.approx(-100 * line["policy/entropy"], rel=0.1)
+    assert line["train/grad_norm_max"] > line["train/grad_norm"] > line["train/grad_norm_max"] / 2
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import time
@@ -15,16 +16,21 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import ROOT, TINY_QWEN3
+from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
+    UNHURRIED,
     EndlessRun,
+    arguments,
     attempt,
     embedded_url,
     endless,
+    environment,
     forked_server,
     processes_of,
     servers_of,
     steps,
+    train,
 )
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.stopping import STOPPED
@@ -46,7 +52,7 @@ def run_and_server(
         yield run, servers_of(folder)[0] if own else server
 
 
-@pytest.mark.parametrize(("mode", "number"), [(SYNC, signal.SIGTERM), (BACKGROUND, signal.SIGINT)])
+@pytest.mark.parametrize(("mode", "number"), [(SYNC, signal.SIGHUP), (BACKGROUND, signal.SIGINT)])
 def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
     with endless(tmp_path / "run", mode, torchrun=True) as run:
         (server,) = servers_of(run.folder)
@@ -62,6 +68,27 @@ def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
     ours = run.log.partition("Traceback")[0]  # torchrun's own, as its last words
     assert re.search(r"stopped at step (\d+), newest checkpoint \1 in .*/run/checkpoint, resume with ", ours)
     assert "SignalException" in run.log and run.log.count("Traceback") == 1, run.log
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_run_outlives_its_terminal_and_saves_if_it_is_told(hangs_up, tmp_path):
+    host, device = pty.openpty()
+    flags = UNHURRIED | {"--training.steps": "100000" if hangs_up else "6", "--rollout.urls": embedded_url()}
+    told = environment() | {"TERM": "xterm", "COLUMNS": "100"}
+    words = arguments(tmp_path / "run", flags)
+    run = Ranks(1, ROOT / "grpo_train.py", *words, log=Path(os.ttyname(device)), environment=told)
+    try:
+        run.wait_until("the second step", lambda: len(steps(tmp_path / "run")) >= 2)
+        assert b"step 1/" in os.read(host, 100_000), "a live line"
+        os.close(device)
+        os.close(host)
+        if hangs_up:
+            run.send_signal(signal.SIGHUP)
+        assert run.wait(60) == (STOPPED if hangs_up else 0)
+    finally:
+        run.kill()
+    done = len(steps(tmp_path / "run"))
+    assert complete_steps(tmp_path / "run" / "checkpoint")[-1] == done and (hangs_up or done == 6)
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step_although_rank_0_waits_for_answers(tmp_path):
@@ -110,6 +137,7 @@ def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_
         assert run.process.wait(60) != 0
         reason = [line for line in run.log.splitlines() if re.match(r"(\[rank0\]: )?\S*Error: ", line)][-1]
         assert re.search(ENDS[number], reason), reason
+        assert complete_steps(run.folder / "checkpoint")[-1:] == [line["step"] for line in steps(run.folder)][-1:]
         run.wait_until_gone(15)
 
 
@@ -127,8 +155,9 @@ def test_a_hang_is_reported_and_ends_the_run_with_the_status_that_was_asked_for(
         run.wait_until_gone(15)
 
 
-def test_answers_without_a_reward_are_left_out_until_too_many_fail(tmp_path, monkeypatch):
-    """One answer hangs, some raise, and at last the judge is down. Rollouts run ahead of the trainer."""
+@pytest.mark.parametrize("mode", [SYNC, BACKGROUND])
+def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_path, monkeypatch):
+    """One answer hangs, some raise, and at last the judge is down. The last step is saved, and the run can go on."""
     (tmp_path / "judges.py").write_text(
         "import asyncio, pathlib, time\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
@@ -142,16 +171,19 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(tmp_path, mon
         "    return len(answer)\n"
         "async def judge(answer, prompt):\n"
         "    await asyncio.sleep(0.01)\n"
-        "    if after_step(4):\n"
+        "    if after_step(4) and not (folder / 'repaired').exists():\n"
         "        raise OSError('the judge is down')\n"
         "    return 1 / ((7 + sum(map(ord, answer))) % 5)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    flags = BACKGROUND | {"--reward.functions": "judges:hangs,judges:judge", "--reward.timeout_seconds": "1.0"}
-    flags |= {"--training.steps": "100", "--metrics.samples_per_step": "1000"}
-    status, said = attempt(tmp_path / "run", flags | {"--rollout.urls": embedded_url()})
+    flags = mode | {"--reward.functions": "judges:hangs,judges:judge", "--reward.timeout_seconds": "1.0"}
+    flags |= {"--training.steps": "100", "--metrics.samples_per_step": "1000", "--rollout.urls": embedded_url()}
+    status, said = attempt(tmp_path / "run", flags, ranks=2)
     assert status == 2 and "Traceback" not in said, said[-3000:]
-    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    done = len(steps(tmp_path / "run"))
+    assert complete_steps(tmp_path / "run" / "checkpoint") == [done] and done >= 4
+    assert f"after step {done}, newest checkpoint {done} in " in said
+    (error,) = {line for line in said.splitlines() if line.startswith("error: ")}  # each rank says it
     assert re.match(r'error: \d+ of \d+ answers have no reward, .* = 0\.5: "judges:judge" failed on \d+, ', error)
     assert f"raised OSError: the judge is down ({tmp_path / 'judges.py'}:14)" in error
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
@@ -170,6 +202,9 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(tmp_path, mon
         ("judges:hangs", "took longer than [reward] timeout_seconds = 1.0"),
         ("judges:judge", "raised ZeroDivisionError: division by zero"),
     }
+    (tmp_path / "repaired").touch()
+    flags |= {"--checkpoint.resume": None, "--training.steps": str(done + 1)}
+    assert [line["step"] for line in train(tmp_path / "run", flags)] == list(range(1, done + 2))
 
 
 def test_steps_without_a_finite_gradient_are_left_out_and_end_the_run_on_every_rank(tmp_path, monkeypatch):
@@ -181,9 +216,9 @@ def test_steps_without_a_finite_gradient_are_left_out_and_end_the_run_on_every_r
     status, said = attempt(tmp_path / "run", flags, ranks=2)
     assert status == 2 and "in 5 optimizer steps in a row" in said, said[-4000:]
     lines = steps(tmp_path / "run")
-    assert [line["train/skipped_steps"] for line in lines] == [1, 2, 3, 4]
+    assert [line["train/skipped_steps"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[-1]["policy/mismatch_abs"] < 1e-4, "the servers have the weights of before"
-    saved = [complete_weights(tmp_path / "run" / "checkpoint" / f"step-{step}") for step in (2, 4)]
+    saved = [complete_weights(tmp_path / "run" / "checkpoint" / f"step-{step}") for step in (2, 5)]
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
@@ -244,8 +279,7 @@ def test_a_step_is_saved_though_its_validation_ends_the_run_and_a_new_run_does_n
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags: dict[str, str | None] = {"--reward.functions": "judges:once", "--reward.workers": "1"}
-    flags |= {"--sft.steps": "0", "--validation.freq": "1", "--checkpoint.interval": "1"}
-    flags |= {"--rollout.urls": embedded_url()}
+    flags |= {"--sft.steps": "0", "--validation.freq": "1", "--rollout.urls": embedded_url()}
     status, said = attempt(tmp_path / "run", flags, ranks=2)
     assert status == 2 and "raised OSError: the judge is down" in said, said[-4000:]
     assert complete_steps(tmp_path / "run" / "checkpoint") == [line["step"] for line in steps(tmp_path / "run")] == [1]

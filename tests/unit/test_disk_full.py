@@ -22,7 +22,15 @@ def test_a_real_full_disk(tmp_path):
         file.write("x" * 100_000)
     message = str(raised.value)
     assert message.startswith(f"the disk of {tmp_path / 'run'} is full ([Errno 28]")
-    assert "MiB are free now" in message and "--checkpoint.resume" in message and "\n" not in message
+    assert "MiB are free now; nothing was saved" in message and "\n" not in message
+
+
+def test_only_a_checkpoint_that_is_there_is_recommended(tmp_path):
+    for saved, said in (([], False), ([20, 40], True)):
+        with pytest.raises(UserError) as raised, disk_full_in_one_line(tmp_path, lambda steps=saved: steps):
+            fail(TORCH)
+        assert ("--checkpoint.resume then goes on from the newest checkpoint, step 40" in str(raised.value)) == said
+        assert ("nothing was saved" in str(raised.value)) != said
 
 
 @pytest.mark.parametrize(

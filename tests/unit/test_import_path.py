@@ -53,3 +53,38 @@ def test_a_module_that_fails_says_how(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=rf"no module 'not_there' in this folder \({tmp_path}\)"):
         load_function("[reward] functions", "not_there.inside:score")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sys.exit('please set MY_DATA')", r"sys.exit\('please set MY_DATA'\) \(.*exits.py:2\). Raise an error"),
+        ("argparse.ArgumentParser().parse_args(['--x'])", r"reads the command line \(.*exits.py:2\). Move that under"),
+    ],
+)
+def test_a_module_that_ends_the_process_says_what_it_wanted(tmp_path, monkeypatch, text, said):
+    (tmp_path / "exits.py").write_text(f"import argparse, sys\n{text}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"^\[rollout\] environment: \"exits:f\": importing 'exits' ended .*" + said):
+        load_function("[rollout] environment", "exits:f")
+
+
+def test_a_signal_during_an_import_is_not_the_modules_fault(tmp_path):
+    """Nor does the status change."""
+    (tmp_path / "is_stopped.py").write_text("import os, time\nos.kill(os.getpid(), 15)\ntime.sleep(30)\n")
+    code = "from torchtitan.grpo.stopping import run_and_exit, stop_in_time\nfrom torchtitan.grpo import import_path\n"
+    code += "stop_in_time()\nrun_and_exit(lambda: import_path.import_function('key', 'is_stopped:f'))"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=60)
+    assert done.returncode == 143
+
+
+def test_a_slow_import_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(import_path, "SLOW_IMPORT_S", 0.1)
+    caplog.set_level("INFO")
+    for name, seconds in (("slow_one", 1.0), ("fast_one", 0.0)):
+        (tmp_path / f"{name}.py").write_text(f"import time\ntime.sleep({seconds})\ndef f(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_function("[data] curriculum", "slow_one:f")
+    load_function("[data] curriculum", "fast_one:f")
+    assert caplog.messages == ["[data] curriculum: \"slow_one:f\": still importing 'slow_one'"]

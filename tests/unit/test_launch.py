@@ -34,12 +34,19 @@ run_and_exit(main)
 """
 
 
-def launched(folder: Path, ends: str, *flags: str) -> Ranks:
+NOHUP = """
+import runpy, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+runpy.run_module("torchtitan.grpo.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+def launched(folder: Path, ends: str, *flags: str, module: str | Path = "torchtitan.grpo.launch") -> Ranks:
     (folder / "script.py").write_text(SCRIPT)
     words = ["--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", *flags, folder / "script.py", ends]
     environment = {name: value for name, value in os.environ.items() if name != "LOGLEVEL"}
     environment["PYTHONPATH"] = str(ROOT)
-    return Ranks(1, "torchtitan.grpo.launch", *words, log=folder / "log.txt", environment=environment)
+    return Ranks(1, module, *words, log=folder / "log.txt", environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +68,17 @@ def test_the_exit_status_is_the_runs_and_nothing_is_said_twice(ends, flags, stat
     assert re.fullmatch(said, run.log), run.log
 
 
-def test_a_run_that_is_stopped_ends_with_its_own_status(tmp_path):
-    run = launched(tmp_path, "when stopped")
+def test_a_run_that_is_stopped_ends_with_its_own_status_and_a_hangup_after_nohup_does_not_stop_it(tmp_path):
+    nohup = tmp_path / "nohup.py"
+    nohup.write_text(NOHUP)
+    run = launched(tmp_path, "when stopped", module=nohup)
     deadline = time.monotonic() + 60
     while run.log.count("waits") < 2:
         assert run.poll() is None and time.monotonic() < deadline, run.log
         time.sleep(0.05)
+    run.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert run.poll() is None, run.log
     run.send_signal(signal.SIGTERM)
     assert run.wait(30) == 75, run.log
     assert run.log.splitlines() == ["waits", "waits", "stopped and saved"]

@@ -1,6 +1,11 @@
 import logging
+import os
+import pty
 import subprocess
 import sys
+from collections.abc import Callable
+
+import pytest
 
 from tests.helpers import ROOT
 from torchtitan.grpo.log_lines import LineFormatter
@@ -50,3 +55,43 @@ def test_other_ranks_do_not_repeat_what_rank_0_says():
     own, others = ["WARN  two", "ERROR ten"], ["WARN  upstream's", "WARN  UserWarning: three and more (<string>:10)"]
     assert said(0) == ["INFO  one", *own, *others]
     assert said(1) == ["WARN  rank 1: two", "ERROR rank 1: ten"]
+
+
+UNREAD = """
+import logging, sys
+from torchtitan.grpo.log_lines import init_log_lines
+from torchtitan.grpo.stopping import run_and_exit
+def main():
+    init_log_lines()
+    print("first", flush=True)
+    sys.stdin.read()
+    for _ in range(3):
+        logging.getLogger().warning("x" * 10_000)
+        print("y" * 10_000)
+    return 0
+run_and_exit(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("opened", "error"),
+    [(pty.openpty, "Input/output"), (os.pipe, "Broken pipe"), (lambda: (-1, os.open("/dev/full", 1)), "No space")],
+    ids=["terminal", "pipe", "full disk"],
+)
+def test_a_process_outlives_who_reads_its_output(opened: Callable[[], tuple[int, int]], error: str):
+    reader, stdout = opened()
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNREAD],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    os.close(stdout)
+    if reader >= 0:
+        assert os.read(reader, 5) == b"first"
+        os.close(reader)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said.startswith("stdout cannot be written ([Errno ") and error in said and said.count("\n") == 1

@@ -58,13 +58,19 @@ def test_a_process_that_waits_in_c_ends_and_says_where_it_was(number):
     assert "Timeout" in said and 'File "<string>", line 8 in <module>' in said
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_process_that_can_closes_in_order(number, status):
     process = start(CLOSES_IN_TIME, grace_s=20)
     assert process.stdout.readline() == "waits\n"
     process.send_signal(number)
     printed, said = process.communicate(timeout=30)
     assert (process.returncode, printed, said) == (status, "closed\n", "")
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored():
+    ends = "\nimport os, signal, time\nos.kill(os.getpid(), signal.SIGHUP)\ntime.sleep(0.5)\nprint('goes on')"
+    process = start(ends, "import os, sys\nos.execvp('nohup', ['nohup', *sys.argv[1:]])")
+    assert (process.communicate(timeout=30)[0], process.returncode) == ("goes on\n", 0)
 
 
 ASKED = """
@@ -160,7 +166,12 @@ def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed):
 
 @pytest.mark.parametrize(
     ("ends", "status", "says"),
-    [("return 2", 2, ""), ("sys.exit(143)", 143, ""), ("raise KeyError('no')", 1, "KeyError: 'no'")],
+    [
+        ("return 2", 2, ""),
+        ("sys.exit(143)", 143, ""),
+        ("sys.exit('please set MY_DATA')", 1, "please set MY_DATA"),
+        ("raise KeyError('no')", 1, "KeyError: 'no'"),
+    ],
 )
 def test_a_process_ends_without_waiting_for_its_threads(ends, status, says):
     body = "import sys, threading, time\nfrom torchtitan.grpo.stopping import run_and_exit\n"

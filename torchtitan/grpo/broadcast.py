@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.config.job_config import JobConfig
+from torchtitan.grpo.errors import UserError, in_words
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow
 from torchtitan.grpo.reporting.watchdog import Progress
 from torchtitan.grpo.stopping import StopRequested
@@ -22,15 +23,17 @@ BEAT_S = 1.0
 _LOOK = timedelta(seconds=0.5)
 _KEY = "torchtitan-grpo/rank-0"
 _STOP_KEY = "torchtitan-grpo/stop"
-_STOP = {"stop": True}
-"""A message that is no value: it ends the wait for one."""
+_STOP = "stop this run"
+"""The only key of a message that is no value: it ends the wait for one, and says why."""
 _GROUP_TIMEOUT = timedelta(days=30)  # the waits here have limits of their own, and better messages
 
 
 def patience_s(config: JobConfig) -> float:
-    """How long rank 0 may do nothing but wait, by its own limits: for servers, for one group, for a push."""
+    """How long rank 0 may do nothing but wait, by its own limits: for servers or a harness, one group, and a push."""
     rollout = config.rollout
     serving_s = rollout.start_timeout_seconds + rollout.group_timeout_seconds + 2 * rollout.request_timeout_seconds
+    if rollout.environment == "endpoint":
+        serving_s += rollout.episode_lease_seconds  # a harness at work is waited for
     return serving_s + PHASES * config.weight_sync.timeout_seconds
 
 
@@ -48,11 +51,12 @@ class Broadcaster:
         silence_s: Longest time without a word from rank 0's thread, because its process or machine is stopped.
 
     Attributes:
+        ranks: How many there are.
         on_stop: Called on rank 0, in a thread, when some rank has called `request_stop`.
     """
 
     def __init__(self, progress: Progress, limit_s: float, silence_s: float = 60.0) -> None:
-        self.is_source = dist.get_rank() == 0
+        self.is_source, self.ranks = dist.get_rank() == 0, dist.get_world_size()
         self._progress, self._limit_s, self._silence_s = progress, limit_s, silence_s
         self.on_stop: Callable[[], None] = lambda: None
         self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
@@ -61,7 +65,7 @@ class Broadcaster:
         self._heard_at = time.monotonic()
         self._closed = threading.Event()
         progress.watch(lambda: (self._messages, self._said["changes"]))
-        if dist.get_world_size() > 1:
+        if self.ranks > 1:
             # A connection of its own: others may block the store's, for example while they form a group.
             self._store = dist.distributed_c10d._get_default_store().clone()
             threading.Thread(target=self._beat, name="rank-0-beat", daemon=True).start()
@@ -86,8 +90,8 @@ class Broadcaster:
         self._messages += 1
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.is_source else None
         received = json.loads(self._tensor(data, torch.uint8).numpy().tobytes())
-        if received == _STOP:
-            raise StopRequested
+        if isinstance(received, dict) and _STOP in received:
+            raise StopRequested(*received[_STOP])
         return received
 
     def request_stop(self) -> None:
@@ -97,11 +101,10 @@ class Broadcaster:
         else:
             self._store.set(_STOP_KEY, "")
 
-    def stop_all(self) -> None:
-        """On rank 0, where it would send the next value: the others raise StopRequested there. On them: nothing."""
-        if self.is_source:
-            with contextlib.suppress(StopRequested):
-                self.json(_STOP)
+    def stop_all(self, error: Exception | None = None) -> None:
+        """On rank 0, where it would send the next value: the others raise StopRequested there, with this error."""
+        with contextlib.suppress(StopRequested):
+            self.json({_STOP: ["" if error is None else in_words(error), isinstance(error, UserError)]})
 
     def barrier(self) -> None:
         """Wait for rank 0, which may validate or push for longer than NCCL lets other ranks wait."""
@@ -110,7 +113,7 @@ class Broadcaster:
     def rows(self, rows_by_rank: list[list[PackedRow]] | None, rank: int) -> list[PackedRow]:
         """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere)."""
         self._messages += 1
-        if rows_by_rank is not None and dist.get_world_size(self._group) == 1:
+        if rows_by_rank is not None and self.ranks == 1:
             return rows_by_rank[rank]
         ints, floats = None, None
         if rows_by_rank is not None:

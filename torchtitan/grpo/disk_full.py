@@ -4,7 +4,7 @@ import contextlib
 import errno
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchtitan.grpo.errors import UserError
@@ -25,8 +25,11 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def disk_full_in_one_line(folder: str | Path) -> Iterator[None]:
+def disk_full_in_one_line(folder: str | Path, saved_steps: Callable[[], list[int]] = list) -> Iterator[None]:
     """Around a run that writes into `folder`.
+
+    Args:
+        saved_steps: Of the complete checkpoints, the newest last.
 
     Raises:
         UserError: In place of an error that is a full disk's.
@@ -36,11 +39,14 @@ def disk_full_in_one_line(folder: str | Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError) or not is_disk_full(error):
             raise
-        path = Path(folder).absolute()
+        path, saved = Path(folder).absolute(), saved_steps()
         free = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
+        if saved:
+            then = f"make room: --checkpoint.resume then goes on from the newest checkpoint, step {saved[-1]}"
+        else:
+            then = "nothing was saved: make room, or choose a folder on another disk ([job] dump_folder)"
         raise UserError(
-            f"the disk of {folder} is full ({_first_line(error)}); {free / 2**20:,.0f} MiB are free now. Make room: "
-            "--checkpoint.resume then goes on from the newest checkpoint"
+            f"the disk of {folder} is full ({_first_line(error)}); {free / 2**20:,.0f} MiB are free now; {then}"
         ) from error
 
 

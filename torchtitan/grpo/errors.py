@@ -27,6 +27,12 @@ class UserErrorOfAllRanks(UserError):
     """A UserError that every rank raises with the same words."""
 
 
+def in_words(error: BaseException) -> str:
+    """An error in one line: a UserError's words, and the kind before those of others."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
+
+
 @contextlib.contextmanager
 def renamed(old: str, new: str) -> Iterator[None]:
     """Say `new` for `old` in a UserError: a table has keys of a section, which messages name."""

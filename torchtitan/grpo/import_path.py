@@ -1,13 +1,24 @@
 """Functions that the configuration names by import path."""
 
+import contextlib
 import importlib
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Callable
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.stopping import Stopped
+
+logger = logging.getLogger(__name__)
+"""Not torchtitan's, whose import loads torch: a reward worker has none."""
+SLOW_IMPORT_S = 5.0
+"""After this time a line says which module is being imported."""
 
 
 def load_function(key: str, name: str, *parameters: str) -> Callable[..., Any]:
@@ -37,7 +48,8 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # a script that is given by its path puts only its own folder there
     try:
-        module = importlib.import_module(module_name)
+        with _said_if_slow(f'{key}: "{name}": still importing {module_name!r}'):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
@@ -46,6 +58,10 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
         raise UserError(
             f'{key}: "{name}": no module {error.name!r} in this folder ({here}), on PYTHONPATH or installed'
         ) from error
+    except Stopped:  # a signal that came meanwhile
+        raise
+    except SystemExit as error:
+        raise UserError(f'{key}: "{name}": importing {module_name!r} ended the process: {_exit(error)}') from error
     except Exception as error:  # the user's code may raise anything
         what = f"{type(error).__name__}: {error}"
         raise UserError(f'{key}: "{name}": cannot import {module_name!r}: {what}') from error
@@ -55,3 +71,36 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
         suggestion = did_you_mean(function_name, known)
         raise UserError(f'{key}: {module.__file__} has no function "{function_name}"{suggestion}')
     return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives a coroutine, which is awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def source(function: Callable[..., Any]) -> str:
+    """`file:line` where it is defined; "" if it is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+@contextlib.contextmanager
+def _said_if_slow(words: str) -> Iterator[None]:
+    timer = threading.Timer(SLOW_IMPORT_S, logger.info, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _exit(error: SystemExit) -> str:
+    """What a module that ends the process wanted to say, where, and what to change."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    libraries = ("<", sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    place = "{0.filename}:{0.lineno}".format((own or frames)[-1])
+    if any(frame.filename.endswith("argparse.py") for frame in frames):
+        return f'it reads the command line ({place}). Move that under `if __name__ == "__main__":`'
+    return f'sys.exit({error.code!r}) ({place}). Raise an error there, or move it under `if __name__ == "__main__":`'

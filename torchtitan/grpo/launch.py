@@ -1,9 +1,10 @@
 """torchrun with clean ends: `python -m torchtitan.grpo.launch [torchrun's flags] grpo_train.py [arguments ...]`.
 
-Flags, agent and rendezvous are torchrun's own. Two things differ:
+Flags, agent and rendezvous are torchrun's own. Three things differ:
 
 - The exit status is the run's: 75 if it was stopped and has saved, 2 if it was refused. torchrun's is 1 for both.
 - A rank that has failed has said why. Nothing follows but one line, if it was killed or failed otherwise.
+- nohup has its effect. torchrun hears SIGHUP although nohup has it ignored.
 
 LOGLEVEL=WARNING brings torchrun's own log back.
 """
@@ -36,10 +37,13 @@ def main(arguments: list[str]) -> int:
     """
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
+    args = parse_args(arguments)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        args.signals_to_handle = args.signals_to_handle.replace("SIGHUP,", "")
     with tempfile.TemporaryDirectory(prefix="torchtitan-grpo-") as folder:
         os.environ[STATUS_FOLDER] = folder
         try:
-            run(parse_args(arguments))
+            run(args)
         except ChildFailedError as error:
             return _said(*error.get_first_failure())
         except SignalException as ended:

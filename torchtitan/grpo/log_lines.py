@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import warnings
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 _CLEAR_LINE = "\r\x1b[2K"
@@ -31,6 +31,38 @@ class LineFormatter(logging.Formatter):
         return line if before == self._date or self._rank else f"{self._date}\n{line}"
 
 
+class _Lasting:
+    """A text stream whose writes never fail: a closed terminal, a pipe without a reader and a full disk end no run.
+
+    What cannot be written is lost. The first time, `told` hears of it.
+    """
+
+    def __init__(self, stream: TextIO, told: "_Lasting | None" = None) -> None:
+        self._stream = stream
+        self._told = told
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._lost(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lost(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lost(self, error: OSError) -> None:
+        told, self._told = self._told, None
+        if told is not None:
+            told.write(f"stdout cannot be written ({error}): what it cannot take is lost, and the run goes on\n")
+
+
 class _Stdout(logging.StreamHandler):
     """Writes to what `sys.stdout` is at that moment: the console of a terminal replaces it during a run."""
 
@@ -49,10 +81,13 @@ class _Stdout(logging.StreamHandler):
 
 
 def init_log_lines() -> None:
-    """Send all loggers and Python's warnings to stdout.
+    """Send all loggers and Python's warnings to stdout. From now on, writing to stdout or stderr raises no OSError.
 
     Ranks other than 0 write errors, and the warnings of this project. What a library warns of, rank 0 writes too.
     """
+    if not isinstance(sys.stdout, _Lasting):
+        stderr = _Lasting(sys.stderr)
+        sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout, told=stderr)), cast(TextIO, stderr)
     rank = int(os.environ.get("RANK", "0"))
     root = logging.getLogger()
     root.handlers[:] = [_Stdout(rank)]

@@ -2,9 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
 from torchtitan.grpo.config.machine import default_to_one_process, one_cpu_thread, raise_file_limit
 from torchtitan.grpo.disk_full import disk_full_in_one_line
@@ -27,5 +30,7 @@ def running(config: JobConfig, make: Callable[[JobConfig], T]) -> Iterator[T]:
     stop_in_time(config.checkpoint.stop_seconds)
     raise_file_limit()
     one_cpu_thread()
-    with disk_full_in_one_line(config.job.dump_folder), make(config) as trainer, save_when_stopped(trainer):
+    dump = Path(config.job.dump_folder)
+    saved = partial(complete_steps, dump / config.checkpoint.folder)
+    with disk_full_in_one_line(dump, saved), make(config) as trainer, save_when_stopped(trainer):
         yield trainer

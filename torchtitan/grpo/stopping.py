@@ -4,7 +4,7 @@ Python handles a signal between two bytecode instructions of the main thread. A 
 rank that has stopped executes none. Without a limit it would wait forever and keep its GPU busy. So a thread hears the
 signals:
 
-1. The first SIGTERM or SIGINT asks the run to stop (`asks_first`), if there is one that would lose something.
+1. The first SIGTERM, SIGINT or SIGHUP asks the run to stop (`asks_first`), if there is one that would lose something.
 2. After SAVING_SHARE of the time, or at a second signal, the main thread gets SystemExit, and closes.
 3. At the end of the time the process ends, and writes every thread's stack.
 """
@@ -36,6 +36,7 @@ STATUS_FOLDER = "TORCHTITAN_GRPO_STATUS_FOLDER"
 """Environment variable of `launch`: the folder where each rank leaves the attempt and its exit status."""
 ECHO_S = 3.0
 """A signal so soon after the first is the same one: torchrun and Slurm pass on what their processes got already."""
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _INTERRUPT = signal.SIGALRM
 """What the process sends to itself. It must not be taken for a second signal."""
 _LAUNCHER_POLL_S = 1.0
@@ -52,7 +53,16 @@ _ask: Callable[[int], bool] | None = None
 
 
 class StopRequested(Exception):
-    """The run was asked to stop. Raised instead of waiting for the answers that the next step would train on."""
+    """Every rank ends here, before it trains the next step: the run was asked to stop, or rank 0 has failed.
+
+    Attributes:
+        why: On the other ranks, rank 0's error; "" if a signal asked.
+        refused: Whether that is a UserError.
+    """
+
+    def __init__(self, why: str = "", refused: bool = False) -> None:
+        super().__init__(why)
+        self.why, self.refused = why, refused
 
 
 class Stopped(SystemExit):
@@ -96,7 +106,8 @@ def _exit_within(seconds: float) -> None:
 
 
 def stop_in_time(grace_s: float = GRACE_S) -> None:
-    """Hear SIGTERM and SIGINT from now on, and bound the time after them.
+    """Hear SIGTERM, SIGINT and SIGHUP from now on, and bound the time after them. A SIGHUP that the process was started
+    to ignore, as by nohup, stays ignored.
 
     Call it from the main thread. There they raise SystemExit with 128 plus the signal's number, unless `asks_first`
     has the run asked before. It is raised again until `end_within` is called: it may come inside a callback of C++
@@ -111,8 +122,9 @@ def stop_in_time(grace_s: float = GRACE_S) -> None:
     heard, told = os.pipe()
     os.set_blocking(told, False)
     signal.signal(_INTERRUPT, _on_interrupt)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _heard_by_thread)
+    for number in _HEARD:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _heard_by_thread)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget_signals)
     threading.Thread(target=_listen, args=(heard, grace_s), name="stop-watch", daemon=True).start()
@@ -161,11 +173,11 @@ def _is_told_again(heard: int, first: float, until: float) -> bool:
 
 
 def _next_signal(heard: int, until: float) -> int:
-    """Wait for SIGTERM or SIGINT, and return it; 0 if none comes before `until`."""
+    """Wait for one of _HEARD, and return it; 0 if none comes before `until`."""
     while (left_s := until - time.monotonic()) > 0:
         if select.select([heard], [], [], None if left_s == math.inf else left_s)[0]:
             number = os.read(heard, 1)[0]
-            if number in (signal.SIGTERM, signal.SIGINT):
+            if number in _HEARD:
                 return number
     return 0
 
@@ -181,7 +193,7 @@ def _interrupt() -> None:
 
 def _on_interrupt(*_: object) -> None:
     if _interrupting and not _closing:
-        sys.exit(_status)
+        raise Stopped(_status)
 
 
 def _heard_by_thread(*_: object) -> None:
@@ -193,6 +205,8 @@ def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(_INTERRUPT, signal.SIG_DFL)
 
 
@@ -221,7 +235,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         status = main()
     except SystemExit as stopped:
         status = stopped.code if isinstance(stopped.code, int) else 1
-        words = stopped.words if isinstance(stopped, Stopped) else ""
+        words = stopped.words if isinstance(stopped, Stopped) else stopped.code if isinstance(stopped.code, str) else ""
     except KeyboardInterrupt:  # before `stop_in_time`
         status = 128 + signal.SIGINT
     except BaseException:

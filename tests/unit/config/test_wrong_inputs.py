@@ -254,6 +254,9 @@ MODELS = {
     "longer than the model": wrong({"--training.seq_len": "1024"}, "[training] seq_len = 1024", "maximum of 512"),
     "no tokenizer.json": wrong({}, "has no tokenizer.json", spoil=unlink("model/tokenizer.json")),
     "torn tokenizer.json": wrong({}, "tokenizer cannot be loaded", "again", spoil=write("model/tokenizer.json", '{"a')),
+    "tokens without embeddings": wrong(
+        {}, "ids up to 63", "embeddings for 60", "resize_token_embeddings(64)", spoil=edit(CONFIG, vocab_size=60)
+    ),
     "torn generation_config.json": wrong(
         {}, "generation_config.json is not a JSON object", spoil=write("model/generation_config.json", "{")
     ),
@@ -412,6 +415,7 @@ ADDRESSES = {
 
 FOLDERS = {
     "a file in the run's place": wrong({}, "run cannot be written", "[job] dump_folder", spoil=write("run", "")),
+    "the model's folder": flag("--job.dump_folder", "run/../model", "[job] dump_folder", "is the model's folder"),
     "a folder that cannot be made": flag(
         "--job.dump_folder", "/proc/run", "/proc/run cannot be written", "dump_folder"
     ),

@@ -187,11 +187,20 @@ def test_what_cannot_be_told_apart_is_refused(tokenizer):
         ([{"role": "user", "content": [{"type": "image"}]}], "content of a message must be text"),
         (TALK[:2], "no message of the assistant"),
         (TALK[2:], "begins with the assistant"),
+        ([*TALK[:2], {"role": "assistant", "content": None, "tool_calls": None}], "neither content nor tool_calls"),
+        ([*TALK[:2], {"role": "assistant"}], "neither content nor tool_calls"),
     ],
 )
 def test_rows_that_are_no_conversation_are_refused(value, said):
     with pytest.raises(UserError, match=said):
         conversation(value, "", False, "data.jsonl:3")
+
+
+def test_text_parts_are_joined_and_a_call_needs_no_text():
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    asked, called = conversation([{"role": "user", "content": parts}, call], "", False, "row 0")
+    assert asked["content"] == "1+1" and called == call | {"content": ""}
 
 
 def test_a_system_prompt_is_put_first_and_never_twice():

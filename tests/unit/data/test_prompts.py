@@ -1,5 +1,7 @@
 """Prompt sources: real files in, rendered prompts out, exact continuation, and errors that say what to change."""
 
+import codecs
+import gzip
 import json
 import shutil
 
@@ -159,6 +161,37 @@ def test_jsonl_validation_file_leaves_training_whole(tokenizer, tmp_path):
     )
 
 
+def test_a_list_of_rows_and_packed_rows_are_read_too(tokenizer, tmp_path):
+    rows = questions(3)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    forms = {"a.json": json.dumps(rows, indent=2).encode(), "b.json": codecs.BOM_UTF8 + json.dumps(rows).encode()}
+    forms |= {"c.jsonl.gz": gzip.compress(lines), "d.json.gz": gzip.compress(forms["a.json"])}
+    for name, content in forms.items():
+        (tmp_path / name).write_bytes(content)
+        prompts = PromptSource(Data(source="jsonl", path=str(tmp_path / name)), tokenizer, 0)
+        assert [prompt.columns for prompt in prompts.first(9)] == rows, name
+
+
+def test_content_in_text_parts_is_joined(tokenizer, tmp_path):
+    def text(content):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"question": [{"role": "user", "content": content}], "answer": "2"}])
+        return PromptSource(Data(source="jsonl", path=path), tokenizer, 0).first(1)[0].text
+
+    assert text([{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]) == text("1+1=")
+    with pytest.raises(UserError, match=r'a.jsonl:1: .*"content": text'):
+        text([{"type": "text", "text": "1+"}, {"type": "image_url", "image_url": "x"}])
+
+
+def test_answers_that_say_nothing_are_counted(tokenizer, tmp_path, caplog):
+    rows = [{"question": f"{i}", "answer": answer} for i, answer in enumerate([None, float("nan"), "", 0, "2"])]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    answers = [prompt.answer for prompt in PromptSource(Data(source="jsonl", path=path), tokenizer, 0).first(9)]
+    assert answers == ["", "", "", "0", "2"]
+    assert "the answer of 3 prompts is null, NaN or empty text" in caplog.text
+    PromptSource(Data(source="jsonl", path=path, answer_column=""), tokenizer, 0)
+    assert caplog.text.count("null, NaN") == 1
+
+
 @pytest.mark.parametrize("readme", [False, True])
 def test_gsm8k_folder(tokenizer, gsm8k, readme):
     if readme:
@@ -313,6 +346,10 @@ def fail_on_five(prompt, pass_rate):
     return 1 / (prompt.index - 5) != 0
 
 
+async def accept_later(prompt, pass_rate):
+    return True
+
+
 def forget_to_return(prompt, pass_rate):
     pass
 
@@ -398,6 +435,7 @@ def test_held_out_prompts_have_no_curriculum(tokenizer):
         ("torchtitan.grpo.data.curricula", ["module:function"]),
         ("torchtitan.grpo.data.curricula:unsloved", ["[data] curriculum", '"unsolved"']),
         ("builtins:exit", ["[data] curriculum", "must take 2 arguments (prompt, pass_rate)"]),
+        (hook(accept_later), ["[data] curriculum", "test_prompts.py:", "gives a coroutine: write it as `def`"]),
         (hook(fail_on_five), ["[data] curriculum", "failed on prompt 5: ZeroDivisionError"]),
         (hook(forget_to_return), ["[data] curriculum", "returned None for prompt", "True or False"]),
     ],
@@ -436,7 +474,11 @@ def test_sft_targets_end_with_the_end_token(tokenizer, tmp_path):
         ("", ["a.jsonl", "no rows"]),
         ('{"question": "1", "answer": "1"}\n\n{"question": \n', ["a.jsonl:3", "JSON"]),
         ('{"question": "1", "answer": "\xff"}'.encode("latin-1"), ["a.jsonl:1", "JSON"]),
-        ("[1, 2]\n", ["a.jsonl:1", "list", "one JSON object per line"]),
+        ("[1, 2]\n", ["a.jsonl, row 0", "int", "one JSON object per line, or one list"]),
+        ('[{"question": "1", "answer": "1"},\n {"question"\n', ["a.jsonl:2", "JSON"]),
+        ("[" * 100_000, ["a.jsonl:1", "JSON"]),
+        ('{"question": "1", "answer": "1"}\n[1, 2]\n', ["a.jsonl:2", "list", "one JSON object per line"]),
+        (gzip.compress(b'{"question": "1", "answer": "1"}\n' * 9)[:-9], ["[data] path", "torn gzip file"]),
         ('{"q": "1", "answer": "1"}\n', ["a.jsonl:1", "[data] prompt_column", "['q', 'answer']"]),
         ('{"question": "1", "answer": "1"}\n{"question": "1"}\n', ["a.jsonl:2", "[data] answer_column"]),
         ('{"question": 5, "answer": "1"}\n', ["a.jsonl:1", "'question'", "text or a list of chat messages"]),
@@ -455,6 +497,18 @@ def test_bad_jsonl(tokenizer, tmp_path, rows, words):
         PromptSource(Data(source="jsonl", path=str(path)), tokenizer, 0)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
+def test_a_csv_file_is_read_as_a_folder(tokenizer, tmp_path, name):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with (gzip.open if name.endswith(".gz") else open)(folder / name, "wt") as file:
+        file.write("question,answer\n1+1=,2\n")
+    with pytest.raises(UserError, match=r"it is CSV: put it into a folder of its own, set \[data\] source = \"hf\""):
+        PromptSource(Data(source="jsonl", path=str(folder / name)), tokenizer, 0)
+    [prompt] = PromptSource(Data(source="hf", path=str(folder)), tokenizer, 0).first(9)
+    assert prompt.columns["question"] == "1+1=" and prompt.answer == "2"
 
 
 @pytest.mark.parametrize(

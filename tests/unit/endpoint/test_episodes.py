@@ -143,6 +143,21 @@ def test_without_a_harness_the_wait_is_bounded(run) -> None:
     assert run.endpoint.metrics()["endpoint/open_sessions"] == 0
 
 
+def test_a_harness_is_there_while_it_works_on_an_episode(run) -> None:
+    run.endpoint.episodes = Episodes(run.endpoint, 20.0, 0.3, {"": Data()})
+
+    async def play(harness):
+        for turn in range(2):
+            episode = await harness.take()
+            if turn == 0:
+                await harness.ask(episode)
+                await asyncio.sleep(1.0)  # a tool that takes longer than a harness may be away
+            assert await harness.end(episode, reward=1.0) == 204
+
+    samples, _ = collect(run, play)
+    assert [sample.reward for sample in samples] == [1.0, None]
+
+
 def test_a_harness_that_waits_at_the_end_is_told(run) -> None:
     async def wait():
         async with aiohttp.ClientSession() as http:

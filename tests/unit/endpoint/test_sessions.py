@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import random
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,8 +13,10 @@ import pytest
 from tests.helpers.embedded_servers import ServerThread
 from tests.helpers.endpoint_runs import PARAMS, VERSION, Run, chat_tokenizer
 from torchtitan.grpo.data.samples import Sample
-from torchtitan.grpo.endpoint.chat import reply_message
+from torchtitan.grpo.endpoint.chat import calls_in, reply_message
+from torchtitan.grpo.endpoint.sessions import Branch, Place, Texts
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rollouts.environment import Turns
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +171,19 @@ REFUSED = {
     "no length": ({"max_tokens": -1}, 400, "whole number"),
     "stops": ({"stop": [1]}, 400, "list of texts"),
     "many stops": ({"stop": ["a"] * 17}, 400, "16 at most"),
+    "a long stop": ({"stop": "a" * 257}, 400, "256 characters"),
+    "many stop tokens": ({"stop_token_ids": [5] * 2**15}, 400, "16384 at most"),
+    "many answers": ({"n": 65_537}, 400, "1 to 128"),
     "no prompt": ({"prompt": ""}, 400, "is empty"),
     "other tokens": ({"prompt": [1, 99999]}, 400, "ids under 64"),
     "no text": ({"prompt": [1.5]}, 400, "list of token ids"),
 }
+
+
+HALF_PAIRS = [
+    json.dumps({"prompt": "1+1="} | body).encode()
+    for body in ({"stop": "\ud800"}, {"prompt": "1\udc00"}, {"stop": ["\udfff="]}, {"\ud83d": 1})
+]
 
 
 def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) -> None:
@@ -182,6 +196,9 @@ def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) ->
             for data, path, status in (
                 (b"{", f"/sessions/{session.id}/v1/completions", 400),
                 (b"[]", f"/sessions/{session.id}/v1/chat/completions", 400),
+                (b"[" * 100_000, f"/sessions/{session.id}/v1/chat/completions", 400),
+                (b'{"a": [' + b"[]," * 270_000 + b"[]]}", f"/sessions/{session.id}/v1/chat/completions", 413),
+                *((half, f"/sessions/{session.id}/v1/completions", 400) for half in HALF_PAIRS),
                 (b"{}", "/v1/completions", 400),
                 (b"{}", "/sessions/nobody/v1/completions", 404),
                 (b"{}", "/v1/embeddings", 404),
@@ -195,6 +212,86 @@ def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) ->
 
     [sample] = run.collect(play)
     assert len(run.sampled) == 1 and sample.sampled_tokens == len(run.sampled[0][1].token_ids)
+
+
+def test_a_call_that_the_servers_refuse_costs_that_call(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            async with http.post(f"{session.base_url}/v1/completions", json={"prompt": "1+1="}) as response:
+                said = (await response.json())["error"]["message"]
+            assert response.status == 400 and "max_tokens" in said, said
+            await post(http, session, "/v1/completions", prompt="1+1=", max_tokens=2)
+            return session.samples()
+
+    [sample] = run.collect(play, replace(PARAMS, max_tokens=10**6))
+    assert sample.sampled_tokens == len(run.sampled[0][1].token_ids)
+
+
+def test_a_long_text_is_refused_by_its_length_and_read_in_a_thread(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            spent = []
+            for characters, status, text in (
+                (2**21, 413, "bytes: 1 MiB and 32 for each token of [training] seq_len"),
+                (2**19, 413, "maximum context length"),
+                (2**16, 200, "length"),
+            ):
+                began = time.thread_time()
+                messages = [{"role": "user", "content": "1" * characters}]
+                async with http.post(
+                    f"{session.base_url}/v1/chat/completions", json={"messages": messages}
+                ) as response:
+                    assert response.status == status and text in await response.text()
+                spent.append(time.thread_time() - began)
+            began = time.thread_time()
+            client.tokenizer("1" * 2**16)
+            assert max(spent) < (time.thread_time() - began) / 2, (
+                "this thread, which serves requests, tokenizes nothing"
+            )
+            await post(http, session, "/v1/completions", prompt="1+1=", max_tokens=2)
+            return session.samples()
+
+    [sample] = run.collect(play)
+    assert sample.sampled_tokens, "nothing has failed"
+
+
+def test_calls_begin_in_the_order_in_which_they_came(run) -> None:
+    async def play(client, prompt, http):
+        async with client.endpoint.session(client, prompt) as session:
+            calls, before = [], client.endpoint.calls
+            for number, padding in enumerate(("a" * 2**19, "")):  # the first one is read in a thread
+                body = {"prompt": f"{number}+1=", "max_tokens": 12, "metadata": padding}
+                calls.append(asyncio.create_task(post(http, session, "/v1/completions", **body)))
+                while client.endpoint.calls <= before + number:
+                    await asyncio.sleep(0)
+                if client.params.n == 2:
+                    await calls[-1]
+            said = await asyncio.gather(*calls)
+            return session.samples() if all(said) else []
+
+    at_once, in_turn = run.collect(play), run.collect(play, replace(PARAMS, n=2))
+    assert sorted(sample.token_ids for sample in at_once) == sorted(sample.token_ids for sample in in_turn) != [[]]
+
+
+def test_calls_are_found_as_a_pattern_finds_them() -> None:
+    pattern = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+    draw = random.Random(3)
+    for _ in range(4000):
+        parts = draw.choices(["<tool_call>", "</tool_call>", " ", "\n", "a", "<", "\u3000", "</tool_", "call>"], k=9)
+        assert calls_in("".join(parts)) == pattern.findall("".join(parts)), parts
+
+
+def test_the_longest_text_that_another_begins_with_is_found(run) -> None:
+    draw = random.Random(4)
+    for _ in range(300):
+        texts, known = Texts(), {}
+        for _ in range(5):
+            text = "".join(draw.choices("a\u00e9\U0001f600", k=draw.randrange(5)))
+            known[text] = Place(Branch(Turns(run.prompt)), 1)
+            texts.add(text, known[text])
+        asked = "".join(draw.choices("a\u00e9\U0001f600", k=6))
+        longest = max((text for text in known if asked.startswith(text)), key=len, default=None)
+        assert texts.longest(asked) == ((0, None) if longest is None else (len(longest), known[longest]))
 
 
 def test_the_header_names_a_session_and_one_event_is_a_stream(run) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import TINY_QWEN3
+from tests.helpers.openenv_server import served_wire
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
@@ -29,6 +30,20 @@ def wrong_parameters(prompt: Prompt) -> list[Sample]:
     raise AssertionError("is never called")
 
 
+def synchronous(client: RolloutClient, prompt: Prompt, depth: int = 1) -> list[Sample]:
+    raise AssertionError("is never called")
+
+
+class SynchronousCall:
+    def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        raise AssertionError("is never called")
+
+
+class Exits(SynchronousCall):
+    def __init__(self) -> None:
+        raise SystemExit("please set MY_DATA")
+
+
 class Sums:
     """An environment with rows of its own, and something to close."""
 
@@ -44,6 +59,16 @@ class Sums:
 
     def close(self) -> None:
         Sums.closed += 1
+
+
+class Guess:
+    """A game whose rows all ask the same: each secret is listed `copies` times."""
+
+    def __init__(self, secrets: int, copies: int = 1) -> None:
+        self.rows = [{"question": "Guess my number.", "secret": secret} for secret in range(secrets)] * copies
+
+    async def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        return []
 
 
 def test_a_function_is_found_by_its_name_and_gets_its_arguments() -> None:
@@ -67,6 +92,10 @@ def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
     [
         ("accepted", {"depht": 3}, r'environment_args has "depht", which .*:accepted does not take.* "depth"'),
         ("accepted", {"prompt": 3}, r'has "prompt", which .*:accepted does not take: it takes depth'),
+        ("synchronous", {}, r"synchronous\" \(.*test_load.py:\d+\) gives no coroutine: write it as `async def`"),
+        ("synchronous", {"depth": 3}, r"test_load.py:\d+\) gives no coroutine"),
+        ("SynchronousCall", {}, r"test_load.py:\d+\) gives no coroutine"),
+        ("Exits", {}, r"raised SystemExit: please set MY_DATA \(.*test_load.py:\d+ in __init__\)"),
         ("Sums", {}, r"missing a required argument: 'largest'"),
         ("Sums", {"largest": 3, "sing": "-"}, r'has "sing", which .*:Sums does not take.* "sign"'),
         ("Sums", {"largest": 3, "sign": "-"}, r"raised OSError: no table of - \(.*test_load.py:\d+ in __init__\)"),
@@ -135,6 +164,42 @@ def test_an_environment_may_bring_its_rows_and_is_closed(tmp_path: Path) -> None
         loaded_environments(config) as environments,
     ):
         load_held_out(config, tokenizer, rows=environments.rows)
+
+
+def held_out_and_trained(folder: Path, text: str, column: str) -> tuple[list[list[int]], list[int]]:
+    """A column of each held-out set, and of the training data."""
+    config, tokenizer = config_of(folder, text), load_tokenizer(str(TINY_QWEN3))
+    with loaded_environments(config) as environments:
+        sets = load_held_out(config, tokenizer, rows=environments.rows)
+        trained = load_training(config, tokenizer, sets, rows=environments.rows)
+    columns = [[prompt.columns[column] for prompt in each.prompts] for each in sets]
+    return columns, [prompt.columns[column] for prompt in trained.first(99)]
+
+
+@pytest.mark.parametrize(
+    ("game", "held_out", "trained"),
+    [
+        ("secrets = 5", [3, 4], [0, 1, 2]),
+        ("secrets = 1", [0], [0]),
+        ("secrets = 1, copies = 9", [0, 0], [0] * 9),
+        ("secrets = 3, copies = 4", [1, 2], [0, 1, 2] * 4),
+    ],
+)
+def test_a_game_whose_rows_ask_the_same_has_held_out_rows(
+    game: str, held_out: list[int], trained: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = OWN_ROWS.replace("Sums", "Guess").replace("largest = 5", game)
+    assert held_out_and_trained(tmp_path, text, "secret") == ([held_out], trained)
+    assert ("its rows are alike" in caplog.text) == bool(set(held_out) & set(trained)), "what is not held out is said"
+
+
+def test_an_openenv_server_has_held_out_seeds(tmp_path: Path) -> None:
+    with served_wire() as url:
+        text = OWN_ROWS.replace("HERE:Sums", f"openenv:{url}").replace("largest = 5", "episodes = 6")
+        of_set = f'source = "environment"\nenvironment = "openenv:{url}"\nenvironment_args = {{ episodes = 2 }}'
+        text = text.replace("chat_template = false\n", "") + '[[validation.sets]]\nname = "last"\n'
+        found = held_out_and_trained(tmp_path, text + f'[[validation.sets]]\nname = "first"\n{of_set}', "seed")
+    assert found == ([[4, 5], [0, 1]], [2, 3])
 
 
 def test_held_out_sets_may_have_environments_of_their_own(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Which model and which configuration an evaluation has. tests/integration/test_train.py runs scripts/evaluate.py."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT, TINY_QWEN3
+from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.load import load_held_out
 from torchtitan.grpo.data.prompts import load_tokenizer
@@ -28,6 +30,26 @@ def test_a_model_is_a_checkpoint_with_an_export_or_a_hugging_face_folder(tmp_pat
         model_folder(tmp_path / "step-3")
     (tmp_path / "step-3" / "hf" / "config.json").write_text("{}")
     assert model_folder(tmp_path / "step-3") == tmp_path / "step-3" / "hf"
+
+
+def test_a_checkpoint_brings_its_runs_configuration_and_its_results_stay_with_it(tmp_path):
+    path, step = tmp_path / "run.toml", tmp_path / "run" / "checkpoint" / "step-3"
+    of_set = '[[validation.sets]]\nname = "sums"\nsource = "arithmetic"\narithmetic_max = 3\n'
+    path.write_text((ROOT / "train_configs" / "quickstart.toml").read_text() + of_set)
+    flags = ["--validation.prompts", "7", "--job.dump_folder", "outputs/other", "--rollout.max_answer_tokens", "5"]
+    run = load_config(["--job.config_file", str(path), *flags])
+    shutil.copytree(TINY_QWEN3, step / "hf")
+    saved = resolved(run) | {"grpo.of_another_version": 3}
+    (step / "run_config.json").write_text(json.dumps(saved))
+    ask = partial(evaluation_config, folder=step / "hf", engine="embedded", urls=[])
+    config = ask(["--rollout.max_answer_tokens", "9"])
+    (of_set,) = config.validation.sets
+    assert (of_set.name, of_set.prompts, of_set.max_answer_tokens, of_set.data.arithmetic_max) == ("sums", 7, 9, 3)
+    assert (config.model.hf_assets_path, config.job.dump_folder) == (str(step / "hf"), str(tmp_path / "run"))
+    other = ask(QUICKSTART)
+    assert (other.validation.sets, other.validation.prompts) == ([], load_config(QUICKSTART).validation.prompts)
+    assert other.job.dump_folder == str(tmp_path / "run")
+    assert ask([*QUICKSTART, "--job.dump_folder", "here"]).job.dump_folder == "here"
 
 
 def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path, monkeypatch):
@@ -116,3 +138,5 @@ def test_more_rows_than_a_checkpoints_run_held_out_are_not_asked(asked, refused,
 def test_an_unknown_flag_is_named(tmp_path):
     with pytest.raises(UserError, match=r"--validation\.promts: did you mean --validation\.prompts"):
         config_of(*QUICKSTART, "--validation.promts", "3")
+    with pytest.raises(UserError, match=r"evaluate.py has no --dry_run"):
+        config_of(*QUICKSTART, "--dry-run", "h100")

@@ -1,6 +1,7 @@
 """What [model] may name, and what is said about each thing that it may not."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +22,19 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.helpers import TINY_QWEN3
 from tests.helpers.tiny_models import LLAMA3_ROPE, as_in_files
+from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.families import FAMILIES, get_family
-from torchtitan.grpo.model.source import ModelSource, check_hf_weights, load_hf_weights, resolve_model
+from torchtitan.grpo.model.source import (
+    ModelSource,
+    check_hf_weights,
+    gather_hf,
+    load_hf_weights,
+    resolve_model,
+    write_hf,
+)
 
 SHAPE = dict(
     vocab_size=67,
@@ -340,6 +350,29 @@ def test_a_second_copy_of_a_tied_embedding_and_old_rotary_tables_are_ignored(tmp
     assert torch.equal(model.output.weight, embedding)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_quantised_tensors_are_named(qwen3, dtype, name):
+    tensors = load_file(qwen3 / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].to(dtype)
+    save_file(tensors, qwen3 / "model.safetensors")
+    with pytest.raises(UserError, match=rf"are quantised.* F16 or F32: model.layers.1.mlp.up_proj.weight {name}\."):
+        check_hf_weights(resolve_model(model_section(qwen3), 64))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, torch.nan), (torch.float64, 1e200)])
+def test_weights_that_are_not_finite_are_named_with_their_file(tmp_path, dtype, value):
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).save_pretrained(tmp_path, max_shard_size="20KB")
+    path = sorted(tmp_path.glob("model-*.safetensors"))[-1]
+    tensors = load_file(path)
+    name = list(tensors)[-1]
+    tensors[name] = tensors[name].to(dtype)
+    tensors[name][-1] = value  # 1e200 is infinite as float32
+    save_file(tensors, path)
+    source = resolve_model(model_section(tmp_path), 64)
+    with pytest.raises(UserError, match=rf"hold NaN or infinity.*: {name} \({path.name}\)\. Download"):
+        load_hf_weights(built(source), source, tmp_path)
+
+
 def test_truncated_file(qwen3):
     source = resolve_model(model_section(qwen3), 64)
     path = qwen3 / "model.safetensors"
@@ -368,6 +401,18 @@ def test_index_without_its_file_and_without_a_map(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match=r"has no weight_map"):
         load_hf_weights(built(source), source, tmp_path)
+
+
+def test_others_may_read_an_export_as_any_file(qwen3, tmp_path):
+    source = resolve_model(model_section(qwen3), 64)
+    tokenizer, model = load_tokenizer(str(TINY_QWEN3)), built(source)
+    before = os.umask(0o027)
+    try:
+        write_hf(gather_hf(model, source, torch.float32), source, tmp_path / "out", tokenizer)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {"0o640"}
 
 
 def test_a_model_on_meta_is_a_mistake_of_the_caller(qwen3):

@@ -32,7 +32,7 @@ def test_an_advantage_is_that_of_the_reward_plus_the_teachers_term_where_the_mod
         [taught([-0.5, -0.5], None), taught([-0.125], [-9.0])],
     ]
     advantages = [[0.75, -0.75], [0.25, -0.25]]
-    samples = training_samples(groups, advantages, 0, Grpo(), 8, distill=Distill(coef=coef))
+    samples = training_samples(groups, advantages, 0, Grpo(), 8, distill=dataclasses.replace(DISTILL, coef=coef))
     [[row]] = pack(samples, 64, 1)
     found = {i: row.advantages[(row.sample_index == i) & row.loss_mask].tolist() for i in range(4)}
     assert found == {
@@ -57,9 +57,32 @@ def test_equal_rewards_are_a_signal_where_a_teacher_scored():
     for choice in ("keep", "drop", "replace"):
         grpo = Grpo(zero_variance_groups=choice)
         group = [taught([-1.0], [-2.0]), taught([-1.0], None, reward=None)]
-        assert has_signal(group, grpo, 8) and counted_samples(group, grpo, 8) == [True, False]
-    assert not has_signal([taught([-1.0], None), taught([-1.0], None)], Grpo(), 8)
-    assert not has_signal([taught([-1.0], [-1.0], reward=None)], Grpo(), 8)
+        assert has_signal(group, grpo, 8, DISTILL) and counted_samples(group, grpo, 8, DISTILL) == [True, False]
+    assert not has_signal([taught([-1.0], None), taught([-1.0], None)], Grpo(), 8, DISTILL)
+    assert not has_signal([taught([-1.0], [-1.0], reward=None)], Grpo(), 8, DISTILL)
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "drop"])
+def test_scores_of_a_teacher_that_this_run_has_not_change_no_gradient(zero_variance):
+    """They are in a record that is replayed, and in the groups of a checkpoint."""
+    grpo, scores = Grpo(zero_variance_groups=zero_variance), ([-7.0, -0.5], [-0.25, -4.0])
+    tops = TopTokens(np.zeros((2, 3), np.int32), np.full((2, 3), -2.0, np.float32))
+    gradients = []
+    for recorded in (True, False):
+        groups = [
+            [taught([-1.0, -2.0], own if recorded else None, reward=reward, teacher_top=tops if recorded else None)
+             for own, reward in zip(scores, rewards, strict=True)]
+            for rewards in ([1.0, 0.0], [1.0, 1.0])
+        ]  # fmt: skip
+        advantages = reward_advantages([[s.reward for s in group] for group in groups], grpo, Distill())
+        [[row]] = pack(training_samples(groups, advantages, 0, grpo, 8, distill=Distill()), 64, 1)
+        batch = row.to("cpu")
+        logits = torch.linspace(-1, 1, len(batch.targets) * V).view(-1, V).requires_grad_()
+        logprobs = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+        row_loss(logprobs, torch.zeros_like(logprobs), batch, grpo)[0].backward()
+        gradients.append(logits.grad)
+    assert gradients[1].norm() > 0
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 def logprobs_of(table: torch.Tensor, before: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -76,9 +76,10 @@ def test_a_run_of_bad_steps_ends_with_likely_causes():
     for factor in [float("nan")] * (SKIPPED_IN_A_ROW_MAX - 1) + [1.0] + [float("nan")] * (SKIPPED_IN_A_ROW_MAX - 1):
         run.step(0, factor)
     assert run.finite_steps.metrics()["train/skipped_steps"] == 2 * (SKIPPED_IN_A_ROW_MAX - 1)
+    run.finite_steps.check()
     run.step(0, float("nan"))
     with pytest.raises(UserError, match=rf"norm nan.* in {SKIPPED_IN_A_ROW_MAX} optimizer steps in a row"):
-        run.finite_steps.metrics()
+        run.finite_steps.check()
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -376,6 +376,7 @@ def test_k3_far_from_the_reference_never_pushes_away_from_it():
 def test_mismatch_sums():
     trainer, sampler = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, 5.0])
     sums = mismatch_sums(trainer, sampler, torch.tensor([0.5, 0.5, 0.0]))
+    assert sums["mismatch_tokens"].item() == 2
     assert sums["mismatch_abs_sum"].item() == pytest.approx(0.5)
     assert sums["mismatch_kl_sum"].item() == pytest.approx(math.exp(0.5) - 1 - 0.5)
 

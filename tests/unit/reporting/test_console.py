@@ -62,7 +62,7 @@ def test_the_longest_line_keeps_progress_reward_and_warnings(caplog):
 
 
 @pytest.mark.parametrize(
-    ("values", "shaped", "expected"),
+    ("values", "other_signal", "expected"),
     [
         ({"reward/failures": 0, "reward/zero_variance_fraction": 0.9, "train/answer_tokens": 7.0}, False, ""),
         ({"reward/failures": 3}, False, "  3 scores failed"),
@@ -77,8 +77,16 @@ def test_the_longest_line_keeps_progress_reward_and_warnings(caplog):
         ({}, False, ""),
     ],
 )
-def test_warnings_of_a_step(values, shaped, expected):
-    assert step_warnings(values, shaped) == expected
+def test_warnings_of_a_step(values, other_signal, expected):
+    assert step_warnings(values, other_signal) == expected
+
+
+@pytest.mark.parametrize(("placement", "says_so"), [("loss", True), ("reward", False)])
+def test_equal_rewards_are_no_missing_signal_if_a_kl_is_subtracted_from_them(placement, says_so, caplog):
+    console = Console(config_of("--grpo.kl_coef", "0.1", "--grpo.kl_placement", placement), 5)
+    with caplog.at_level(logging.INFO):
+        console.log(1, STEP | {"reward/zero_variance_fraction": 1.0, "train/answer_tokens": 7.0})
+    assert ("no signal" in caplog.text) is says_so
 
 
 def test_duration():

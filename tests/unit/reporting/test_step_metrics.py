@@ -64,6 +64,18 @@ def test_answers_without_a_reward_are_counted_and_in_no_mean():
     assert "validation/pass_at_2" not in held_out, "no prompt has two answers with a reward"
 
 
+def test_an_environments_scores_overwrite_no_metric():
+    """An environment, or an endpoint's client, may call its scores what it likes."""
+    names = ["mean", "std", "failures", "failed_fraction", "zero_variance_fraction", "sums/mean", "turns"]
+    scored = [replace(sample(reward, 2), prompt=replace(PROMPT, source="sums")) for reward in (0.0, 1.0)]
+    without = rollout_metrics([scored], [[0.0, 1.0]], 0, 0)
+    scored = [replace(each, rewards=dict.fromkeys(names, 7.0)) for each in scored]
+    metrics = rollout_metrics([scored], [[0.0, 1.0]], 0, 0)
+    del without["reward/exact_match"]
+    own = {f"reward/{name}_": 7.0 for name in names[:-1]} | {"reward/turns": 7.0}
+    assert metrics == without | own
+
+
 def test_a_length_penalty_is_a_signal():
     groups = [[sample(1.0, 2), sample(1.0, 7)]]
     assert rollout_metrics(groups, [[1.0, 0.25]], 0, 0)["reward/zero_variance_fraction"] == 0.0
@@ -108,7 +120,7 @@ def test_sources_have_their_own_rewards_and_shares():
 
 def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
     sums = {"tokens": 4.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0, "ratio_sum": 4.4}
-    sums |= {"mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
+    sums |= {"mismatch_tokens": 2.0, "mismatch_kl_sum": 0.2, "mismatch_abs_sum": 0.4}
     metrics = policy_metrics(sums)
     assert metrics["train/loss"] == 0.3
     assert metrics["policy/clip_fraction"] == 0.5
@@ -127,7 +139,7 @@ def test_policy_metrics_are_per_token_and_stand_a_step_without_tokens():
 
 def test_load_of_experts_is_of_the_busiest_and_the_idle():
     sums = dict.fromkeys(("tokens", "loss", "clipped_low_tokens", "clipped_high_tokens"), 0.0)
-    sums |= {"mismatch_kl_sum": 0.0, "mismatch_abs_sum": 0.0}
+    sums |= {"mismatch_tokens": 0.0, "mismatch_kl_sum": 0.0, "mismatch_abs_sum": 0.0}
     metrics = policy_metrics(sums | {"expert_tokens": [[6.0, 0.0, 0.0, 2.0], [2.0, 2.0, 2.0, 2.0]]})
     assert metrics["experts/load_max"] == (3.0 + 1.0) / 2
     assert metrics["experts/idle_fraction"] == (0.5 + 0.0) / 2
@@ -137,7 +149,7 @@ def test_load_of_experts_is_of_the_busiest_and_the_idle():
 def test_policy_metrics_by_age_leave_out_ages_without_tokens():
     ratios = {0: [1.0, 1.0, 1.0], 2: [0.5, 2.0]}
     sums = {"tokens": 5.0, "loss": 0.3, "clipped_low_tokens": 1.0, "clipped_high_tokens": 1.0}
-    sums |= {"mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
+    sums |= {"mismatch_tokens": 5.0, "mismatch_kl_sum": 0.4, "mismatch_abs_sum": 0.8}
     by_age = {"age_tokens": [3.0, 0.0, 2.0], "age_clipped_tokens": [0.0, 0.0, 1.0]}
     by_age["age_ratio_sum"] = [sum(ratios.get(age, [])) for age in range(3)]
     by_age["age_ratio_squared_sum"] = [sum(w * w for w in ratios.get(age, [])) for age in range(3)]

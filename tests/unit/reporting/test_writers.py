@@ -1,15 +1,21 @@
 import functools
+import itertools
 import json
 import logging
 import math
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.helpers import ROOT
 from torchtitan.config import JobConfig
@@ -250,6 +256,61 @@ def test_held_out_answers_are_stored_and_those_that_a_resume_repeats_dropped(run
     assert stored() == before
 
 
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """What the kernel writes of a line that reaches this size is its beginning, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_no_line_and_ends_nothing(run, tmp_path, caplog):
+    def log(step: int) -> None:
+        metrics.log(step, {"reward/mean": step / 10})
+        samples.log(step, [group_of([1.0])], [[0.0]])
+        metrics.log(step, {"greedy_reward": step / 5}, prefix="validation")
+
+    def logged(*steps: int) -> list[dict]:
+        return [{"step": step, "reward/mean": step / 10, "validation/greedy_reward": step / 5} for step in steps]
+
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "metrics.jsonl"
+    before = run()
+    for step in (1, 2, 3):
+        before.log(step, {"reward/mean": step / 10, "validation/greedy_reward": step / 5})
+    metrics = run("--metrics.enable_tensorboard")
+    samples = SampleLog(config_of(), tmp_path, metrics, tokenizer())
+    with files_end_at(path.stat().st_size // 2):
+        log(3)  # to drop the third line, the first two are copied, for which there is no room
+    assert records(path) == logged(1, 2, 3)
+    log(4)
+    assert records(path) == logged(1, 2, 3, 4)
+    with files_end_at(path.stat().st_size + 10):
+        log(5)
+        assert records(path) == logged(1, 2, 3, 4)
+        log(6)
+    log(7)
+    samples.close()
+    assert records(path) == logged(1, 2, 3, 4, 5, 6, 7)
+    assert [record["step"] for record in records(tmp_path / "samples.jsonl")] == [3, 4, 5, 6, 7]
+    for said in ("cannot be written: [Errno 27]", "is written again"):
+        assert caplog.text.count(f"{path} {said}") == 2
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert {event.step for event in events.Scalars("reward/mean")} >= {4, 7}
+
+
+def test_a_dashboard_that_fails_costs_a_warning(run, tmp_path, caplog):
+    (tmp_path / "tb").write_text("no folder")
+    metrics = run("--metrics.enable_tensorboard", "--metrics.log_freq", "1")
+    for step in (1, 2):
+        metrics.log(step, {"reward/mean": 1})
+    assert caplog.text.count("TensorBoard lacks step metrics") == len(records(tmp_path / "metrics.jsonl")) - 1 == 1
+
+
 def test_the_newest_value_of_a_metric_is_found_in_the_file(run):
     metrics = run()
     assert metrics.last("cost/gpu_hours") == 0.0
@@ -276,6 +337,48 @@ def test_what_an_environment_wrote_is_found_in_the_text():
     assert [sample.text[first:end] for first, end in given_text(sample, tokenizer())] == ["3108\n", "3108\n"]
     sample.loss_mask = None
     assert given_text(sample, tokenizer()) == []
+
+
+def byte_tokenizer(fallback: bool) -> PreTrainedTokenizerBase:
+    """A token for each byte and some words, as in GPT-2's or Llama 2's vocabulary, and one special token."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else pre_tokenizers.ByteLevel.alphabet()
+    words = ["<unk>", *bytes_, *(("\u2581", "\u2581ab") if fallback else ("\u0120ab", "ab"))]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    of_bytes = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(of_bytes) if fallback else decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<end>")
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_what_an_environment_wrote_is_where_decoded_beginnings_say(fallback):
+    tokenizer, random, (sample, *_) = byte_tokenizer(fallback), Random(5), group_of([1.0])
+    byte_of = tokenizer.get_vocab() if fallback else {}
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for _ in range(150):
+        ids = []
+        for _ in range(random.randrange(60)):
+            text = random.choice(["\u65e5", "\u00e9", "\U0001f600", "a", "ab", "", "\ufffd"])
+            own = text.encode()[: random.choice([1, 9, 9, 9])]  # some are cut off
+            marks = alphabet.pre_tokenize_str(text) if text else []
+            known = (
+                [byte_of[f"<0x{byte:02X}>"] for byte in own]
+                if fallback
+                else [tokenizer.convert_tokens_to_ids(mark) for mark in "".join(mark for mark, _ in marks)[: len(own)]]
+            )
+            ids += known or [random.choice([len(tokenizer) - 1, len(tokenizer) - 2, len(tokenizer) + 5])]
+        sample.token_ids = ids
+        mask, sample.loss_mask = True, []
+        for _ in ids:
+            mask ^= random.random() < 0.3
+            sample.loss_mask.append(mask)
+        ends = [i for i, (one, next) in enumerate(itertools.pairwise([*sample.loss_mask, None]), 1) if one != next]
+        chars = [len(tokenizer.decode(ids[:end], skip_special_tokens=True)) for end in (0, *ends)]
+        spans = [
+            [first, last]
+            for (first, last), end in zip(itertools.pairwise(chars), ends, strict=True)
+            if not sample.loss_mask[end - 1] and first < last
+        ]
+        assert given_text(sample, tokenizer) == spans, (ids, sample.loss_mask)
 
 
 def test_a_record_that_a_killed_run_tore_inside_a_character_is_dropped(run, tmp_path):

@@ -162,6 +162,16 @@ def test_a_module_that_needs_a_key_says_how_it_gets_it(tmp_path, monkeypatch):
         runner.check(PROMPTS)
 
 
+def test_the_output_of_a_worker_that_cannot_start_is_in_the_error(tmp_path, monkeypatch):
+    text = "import os\nif 'JUDGE_KEY' not in os.environ:\n    print('no judge', flush=True)\n    os._exit(3)\n"
+    (tmp_path / "ends_process.py").write_text(text + "def f(answer, prompt):\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("JUDGE_KEY", "x")
+    runner = RewardRunner(Reward(functions=["ends_process:f"], workers=2), folder=str(tmp_path))
+    with runner, pytest.raises(UserError, match=r"Exit code 3 .*ends_process:f(.|\n)*rewards.log, ends in:\nno judge"):
+        runner.check(PROMPTS)
+
+
 def groups_of(*rewards: list[float | None], why: str = "raised OSError: down") -> list[Group]:
     def sample(reward: float | None) -> Sample:
         failures = {} if reward is not None else {"judge": why}

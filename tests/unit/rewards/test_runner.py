@@ -14,18 +14,23 @@ from torchtitan.grpo.config.job_config import Data, Distill, Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.data.sources import load_rows
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.rewards import process
 from torchtitan.grpo.rewards.functions import exact_match, numeric_match
 from torchtitan.grpo.rewards.runner import RewardRunner
 
 FUNCTIONS = """
 import asyncio
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
 at_import = set(os.environ)
+with open("/proc/self/environ") as file:
+    at_start = file.read()
 
 def length(text, prompt):
     return len(text)
@@ -43,7 +48,36 @@ def runs_program(text, prompt):
     with subprocess.Popen(["sleep", "600"]) as program:
         with open(prompt.columns["log"], "w") as log:
             log.write(f"{program.pid} ")
+        re.match("(a*)*b", "a" * 60)  # holds the interpreter
     return 1.0
+
+def leaves_program(text, prompt):
+    program = subprocess.Popen(["sh", "-c", "echo from a program; exec sleep 600"])
+    with open(prompt.columns["log"], "w") as log:
+        log.write(f"{program.pid} ")
+    print("from the function", text, flush=True)
+    if text == "crash":
+        os._exit(7)
+    return 1.0
+
+def check(queue, text):
+    queue.put(eval(text))
+
+def with_processes(text, prompt):
+    score = 0.0
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=check, args=(queue, text))
+        process.start()
+        process.join(0.5 if "sleep" in text else 20)
+        if process.is_alive():
+            process.terminate()
+            process.join()
+            continue
+        score += queue.get()
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return score + sum(pool.map(abs, [-1, -2]))
 
 def raises(text, prompt):
     if text == "raise":
@@ -71,12 +105,11 @@ def counted(text, prompt):
     return 1.0
 
 def modules(text, prompt):
-    main = sys.modules["__main__"]
-    return float("pytest" in sys.modules or "torch" in sys.modules or "torchtitan_overlay" not in main.__file__)
+    return float("pytest" in sys.modules or "torch" in sys.modules or hasattr(sys.modules["__main__"], "__file__"))
 
 def sees(text, prompt):
     in_shell = subprocess.run("env", capture_output=True, text=True).stdout
-    return float(text in os.environ) + float(text in in_shell) + float(text in at_import)
+    return sum(float(text in each) for each in (os.environ, in_shell, at_import, at_start))
 
 started, all_started, loops = 0, asyncio.Event(), set()
 
@@ -174,11 +207,53 @@ def test_exact_match_ignores_space_around_only():
         ("1e" + "9" * 50, "5", 0.0),
         ("9" * 100000, "5", 0.0),
         ("1 " * 100000 + "5", "5", 1.0),
+        ("25 cm^2", "25", 1.0),
+        (r"\boxed{25 \text{ m}^3}", "25", 1.0),
+        ("72 [1]", "72", 1.0),
+        ("72 apples.[1][2]", "72", 1.0),
+        ("The value of 3 is [5]", "5", 1.0),
+        ("Result. [5]", "5", 1.0),
+        (r"So \boxed{72}. That took 3 steps", "72", 1.0),
+        (r"It goes into \boxed{answer}. 72", "72", 1.0),
+        (r"\boxed{72", "72", 1.0),
+        ("#### 72\nThat took 3 steps", "72", 1.0),
+        ("#### Step 2\nso 72", "72", 1.0),
+        ("#### 3. Result\nso 72", "72", 1.0),
+        ("\\boxed{3}\n#### 72", "72", 1.0),
+        ("#### 3\n\\boxed{72}", "72", 1.0),
+        ("7 cm^2", "2", 0.0),
+        (r"\frac{a}{2}", "2", 0.0),
+        (r"\frac{\sqrt{3}}{2}", "2", 0.0),
+        (r"\pi/2", "2", 0.0),
+        (r"\frac\pi2", "2", 0.0),
+        ("x_2", "2", 0.0),
+        (r"72 = x_{12}", "72", 1.0),
+        ("7 m^{-2}", "7", 1.0),
+        ("H2O", "2", 0.0),
+        ("_72_", "72", 1.0),
+        (r"\approx72", "72", 1.0),
+        ("x-5", "-5", 1.0),
+        ("10 000", "10000", 1.0),
+        ("10\N{THIN SPACE}000.5", "10,000.5", 1.0),
+        (r"10\,000", "10000", 1.0),
+        ("2020 100", "100", 1.0),
+        ("\N{EN DASH}5", "-5", 1.0),
+        ("pages 3\N{EN DASH}5", "5", 1.0),
     ],
     ids=lambda value: str(value)[:20],
 )
 def test_numeric_match_compares_the_last_number(text, reference, score):
     assert numeric_match(text, Prompt(0, [1], "?", reference)) == score
+
+
+@pytest.mark.parametrize("part", ["1 111 ", "1[1,", r"\frac{", r"\frac{1}", "{}", "a_", "^(", "####1", r"\boxed{"])
+def test_numeric_match_takes_time_by_the_length_of_an_answer(part):
+    def seconds(length):
+        start = time.thread_time()
+        numeric_match(part * (length // len(part)) + "x", Prompt(0, [1], "?", "5"))
+        return time.thread_time() - start
+
+    assert seconds(80_000) < 0.1 + 8 * seconds(20_000)
 
 
 def test_built_in_functions_refuse_a_prompt_without_reference():
@@ -383,7 +458,7 @@ def test_a_coroutine_that_takes_too_long_costs_its_own_limit(functions):
 
 
 def test_a_coroutine_that_blocks_or_ends_the_process_costs_no_other_score(functions, monkeypatch):
-    monkeypatch.setattr("torchtitan.grpo.rewards.runner.GRACE_S", 0.5)
+    monkeypatch.setattr("torchtitan.grpo.rewards.process.GRACE_S", 0.5)
     name = f"{functions}:stops_others"
     samples = make_samples("a", "block", "b", "crash", "c")
     with RewardRunner(Reward(functions=[name, "exact_match"], workers=1, timeout_seconds=0.5)) as runner:
@@ -419,6 +494,94 @@ def test_programs_that_a_function_has_started_end_with_its_time(functions, tmp_p
         runner.score([sample])
         assert sample.reward is None
         wait_until_gone(int(log.read_text()))
+
+
+@pytest.mark.parametrize("text", ["crash", "killed while idle"])
+def test_programs_of_a_worker_that_died_by_itself_end_with_the_run(functions, tmp_path, text):
+    log = tmp_path / "log"
+    (sample,) = make_samples(text, columns={"log": str(log)})
+    with RewardRunner(Reward(functions=[f"{functions}:leaves_program"], workers=1)) as runner:
+        runner.score([sample])
+        if text != "crash":
+            pid = runner._workers[0]._process.pid
+            os.kill(pid, 9)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    wait_until_gone(int(log.read_text()))
+
+
+def test_a_function_may_use_multiprocessing(functions):
+    """As those that run a model's program with a time limit do. A child that is terminated ends."""
+    samples = make_samples("1 + 1", "time.sleep(600)")
+    with RewardRunner(Reward(functions=[f"{functions}:with_processes"], workers=1, timeout_seconds=60.0)) as runner:
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == [7.0, 3.0], samples[0].reward_failures
+
+
+def test_output_is_in_a_file_of_the_run_and_bounded(functions, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(process, "LOG_WATCH_S", 0.05)
+    monkeypatch.setattr(process, "LOG_BYTES", 50_000)
+    monkeypatch.setattr(process, "KEPT_BYTES", 1000)
+    caplog.set_level("INFO")
+    names = [f"{functions}:leaves_program", "exact_match"]
+    with RewardRunner(Reward(functions=names, workers=1), folder=str(tmp_path)) as runner:
+        runner.score(make_samples("of", columns={"log": str(tmp_path / "log")}))
+        log = tmp_path / "rewards.log"
+        deadline = time.monotonic() + 20
+        while "from a program" not in log.read_text() or str(log) not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert "from the function of" in log.read_text()
+        texts = [f"{i:01000}" for i in range(200)]
+        runner.score(make_samples(*texts, columns={"log": str(tmp_path / "log")}))
+        while log.stat().st_size > 50_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert log.read_text().startswith("... older output was dropped ...\n")
+        runner.score(again := make_samples("\udc80", columns={"log": str(tmp_path / "log")}))
+        assert again[0].reward == 1.0 and "function \\udc80" in log.read_text()
+    assert caplog.text.count("rewards.log") == 1
+
+
+def test_output_on_a_full_disk_costs_no_score(functions, tmp_path):
+    (tmp_path / "rewards.log").symlink_to("/dev/full")
+    (sample,) = make_samples("x", columns={"log": str(tmp_path / "log")})
+    reward = Reward(functions=[f"{functions}:leaves_program"], workers=1)
+    with RewardRunner(reward, folder=str(tmp_path)) as runner:
+        runner.score([sample])
+    assert (sample.reward, sample.reward_failures) == (1.0, {})
+
+
+STARTS_ONCE = """
+import os
+count = open({log!r}, "a+")
+count.write("x")
+count.flush()
+if os.path.getsize({log!r}) {fails}:
+    print("out of luck", flush=True)
+    os._exit(3)
+
+def score(text, prompt):
+    if text == "crash":
+        os._exit(7)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("fails", "rewards"), [("in (3, 4)", [1.0, None, 1.0]), ("> 2", [1.0, None, None])])
+def test_a_worker_that_does_not_start_again_costs_its_answers(tmp_path, monkeypatch, fails, rewards):
+    """The trainer imports the module first, then the worker."""
+    monkeypatch.setattr(process, "RESTART_PAUSES_S", (0.01,) * 3)
+    monkeypatch.delitem(sys.modules, "starts_once", raising=False)
+    (tmp_path / "starts_once.py").write_text(STARTS_ONCE.format(log=str(tmp_path / "count"), fails=fails))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    samples = make_samples("a", "crash", "b")
+    with RewardRunner(Reward(functions=["starts_once:score"], workers=1), folder=str(tmp_path)) as runner:
+        runner.check([samples[0].prompt])
+        runner.score(samples)
+    assert [sample.reward for sample in samples] == rewards
+    if rewards[2] is None:
+        why = samples[2].reward_failures["starts_once:score"]
+        assert why.startswith("could not be called: Exit code 3 of the reward worker") and "out of luck" in why
 
 
 def test_a_worker_that_scores_ends_with_a_trainer_that_is_killed(functions, tmp_path):
@@ -457,7 +620,7 @@ def test_worker_killed_while_idle_is_replaced_without_a_failure(functions):
         assert len(runner._workers) == 1
         for worker in runner._workers:
             os.kill(worker._process.pid, 9)
-            worker._process.join(5)
+            worker._process.wait(5)
         samples = make_samples(*["42", "1"] * 4)
         runner.score(samples)
         assert not runner.failures
@@ -465,12 +628,10 @@ def test_worker_killed_while_idle_is_replaced_without_a_failure(functions):
 
 
 def test_workers_do_not_import_the_main_script_or_touch_cuda(functions):
-    main = sys.modules["__main__"]
     samples = make_samples("x")
     with RewardRunner(Reward(functions=[f"{functions}:modules", f"{functions}:processes_cuda"], workers=1)) as runner:
         runner.score(samples)
     assert samples[0].reward == 0.0 and not samples[0].reward_failures
-    assert sys.modules["__main__"] is main
 
 
 def test_workers_get_no_secrets_but_those_named(functions, monkeypatch):
@@ -484,7 +645,7 @@ def test_workers_get_no_secrets_but_those_named(functions, monkeypatch):
     rollout = Rollout(api_key_env="ROLLOUTS", serve_key_env="ENDPOINTS")
     with RewardRunner(reward, rollout, Distill(api_key_env="TEACHERS")) as runner:
         runner.score(samples)
-    assert {sample.text: sample.reward for sample in samples} == dict.fromkeys(hidden, 0.0) | dict.fromkeys(seen, 3.0)
+    assert {sample.text: sample.reward for sample in samples} == dict.fromkeys(hidden, 0.0) | dict.fromkeys(seen, 4.0)
 
 
 def test_threads_may_score_at_once():

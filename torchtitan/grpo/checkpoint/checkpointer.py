@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
-from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread
+from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread, json_pieces
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.logging import logger
@@ -146,6 +147,7 @@ class Checkpointer:
             write_s = self._write(taken)
         except StageFailed as error:
             if last:
+                error.add_note(self._what_is_saved())
                 raise
             self._report_failure(error)
         else:
@@ -272,20 +274,25 @@ class Checkpointer:
     def _report_failure(self, error: StageFailed) -> None:
         self._failed_saves += 1
         if self.rank == 0:
-            logger.error(f"{error}. Training goes on, and the next save is due in {self.cfg.interval} steps")
+            due = f"the next save is due in {self.cfg.interval} steps. {self._what_is_saved()}"
+            logger.error(f"{error}. Training goes on, and {due}")
+
+    def _what_is_saved(self) -> str:
+        newest = self.newest()
+        return f"The newest checkpoint is {newest}" if newest else "Nothing is saved: there is no checkpoint"
 
     def _take(self, step: int, to_host: bool) -> Taken:
         """Everything that is written of this step."""
         content = io.BytesIO()
-        texts: dict[str, str] = {}
+        texts: dict[str, Iterable[str]] = {}
 
         def rest() -> None:
             torch.save(random_states(self.device), content)
             if self.rank == 0:
-                texts["trainer.json"] = json.dumps(self.trainer_state.state_dict())
-                texts[RUN_CONFIG] = json.dumps(self.run_config, indent=1)
+                texts["trainer.json"] = json_pieces(self.trainer_state.state_dict())  # text as it is written
+                texts[RUN_CONFIG] = [json.dumps(self.run_config, indent=1)]
                 if self._validated[0] == step:
-                    texts[VALIDATION] = json.dumps(self._validated[1])
+                    texts[VALIDATION] = [json.dumps(self._validated[1])]
 
         states = collect(self.states, self.together, self._copy if to_host else None)
         self.together.locally("collecting random states and the trainer's state", rest)
@@ -297,8 +304,7 @@ class Checkpointer:
         Returns:
             Seconds.
         """
-        started = time.monotonic()
-        path = self._folder_of(taken.step)
+        started, path = time.monotonic(), self._folder_of(taken.step)
         self.writer.write(taken, path)
         write_s = time.monotonic() - started
         self.loader.torn_steps.discard(taken.step)

@@ -1,7 +1,6 @@
 """Finding the checkpoint to continue from, and restoring it."""
 
 import functools
-import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.checkpoint.adapters import BASE
 from torchtitan.grpo.checkpoint.hyperparameters import kept
-from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, step_of
+from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, is_read_back, step_of
 from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes
 from torchtitan.grpo.checkpoint.states import collect
@@ -27,7 +26,9 @@ from torchtitan.tools.logging import logger
 class TrainerState(Protocol):
     """The other state of a run, as data that JSON preserves: string keys, lists, no tuples."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What it is now. The run may go on before it is written, and changes nothing in it."""
+        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -56,6 +57,7 @@ class Loader:
         device: torch.device,
     ) -> None:
         self.torn_steps: set[int] = set()
+        self._damaged: dict[str, str] = {}  # files of the loaded checkpoint
         self._folder, self._load_step, self._together = folder, load_step, together
         self._trainer_state, self._run_config = trainer_state, run_config
         self._seed, self._device = seed, device
@@ -106,8 +108,8 @@ class Loader:
     def _name_changes(self, path: Path) -> None:
         if self._together.rank != 0:
             return
-        if not (path / RUN_CONFIG).is_file():
-            return logger.info(f"{path} was written without {RUN_CONFIG}: changed keys cannot be named")
+        if RUN_CONFIG in self._damaged or not (path / RUN_CONFIG).is_file():
+            return logger.info(f"{path} has no whole {RUN_CONFIG}: changed keys cannot be named")
         for line in changes(json.loads((path / RUN_CONFIG).read_text(encoding="utf-8")), self._run_config):
             logger.warning(f"Changed since the checkpoint: {line}")
 
@@ -119,8 +121,12 @@ class Loader:
         torn = {Path(path): what for path, what in damaged.items()}
         for path, marker in reversed(found.items()):
             check = functools.partial(damages, path, marker, together.rank, together.world_size)
-            problems = list(itertools.chain(*together.locally(f"checking {path}", check)))
-            if not problems:
+            of_ranks = together.locally(f"checking {path}", check)
+            self._damaged = {name: f"{name} {what}" for of_rank in of_ranks for name, what in of_rank.items()}
+            torn_by = next((what for name, what in self._damaged.items() if is_read_back(name)), None)
+            if torn_by is None:
+                for what in self._damaged.values() if together.rank == 0 else ():
+                    logger.warning(f"In {path}, {what}. The run does not need it")
                 for other, what in torn.items() if together.rank == 0 else ():
                     older = step_of(other) < marker.step
                     say = logger.warning if older else logger.error
@@ -128,7 +134,7 @@ class Loader:
                 if not marker.checksums:
                     logger.warning(f"{path} has no checksums, so only the sizes of its files were checked")
                 return marker
-            torn[path] = problems[0]
+            torn[path] = torn_by
             self.torn_steps.add(marker.step)
         if torn:
             said = "; ".join(f"checkpoint {path} is torn: {what}" for path, what in torn.items())

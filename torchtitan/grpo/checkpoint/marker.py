@@ -13,6 +13,8 @@ from torchtitan.grpo.errors import UserError
 
 MARKER = "complete.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
+_READ_BACK = re.compile(r"dcp/|rng-rank-|trainer\.json$")
+"""Weights and states. What else is in a checkpoint is for its reader, and a run goes on without it."""
 _WRITER = re.compile(r"(?:dcp/__(\d+)_\d+(?:_\d+)?\.distcp|rng-rank-(\d+)\.pt)")
 _PIECE_BYTES = 16 << 20
 _THREADS = 4
@@ -168,11 +170,18 @@ def measured(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
     return result
 
 
-def damages(folder: Path, marker: Marker, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with the checkpoint's files; each rank checks its share of the bytes."""
+def damages(folder: Path, marker: Marker, rank: int = 0, ranks: int = 1) -> dict[str, str]:
+    """What is wrong with the checkpoint's files, by name; each rank checks its share of the bytes."""
     by_size = sorted(marker.files, key=lambda name: (marker.files[name], name))
-    found = (_damage(folder / name, marker.files[name], marker.checksums.get(name)) for name in by_size[rank::ranks])
-    return [f"{name} {what}" for name, what in zip(by_size[rank::ranks], found, strict=True) if what]
+    found = {
+        name: _damage(folder / name, marker.files[name], marker.checksums.get(name)) for name in by_size[rank::ranks]
+    }
+    return {name: what for name, what in found.items() if what}
+
+
+def is_read_back(name: str) -> bool:
+    """Whether a run that resumes needs this file of a checkpoint."""
+    return _READ_BACK.match(name) is not None
 
 
 def _damage(path: Path, size: int, expected: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves its last step, and says how to go on."""
+"""A run that is asked to stop, or that fails, saves its last step, and says how to go on (I12)."""
 
 import contextlib
 import signal
@@ -9,6 +9,7 @@ from typing import Protocol
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.marker import step_of
+from torchtitan.grpo.errors import UserErrorOfAllRanks, in_words
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import STOPPED, Stopped, StopRequested, asks_first, stopped
 from torchtitan.grpo.weight_sync.sync import WeightSync
@@ -20,10 +21,14 @@ class Run(Protocol):
 
     Attributes:
         step: The step that is under way; 0 before the first.
+        trained: The newest step of which all is here: weights, optimizer and schedule. None amid its optimizer steps.
+        failure: The error that ends the run on this rank, if it is known before all ranks stop.
         rollouts: On rank 0.
     """
 
     step: int
+    trained: int | None
+    failure: Exception | None
     is_rank0: bool
     broadcast: Broadcaster
     rollouts: RolloutStream
@@ -35,20 +40,26 @@ class Run(Protocol):
 
 @contextlib.contextmanager
 def save_when_stopped(run: Run) -> Iterator[None]:
-    """Around the loop: after the first SIGTERM or SIGINT on any rank, end the step, save, and leave with Stopped.
+    """Around the loop: whatever ends it, the last step that is trained is saved.
+
+    After the first SIGTERM, SIGINT or SIGHUP on any rank:
 
     1. The rank that hears the signal asks rank 0 (`Broadcaster.request_stop`). That waits for no push any more, and
        trains no further step: `RolloutStream.take` raises StopRequested.
-    2. Here rank 0 sends that to the others, in place of the step's batch. So all ranks stop at the same step, and a
-       run that is not stopped has no message more.
+    2. Rank 0 sends that to the others, in place of the step's batch. So all ranks stop at the same step, and a run that
+       is not stopped has no message more.
     3. Every rank saves the step before.
 
-    The time for all of that is bounded (`stopping.SAVING_SHARE`), and a second signal ends it. Then nothing is saved,
-    and what has been trained since the newest checkpoint is lost. The same holds for an error on the way, which is
-    often another rank's end; it is reported in one line.
+    An error of rank 0 for which the others wait takes the same way from 2 on. It is raised after the save. Where there
+    is one rank only, that holds for every error.
+
+    The time after a signal is bounded (`stopping.SAVING_SHARE`), and a second one ends it. Then nothing is saved: what
+    has been trained since the newest checkpoint is lost. The same holds for an error on the way, which is often another
+    rank's end; it is reported in one line.
 
     Raises:
         Stopped: With the status and the last line of the run. `stopping.STOPPED` if all that was trained is saved.
+        UserErrorOfAllRanks: With rank 0's UserError, on the others. Another error of rank 0 is their last line.
     """
     asked = threading.Event()
 
@@ -67,26 +78,55 @@ def save_when_stopped(run: Run) -> Iterator[None]:
         threading.Thread(target=run.broadcast.request_stop, name="stop-request", daemon=True).start()
         return True
 
+    failure: BaseException | None = None
     with asks_first(ask):
         try:
             try:
                 yield
-            except StopRequested:
-                run.broadcast.stop_all()
-                run.step -= 1  # the step under way has not begun to train
-                if run.step:
-                    run.write_checkpoint(last=True)
-                raise stopped(STOPPED, _words(run, f"stopped at step {run.step}")) from None
+                return
+            except StopRequested as stop:
+                failure = run.failure
+                if failure is None and stop.why:
+                    words = f"error on rank 0: {stop.why}"
+                    failure = UserErrorOfAllRanks(stop.why) if stop.refused else stopped(1, words)
+            except Exception as error:
+                if asked.is_set() or run.broadcast.ranks > 1:
+                    raise
+                failure = error
+            if failure is not None:
+                _save_failed(run)
+                raise failure
+            _save(run)
+            raise stopped(STOPPED, _words(run, f"stopped at step {run.step}"))
         except Stopped:
             raise
         except SystemExit as interrupt:
             status = interrupt.code if isinstance(interrupt.code, int) else 1
             raise stopped(status, _words(run, f"stopped in step {run.step}, without saving it")) from None
         except Exception as error:
-            if not asked.is_set():
+            if error is failure or not asked.is_set():
                 raise
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise stopped(1, _words(run, f"stopped in step {run.step}, without saving it ({what})")) from error
+            what = f"stopped in step {run.step}, without saving it ({in_words(error)})"
+            raise stopped(1, _words(run, what)) from error
+
+
+def _save(run: Run) -> None:
+    """The newest whole step becomes the run's. A step that was saved is not saved again."""
+    if run.trained is not None:
+        run.step = run.trained
+        if run.step and run.checkpointer.cfg.enable:
+            run.write_checkpoint(last=True)
+
+
+def _save_failed(run: Run) -> None:
+    """The same for a run that failed: an error here must not hide what ended it."""
+    said = logger.warning if run.is_rank0 else logger.debug
+    try:
+        _save(run)
+    except Exception as error:
+        said(_words(run, f"step {run.step} is not saved ({in_words(error)})"))
+    else:
+        said(_words(run, f"the run ends with an error after step {run.step}"))
 
 
 def _words(run: Run, what: str) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.disk_full import is_disk_full
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, in_words
 
 Result = TypeVar("Result")
 
@@ -120,4 +120,4 @@ def _in_words(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     if is_disk_full(error):
         return os.strerror(errno.ENOSPC)
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return in_words(error)

@@ -1,7 +1,10 @@
 """Writing one checkpoint."""
 
+import itertools
+import json
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,20 +32,36 @@ class Taken:
         states: What DCP writes.
         on_host: Its tensors are copies on the host, so training may go on.
         random_states: The content of this rank's file.
-        texts: Further files: name and content. Empty on ranks other than 0.
+        texts: Further files: name and pieces of the content. Empty on ranks other than 0.
     """
 
     step: int
     states: dict[str, Any]
     on_host: bool
     random_states: bytes
-    texts: dict[str, str]
+    texts: dict[str, Iterable[str]]
 
 
 def enter_thread(device: torch.device) -> None:
     """Call it first in each thread that writes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread begins with device 0
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """The text of `json.dumps(value)`. Training goes on beside it: no other thread runs while json encodes a piece.
+
+    A piece is a value without lists or dictionaries in it. The keys of dictionaries are strings.
+    """
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not any(isinstance(item, dict | list | tuple) for item in items):
+        yield json.dumps(value)
+        return
+    keys = (f"{json.dumps(key)}: " for key in value) if isinstance(value, dict) else itertools.repeat("")
+    for number, (key, item) in enumerate(zip(keys, items, strict=False)):
+        yield (", " if number else "{" if isinstance(value, dict) else "[") + key
+        yield from json_pieces(item)
+    yield "}" if isinstance(value, dict) else "]"
 
 
 class Writer:
@@ -154,9 +173,10 @@ class Writer:
             full = together.collectively("gathering the model", lambda: gather_hf(self._model, self._source, dtype))
             together.locally(f"writing {unfinished / 'hf'}", lambda: write(full))
 
-    def _write_texts(self, unfinished: Path, texts: dict[str, str]) -> None:
-        for name, text in texts.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
+    def _write_texts(self, unfinished: Path, texts: dict[str, Iterable[str]]) -> None:
+        for name, pieces in texts.items():
+            with (unfinished / name).open("w", encoding="utf-8") as file:
+                file.writelines(pieces)
 
     def _complete(self, unfinished: Path, path: Path, taken: Taken, written: dict[str, tuple[int, str]]) -> None:
         if self._together.rank != 0:

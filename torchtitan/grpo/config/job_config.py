@@ -281,8 +281,8 @@ class Grpo:
     advantage_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO). Dr. GRPO sets false."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
-    """Groups of equal rewards have no gradient. `keep` counts their tokens in the normaliser, `drop` does not,
-    `replace` samples other prompts instead (DAPO's dynamic sampling)."""
+    """Groups whose rewards are equal, before any KL is subtracted, say nothing of the task. `keep` counts their tokens
+    in the normaliser, `drop` leaves them out, `replace` samples other prompts instead (DAPO's dynamic sampling)."""
     replace_limit: Annotated[float, Range(at_least=1, why="a step needs prompts_per_step groups")] = 4.0
     """With `zero_variance_groups = "replace"`, the most groups per step, in multiples of `prompts_per_step`.
     At the limit, zero-variance groups fill the step."""

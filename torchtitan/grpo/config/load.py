@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
@@ -116,7 +117,11 @@ arithmetic, and stops. TARGET is the machine that it is about: {", ".join(NAMES)
 
 
 def load_config(
-    argv: list[str], dry_run: str | None = None, job: Job = "grpo", world_size: int | None = None
+    argv: list[str],
+    dry_run: str | None = None,
+    job: Job = "grpo",
+    world_size: int | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> JobConfig:
     """Read, merge and check the configuration of a run.
 
@@ -125,6 +130,8 @@ def load_config(
         dry_run: The target of a dry run, see `take_dry_run`.
         job: Keys that only the other job reads have their defaults in the result. The log names them.
         world_size: As for `check_machine`.
+        defaults: Checked values by key, from `resolved`. What file and command line say replaces them. A key of another
+            version of the program does not count.
 
     Returns:
         torchtitan's JobConfig with this project's sections. Every value is of its type and in its range.
@@ -142,6 +149,9 @@ def load_config(
     path = given.get(CONFIG_FILE)
     for key, value in _read_toml(path, problems) if path else ():
         given.setdefault(key, value)
+    for key, value in defaults.items():
+        if key in keys() and value != keys()[key].default:
+            given.setdefault(key, value)
     problems += [*check_unsupported(given), *check_job(given, job)]
     _raise(problems, path)
     given, unread = without_unread(given, job)

@@ -132,6 +132,15 @@ class ChatRenderer:
             raise UserError(f"{place}: the chat template refuses these messages: {error}") from error
 
 
+def joined_text(content: Any) -> Any:
+    """A message's content with its text parts, `[{"type": "text", "text": ...}]`, joined; any other as it is."""
+    if not isinstance(content, list):
+        return content
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else content
+
+
 def conversation(value: Any, system_prompt: str, drop_nulls: bool, place: str) -> list[Message]:
     """Check the messages of a row. Tool calls, and whatever else a template reads, are kept.
 
@@ -146,11 +155,17 @@ def conversation(value: Any, system_prompt: str, drop_nulls: bool, place: str) -
         raise UserError(f"{place} must hold a list of chat messages, not {value!r}")
     messages: list[Message] = []
     for message in value:
-        content = message.get("content", "") if isinstance(message, dict) else 0
+        content = joined_text(message.get("content")) if isinstance(message, dict) else 0
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f'{place} must hold {{"role": text, "content": text}} messages, not {message!r}')
         if not isinstance(content, str | None):
             raise UserError(f"{place}: the content of a message must be text, not {content!r}")
+        others = any(value for field, value in message.items() if field not in ("role", "content"))
+        if message["role"] == "assistant" and content is None and not others:
+            raise UserError(
+                f"{place}: a message of the assistant has neither content nor tool_calls: write what it says, or leave "
+                "the row out"
+            )
         messages.append((_without_nulls(message) if drop_nulls else message) | {"content": content or ""})
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(f"{place} has no message of the assistant: there is nothing to learn, so leave the row out")

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data, Sft
 from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
-from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, plain, sft_pairs
 from torchtitan.grpo.data.samples import Conversation, Document, Prompt
 from torchtitan.grpo.data.sources import DatasetRow
 from torchtitan.grpo.errors import UserError
@@ -104,7 +104,7 @@ class ConversationSource(PromptSource):
     def _answer(self, row: DatasetRow, place: str) -> str:
         """What is learned is not the reference answer, which a row need not have."""
         column = self._sft.target_column or self._data.answer_column
-        return str(row.get(column, ""))
+        return plain(row.get(column))
 
 
 def _conversation(prompt: Prompt, documents: tuple[Document, ...]) -> Conversation:

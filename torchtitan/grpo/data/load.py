@@ -12,7 +12,7 @@ from torchtitan.grpo.config.tables import held_out_rows, held_out_sets, source_o
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.mixture import Mixture
 from torchtitan.grpo.data.prompts import PromptSource
-from torchtitan.grpo.data.sources import DatasetRow, question
+from torchtitan.grpo.data.sources import DatasetRow, row_keys
 from torchtitan.grpo.errors import renamed
 
 Prompts = PromptSource | Mixture
@@ -31,7 +31,7 @@ def load_training(
     make: Make = PromptSource,
     rows: Rows | None = None,
 ) -> Prompts:
-    """`[data]`, or `[[data.mixture]]`. Rows that ask a question of a held-out set are left out.
+    """`[data]`, or `[[data.mixture]]`. Rows that ask what a held-out set asks are left out.
 
     Args:
         held_out: From `load_held_out`, by the same `make` and `rows`.
@@ -46,10 +46,11 @@ def load_training(
         if each.own_rows or config.data.mixture  # one source holds a question out that another asks
     }
     asked = {
-        question(prompt.columns, columns[each.name])
+        key
         for each in held_out
         if each.name in columns
         for prompt in each.prompts
+        for key in row_keys(prompt.columns, columns[each.name])
     }
     seed, functions = config.debug.seed or 0, config.reward.functions
     loaded = []

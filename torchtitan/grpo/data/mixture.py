@@ -55,6 +55,10 @@ class Mixture:
     def __len__(self) -> int:
         return sum(map(len, self._prompts))
 
+    def keys(self) -> set[str]:
+        """See `PromptSource.keys`."""
+        return set().union(*(source.keys() for source in self._prompts))
+
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts.
 

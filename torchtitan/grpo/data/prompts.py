@@ -13,24 +13,27 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
+from torchtitan.grpo.data.chat import joined_text
 from torchtitan.grpo.data.samples import Document, Prompt
-from torchtitan.grpo.data.sources import DatasetRow, load_rows
+from torchtitan.grpo.data.sources import DatasetRow, key_of, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.import_path import load_function
+from torchtitan.grpo.import_path import is_async, load_function, source
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024
 """Rows that are rendered and tokenized at once."""
 
 
-def load_tokenizer(folder: str, chat_template_file: str = "") -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str, chat_template_file: str = "", vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face folder.
 
     Args:
         chat_template_file: `[data] chat_template_file`, which replaces its chat template.
+        vocab_size: The model's, which every token id must be under. None: not checked.
 
     Raises:
-        UserError: The folder or its tokenizer.json is missing or broken, or the file cannot be read.
+        UserError: The folder or its tokenizer.json is missing or broken, or the file cannot be read. The model has no
+            embedding for a token.
     """
     if not os.path.isdir(folder):
         raise UserError(
@@ -47,6 +50,13 @@ def load_tokenizer(folder: str, chat_template_file: str = "") -> PreTrainedToken
             f"[model] hf_assets_path = {folder!r}: the tokenizer cannot be loaded ({_one_line(error)}): download the "
             "tokenizer files again"
         ) from error
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if vocab_size is not None and last >= vocab_size:
+        raise UserError(
+            f"[model] hf_assets_path = {folder!r}: the tokenizer has ids up to {last} ({token!r}), and the model "
+            f"embeddings for {vocab_size} (vocab_size of config.json). Save the model after "
+            f"resize_token_embeddings({last + 1}) in transformers, or remove the tokens that were added"
+        )
     if chat_template_file:
         try:
             with open(chat_template_file, encoding="utf-8") as file:
@@ -120,7 +130,7 @@ class PromptSource:
         held_out: Serve the held-out rows instead of the training rows.
         validation_prompts: `[validation] prompts`. Give both sources the same number: if the held-out rows come from
             the training data, both then split it at the same row.
-        asked: Questions of other held-out sets (`sources.question`). They are not trained on.
+        asked: What other held-out sets ask (`sources.row_keys`). It is not trained on.
         functions: `[reward] functions`, which `[data] reward_column` chooses from.
         of_environment: The rows of `[data] source = "environment"`.
 
@@ -150,6 +160,11 @@ class PromptSource:
         self._curriculum = None
         if data.curriculum and not held_out:
             self._curriculum = load_function("[data] curriculum", data.curriculum, "prompt", "pass_rate")
+            if is_async(self._curriculum):
+                raise UserError(
+                    f'[data] curriculum: "{data.curriculum}" ({source(self._curriculum)}) gives a coroutine: write it '
+                    "as `def`"
+                )
         self._pass_rates: dict[int, float] = {}
         if data.chat_template and not tokenizer.chat_template:
             raise UserError(
@@ -176,6 +191,11 @@ class PromptSource:
     def rows(self) -> int:
         """Number of rows of the whole dataset. Every `Prompt.index` is below it."""
         return len(self._rows.rows)
+
+    def keys(self) -> set[str]:
+        """What its prompts ask, as one of `sources.row_keys`. Empty if nothing tells episodes apart."""
+        key = key_of(self._rows.rows, self._data)
+        return {key(self._rows.rows[i]) for i in self._positions} if key else set()
 
     def next(self, n: int) -> list[Prompt]:
         """The next `n` prompts that the curriculum accepts. A new epoch begins at the end of the data.
@@ -276,7 +296,7 @@ class PromptSource:
     def _check_rows(self) -> tuple[list[int], str]:
         """Positions of the rows within the limit, and a fingerprint of their rendered text."""
         key, limit = self._limit()
-        kept, digest, unknown = [], hashlib.sha256(), 0
+        kept, digest, unknown, blank = [], hashlib.sha256(), 0, 0
         positions = self._rows.positions
         for start in range(0, len(positions), RENDER_BATCH):
             for prompt in self._prompts(positions[start : start + RENDER_BATCH]):
@@ -288,6 +308,7 @@ class PromptSource:
                     )
                 if tokens <= limit:
                     kept.append(prompt.index)
+                    blank += not prompt.answer
                     digest.update(f"{prompt.index}\0{prompt.text}\0{prompt.answer}\0".encode())
                     unknown += (
                         self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in prompt.token_ids
@@ -300,6 +321,9 @@ class PromptSource:
         if unknown:
             message = "%s: %d %ss hold characters that the tokenizer does not know"
             logger.warning(message, self._rows.name, unknown, self.NOUN)
+        if blank and self._data.answer_column and self._data.source in ("jsonl", "hf"):
+            message = "%s: the answer of %d %ss is null, NaN or empty text"
+            logger.warning(message, self._rows.name, blank, self.NOUN)
         return kept, digest.hexdigest()
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
@@ -404,11 +428,13 @@ def chat_messages(question: Any, data: Data, place: str) -> list[dict[str, str]]
         raise UserError(f"{place}: {column} is not text: set [data] chat_template = true for lists of chat messages")
     if not isinstance(question, list) or not question:
         raise UserError(f"{place}: {column} must be text or a list of chat messages, not {question!r}")
+    messages = []
     for message in question:
-        fields = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None,)
-        if not all(isinstance(field, str) for field in fields):
+        said = message if isinstance(message, dict) else {}
+        role, content = said.get("role"), joined_text(said.get("content"))
+        if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f'{place}: {column} must hold {{"role": text, "content": text}} messages, not {message!r}')
-    messages = [{"role": message["role"], "content": message["content"]} for message in question]
+        messages.append({"role": role, "content": content})
     last = messages[-1]
     if last["role"] != "user" or not last["content"].strip():
         raise UserError(f"{place}: {column} must end with what a user asks, not with {last!r}")
@@ -426,4 +452,9 @@ def _text(row: DatasetRow, column: str, place: str, key: str, otherwise: str) ->
     value = row[column]
     if value is not None and not isinstance(value, str | int | float):
         raise UserError(f"{place}: column {column!r} must be text or a number, not {value!r}: change it, or {key}")
-    return "" if value is None else str(value)
+    return plain(value)
+
+
+def plain(value: Any) -> str:
+    """A cell as text: "" for null and NaN."""
+    return "" if value is None or value != value else str(value)

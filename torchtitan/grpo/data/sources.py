@@ -5,12 +5,15 @@ seeds train and validate on the same questions. It only orders them, see `prompt
 """
 
 import ast
+import codecs
+import gzip
 import importlib.util
 import json
 import operator
 import os
 import random
-from collections.abc import Sequence, Set
+import zlib
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +23,8 @@ from torchtitan.tools.logging import logger
 
 DatasetRow = dict[str, Any]
 """Column name -> value."""
+OTHER_FILES = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet", ".arrow": "Arrow"}
+"""Files of rows that `source = "hf"` reads, by the ends of their names."""
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
@@ -54,11 +59,11 @@ def load_rows(
     """Load the rows to train on, or the held-out ones.
 
     Held-out rows are those of `validation_path` or `validation_split`. If neither is set, they are the last
-    `validation_prompts` rows of the training data. Training rows that ask the same question are then left out.
+    `validation_prompts` rows of the training data. Training rows that ask the same are then left out, see `key_of`.
 
     Args:
         validation_prompts: `[validation] prompts`; 0 holds nothing out of the training data.
-        asked: Questions (`question`) of other held-out rows, which are left out of the training rows too.
+        asked: Keys (`row_keys`) of other held-out rows, which are left out of the training rows too.
         of_environment: The rows of `[data] source = "environment"`.
 
     Raises:
@@ -72,7 +77,17 @@ def load_rows(
         rows = _of_environment(of_environment)
     else:
         rows = _load(data, data.path, data.split, "path", kept_back)
-    count = len(rows.rows)
+    count, key = len(rows.rows), key_of(rows.rows, data)
+    if key is None:
+        if held_out:
+            return replace(rows, positions=range(max(0, count - kept_back), count))
+        if kept_back or asked:
+            logger.warning(
+                "%s: its rows are alike, so training has those of the held-out sets, too: held-out rewards tell of new "
+                "episodes only if the environment begins each one differently",
+                rows.name,
+            )
+        return rows
     if kept_back >= count:
         raise UserError(
             f"{rows.name} has {count} rows and [validation] prompts = {kept_back}, which leaves no row to train on: "
@@ -82,8 +97,8 @@ def load_rows(
     if held_out:
         return replace(rows, positions=kept)
     rows = replace(rows, positions=range(count - kept_back))
-    asked = asked | {question(rows.rows[i], data.question_column) for i in kept}
-    return _without_questions(rows, asked, data.question_column) if asked else rows
+    asked = asked | {key(rows.rows[i]) for i in kept}
+    return _without_repeats(rows, asked, key) if asked else rows
 
 
 def _load(data: Data, path: str, split: str, key: str, extra: int) -> DatasetRows:
@@ -106,20 +121,43 @@ def _of_environment(rows: Sequence[DatasetRow] | None) -> DatasetRows:
     return DatasetRows(rows, range(len(rows)), name)
 
 
-def _without_questions(rows: DatasetRows, asked: Set[str], column: str) -> DatasetRows:
-    """Leave out rows that ask a held-out question, because generators and datasets repeat themselves."""
-    positions = [i for i in rows.positions if question(rows.rows[i], column) not in asked]
+def _without_repeats(rows: DatasetRows, asked: Set[str], key: Callable[[DatasetRow], str]) -> DatasetRows:
+    """Leave out rows that ask what a held-out one asks, because generators and datasets repeat themselves."""
+    positions = [i for i in rows.positions if key(rows.rows[i]) not in asked]
     repeats = len(rows.positions) - len(positions)
     if not positions:
-        raise UserError(f"Every training row of {rows.name} repeats a held-out question: add more varied data")
+        raise UserError(
+            f"Every training row of {rows.name} repeats a held-out question: add more varied data. An environment "
+            "whose episodes differ by themselves may list each row several times"
+        )
     if repeats:
         logger.info("%s: %d training rows repeat a held-out question and are left out", rows.name, repeats)
     return replace(rows, positions=positions)
 
 
-def question(row: DatasetRow, column: str) -> str:
-    """What a row asks, to compare it with others."""
-    return json.dumps(row.get(column), default=str)
+def key_of(rows: Sequence[DatasetRow], data: Data) -> Callable[[DatasetRow], str] | None:
+    """What tells one row of a source from another: its question.
+
+    In a game all rows may ask the same, and another column says which episode it is: then the whole row. If an
+    environment lists whole rows several times, or has a single one, nothing in a row tells its episodes apart: None.
+    """
+    keys = _question(data.question_column), _whole
+    if data.source != "environment":
+        return keys[0]
+    return next((key for key in keys if len({key(row) for row in rows}) > max(1, len(rows) // 2)), None)
+
+
+def row_keys(row: DatasetRow, column: str) -> set[str]:
+    """All that `key_of` may compare a row by, with `column` for its question."""
+    return {_question(column)(row), _whole(row)}
+
+
+def _question(column: str) -> Callable[[DatasetRow], str]:
+    return lambda row: json.dumps(row.get(column), default=str)
+
+
+def _whole(row: DatasetRow) -> str:
+    return json.dumps(row, default=str)
 
 
 def _arithmetic(data: Data, extra: int) -> DatasetRows:
@@ -186,20 +224,43 @@ def _jsonl(path: str, key: str) -> DatasetRows:
         raise UserError(f"[data] {key} = {path!r} is not a file: give a JSONL file, or set [data] source")
     if not os.access(path, os.R_OK):
         raise UserError(f"[data] {key} = {path!r} cannot be read: permission denied")
-    rows, lines = [], []
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number} is not JSON ({error}): write one JSON object per line") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number} is a {type(row).__name__}: write one JSON object per line")
-            rows.append(row)
-            lines.append(number)
-    return DatasetRows(rows, range(len(rows)), path, lines)
+        packed = file.read(2) == b"\x1f\x8b"
+    rows: list[DatasetRow] = []
+    lines: list[int] = []
+    try:
+        with gzip.open(path) if packed else open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not lines and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                    rows = _parsed(line + file.read(), path, number)
+                    break
+                if line.strip():
+                    rows.append(_parsed(line, path, number))
+                    lines.append(number)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"[data] {key} = {path!r} is a torn gzip file ({error}): copy or pack it again") from error
+    found = DatasetRows(rows, range(len(rows)), path, lines)
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{found.place(i)} is a {type(row).__name__}: {_instead(path)}")
+    return found
+
+
+def _parsed(text: bytes, path: str, line: int) -> Any:
+    """The JSON value that begins in this line."""
+    try:
+        return json.loads(text.rstrip())
+    except (ValueError, RecursionError) as error:
+        line += getattr(error, "lineno", 1) - 1
+        raise UserError(f"{path}:{line} is not JSON ({error}): {_instead(path)}") from error
+
+
+def _instead(path: str) -> str:
+    """What to do about a file that is not JSON lines."""
+    kind = OTHER_FILES.get(os.path.splitext(path.removesuffix(".gz"))[1].lower())
+    if kind is None:
+        return "write one JSON object per line, or one list of them"
+    return f'it is {kind}: put it into a folder of its own, set [data] source = "hf" and give that folder\'s path'
 
 
 def _hugging_face(path: str, subset: str, split: str, key: str) -> DatasetRows:

@@ -12,7 +12,8 @@ from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
 from torchtitan.grpo.config.urls import teachers_by_source
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
-from torchtitan.grpo.dry_run.memory import Memory, checkpoint_bytes, memory_bytes, sent_bytes
+from torchtitan.grpo.dry_run.disk import disk_lines, mib
+from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
 from torchtitan.grpo.dry_run.shared_gpu import shared_gpu_lines
 from torchtitan.grpo.dry_run.under_way import under_way_lines
 from torchtitan.grpo.servers.plan import plan_lines, reads_files
@@ -161,13 +162,13 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         lines.append(f"  adapters of {memory.trained:,} parameters are trained, {memory.trained / parameters:.2%}")
     if target.why:
         lines.append(f"  assumed for {target.why}: name another by --dry_run {' or '.join(NAMES)}")
-    lines += [f"  {name:<28}{_mib(size):>14}" for name, size in memory.moments[peak].items() if size]
-    lines.append(f"  {'peak':<28}{_mib(memory.total(peak)):>14}  {peak}")
+    lines += [f"  {name:<28}{mib(size):>14}" for name, size in memory.moments[peak].items() if size]
+    lines.append(f"  {'peak':<28}{mib(memory.total(peak)):>14}  {peak}")
     others = sorted((moment for moment in memory.moments if moment != peak), key=memory.total, reverse=True)
-    lines += [f"  {'':<28}{_mib(memory.total(moment)):>14}  {moment}" for moment in others]
+    lines += [f"  {'':<28}{mib(memory.total(moment)):>14}  {moment}" for moment in others]
     share = memory.total(peak) / target.memory_bytes
     verdict = "does NOT fit" if share > 1 else "is tight" if share > TIGHT else "fits"
-    lines.append(f"  {'of the device':<28}{_mib(target.memory_bytes):>14}  {share:.0%}: it {verdict}")
+    lines.append(f"  {'of the device':<28}{mib(target.memory_bytes):>14}  {share:.0%}: it {verdict}")
     if config.rollout.colocate and job == "grpo" and target.cuda:
         lines += shared_gpu_lines(config, memory, target)
         lines.append("  not counted: the allocator's reserve")
@@ -175,7 +176,7 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
     if memory.checkpoint_copy:
         pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
-        lines.append(f"  in each rank's host memory: {_mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
+        lines.append(f"  in each rank's host memory: {mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")
     rollout = config.rollout
     apart = rollout.replicas and not rollout.colocate
     if (
@@ -183,29 +184,7 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         and not reads_files(config)
         and (len(rollout.urls) > 1 or rollout.urls_file or apart)
     ):
-        copy = _mib(memory.trained * sent_bytes(config, target))
+        copy = mib(memory.trained * sent_bytes(config, target))
         lines.append(f"  in rank 0's host memory: {copy}, a copy for servers that fall behind")
-    lines += _disk_lines(config, memory)
+    lines += disk_lines(config, memory.parameters, memory.trained)
     return [*lines, "", "Only config.json of the model was read: no weights, tokenizer, data or server was looked at"]
-
-
-def _disk_lines(config: JobConfig, memory: Memory) -> list[str]:
-    """Checkpoints that are on the disk at once: those that are kept, and the one that is being written."""
-    checkpoint, steps = config.checkpoint, config.training.steps
-    if not checkpoint.enable:
-        return []
-    written = -(-steps // checkpoint.interval)
-    at_once = min(checkpoint.keep_latest_k + 1, written) if checkpoint.keep_latest_k else written
-    each, lora = checkpoint_bytes(config, memory), config.lora
-    parts = ("adapters" if lora.enable else "weights") + ", AdamW state"
-    parts += ", reference" * bool(config.grpo.kl_coef and not lora.enable) + ", export" * checkpoint.export_hf
-    parts += ", merged model" * lora.merge
-    return [
-        f"disk for checkpoints, in {config.job.dump_folder}",
-        f"  {'each':<28}{_mib(each):>14}  {parts}",
-        f"  {f'at most {at_once} at once':<28}{_mib(at_once * each):>14}",
-    ]
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

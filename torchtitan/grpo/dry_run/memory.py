@@ -137,9 +137,7 @@ class _Rank:
         elsewhere = experts - experts // parallelism.expert_parallel_degree
         self.whole = math.ceil(self.parameters / tensor) - elsewhere * self.layers
         # Adapters. Under tensor parallelism each rank has one of the two matrices whole; here it has both.
-        self.adapter = (
-            sum(lora.rank * sum(block.get_submodule(p).weight.shape) for p in lora.layers.values()) if lora else 0
-        )
+        self.adapter = adapter_parameters(source, block)
         self.trained = self.adapter * self.layers
         self.trained_here = math.ceil(self.trained / shards) if lora else self.local
         self.published = self.trained or self.parameters
@@ -346,13 +344,10 @@ def sent_bytes(config: JobConfig, target: Target) -> int:
     return {"float32": 4, "bfloat16": 2, "auto": 2 if target.cuda else 4}[config.weight_sync.dtype]
 
 
-def checkpoint_bytes(config: JobConfig, memory: Memory) -> int:
-    """Bytes of one checkpoint: what is trained, AdamW's two moments, the reference and the export."""
-    held, checkpoint, lora = TORCH_DTYPE_MAP[config.training.dtype].itemsize, config.checkpoint, config.lora
-    exported = memory.trained + memory.parameters * lora.merge if lora.enable else memory.parameters
-    export = exported * TORCH_DTYPE_MAP[checkpoint.export_dtype].itemsize if checkpoint.export_hf else 0
-    reference = memory.parameters * held if config.grpo.kl_coef and not lora.enable else 0
-    return memory.trained * 3 * held + reference + export
+def adapter_parameters(source: "ModelSource", block: nn.Module) -> int:
+    """Parameters of the adapters of one block; 0 without `[lora]`."""
+    lora = source.lora
+    return sum(lora.rank * sum(block.get_submodule(p).weight.shape) for p in lora.layers.values()) if lora else 0
 
 
 def _bucket_share(config: JobConfig, target: Target) -> int:

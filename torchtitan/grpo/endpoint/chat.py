@@ -6,29 +6,39 @@ verifiers and prime-rl call this token-in, token-out. Their package `renderers` 
 own chat template does it: a marker stands for the turn, and what the template writes behind the marker is new.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import json
-import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.grpo.endpoint.requests import BadRequest
+from torchtitan.grpo.data.chat import joined_text
+from torchtitan.grpo.endpoint.requests import BadRequest, TooLong
 from torchtitan.grpo.endpoint.sessions import Place, Session
 
 Message = dict[str, Any]
+T = TypeVar("T")
+
+CHARS_PER_TOKEN = 32
+"""More than any text has that is not mostly white space."""
+_FREE_CHARS = 2**16
+"""A text of up to so many characters is always tokenized: if it does not fit, the reply is empty and says "length"."""
+_LOOP_CHARS = 2**14
+"""What is longer is rendered and tokenized in a thread: it would hold the event loop up for over 10 ms."""
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="endpoint")
 
 _MARKER = "sampled-turn-7f3a9c"
 """Stands for a sampled turn while the messages behind it are rendered."""
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 """Fields of a message by which a turn is known again."""
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,26 +74,33 @@ class Chat:
 
         Raises:
             BadRequest: There is no chat template, or it refuses the messages.
+            TooLong: See `_tokens`.
         """
         messages = [_normalised(message) for message in messages]
         digests = _digests(messages, tools)
         for turn in reversed(range(len(messages))):
-            place = session.said.get(digests[turn])
-            if place is not None and (new := self._behind(messages, turn, tools, place)) is not None:
-                return Rendered(place.token_ids + new, digests[-1])
+            if (place := session.said.get(digests[turn])) is None:
+                continue
+            if (new := self._behind(messages, turn, tools, place)) is None:
+                break  # it hides earlier turns too
+            return Rendered(place.token_ids + self._tokens(session, new), digests[-1])
         text = self.render(messages, tools)
         same = not tools and text == session.prompt.text
-        return Rendered(session.prompt.token_ids if same else self._tokens(text), digests[-1])
+        return Rendered(session.prompt.token_ids if same else self._tokens(session, text), digests[-1])
 
     def text(self, session: Session, text: str) -> list[int]:
-        """The token ids of a text that the model is to continue."""
-        known = max((each for each in session.texts if text.startswith(each)), key=len, default=None)
-        if known is not None:
-            return session.texts[known].token_ids + self._tokens(text[len(known) :])
+        """The token ids of a text that the model is to continue.
+
+        Raises:
+            TooLong: See `_tokens`.
+        """
+        known, place = session.texts.longest(text)
+        if place is not None:
+            return place.token_ids + self._tokens(session, text[known:])
         prompt = session.prompt
         if text.startswith(prompt.text):
-            return prompt.token_ids + self._tokens(text[len(prompt.text) :])
-        return self._tokenizer(text, add_special_tokens=self._plain_text)["input_ids"]
+            return prompt.token_ids + self._tokens(session, text[len(prompt.text) :])
+        return self._tokens(session, text, self._plain_text)
 
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -91,11 +108,23 @@ class Chat:
     def token(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id])
 
-    def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _tokens(self, session: Session, text: str, special: bool = False) -> list[int]:
+        """The token ids of new text.
 
-    def _behind(self, messages: list[Message], turn: int, tools: list[Any] | None, place: Place) -> list[int] | None:
-        """The tokens behind a sampled turn, up to what the model says next. None if the template hides their beginning.
+        Raises:
+            TooLong: It has more characters than the session has tokens for, so it is not tokenized.
+        """
+        longest = _FREE_CHARS + CHARS_PER_TOKEN * session.longest_tokens
+        if len(text) > longest:
+            raise TooLong(
+                "messages or prompt",
+                f"{len(text)} new characters are over the maximum context length: {longest} may come with the "
+                f"{session.longest_tokens} tokens of the row's prompt and [rollout] max_answer_tokens",
+            )
+        return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"] if text else []
+
+    def _behind(self, messages: list[Message], turn: int, tools: list[Any] | None, place: Place) -> str | None:
+        """The text behind a sampled turn, up to what the model says next. None if the template hides its beginning.
 
         Templates end a turn with an end token and white space. What of this the model has sampled is not repeated.
         """
@@ -111,7 +140,7 @@ class Chat:
         end = self._tokenizer.decode(place.token_ids[-1:])
         if end and closing.partition(_MARKER)[2].startswith(end) and new.startswith(end):
             new = new[len(end) :]
-        return self._tokens(new)
+        return new
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, prompt: bool = True) -> str:
         """The text of a conversation; `prompt`: with the beginning of the assistant's next turn.
@@ -130,27 +159,45 @@ class Chat:
             raise BadRequest("messages", f"the run's chat template refuses these messages: {error}") from error
 
 
+async def off_loop(characters: int, work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)`, in a thread if it reads so many characters that the event loop would stand still."""
+    if characters <= _LOOP_CHARS:
+        return work(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
+
+
+def characters(messages: list[Any]) -> int:
+    """About how many characters a conversation has."""
+    return sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
+
+
 def reply_message(text: str, tools: list[Any] | None) -> Message:
     """What the assistant said, in OpenAI's form, with its calls if the request had tools.
 
     Calls are in the form of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one of them
     is malformed, all stay text.
     """
-    calls = [_call(found) for found in _TOOL_CALL.findall(text)] if tools else []
+    calls = [_call(found) for found in calls_in(text)] if tools else []
     if not calls or None in calls:
         return {"role": "assistant", "content": text}
-    content = text[: text.index("<tool_call>")].rstrip()
+    content = text.partition("<tool_call>")[0].rstrip()
     return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def calls_in(text: str) -> list[str]:
+    """What stands in each `<tool_call>...</tool_call>`. Takes linear time, whatever the model wrote."""
+    parts = (part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1])
+    return [call.strip() for _, begun, call in parts if begun]
 
 
 def _call(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
-    except ValueError:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        arguments = json.dumps(call.get("arguments") or {})
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = json.dumps(call.get("arguments") or {})
     name = {"name": call["name"], "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": name}
 
@@ -178,9 +225,7 @@ def _normalised(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest("messages", f'a message is {{"role": text, "content": text}}, not {repr(message)[:100]}')
     kept = {key: value for key, value in message.items() if value not in (None, [], {})}
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part) for part in content)
+    content = joined_text(message.get("content"))
     if not isinstance(content, str | None):
         raise BadRequest("messages", f"content is text, or a list of text parts, not {repr(content)[:100]}")
     kept["content"] = content or ""
@@ -189,18 +234,12 @@ def _normalised(message: Any) -> Message:
     return kept
 
 
-def _part(part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise BadRequest("messages", f"content has a part that is no text: {repr(part)[:100]}")
-
-
 def _normalised_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise BadRequest("messages", f"a tool call names a function, not {repr(call)[:100]}")
     arguments = function.get("arguments")
-    with contextlib.suppress(ValueError):  # a model may write what is no JSON: templates get the text
+    with contextlib.suppress(ValueError, RecursionError):  # a model may write what is no JSON: templates get the text
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     own = {"id": call["id"]} if call.get("id") else {}
     return own | {"type": "function", "function": {"name": function.get("name"), "arguments": arguments}}

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TAKEN_MAX = 3
 """How often an episode is handed out before it has failed."""
+_ERROR_CHARS = 2000
+"""Of a posted error, which goes to logs."""
 WAIT_MAX_S = 60.0
 """Longest that a harness may wait for an episode in one request."""
 
@@ -55,9 +57,9 @@ class Episodes:
     """Hands out the samples of groups as episodes, in the order in which they were requested.
 
     A group's time limit begins with its first model call. Before that, the wait for a harness is bounded: the run ends
-    if none has asked, called or posted for `harness_timeout_s`. An episode whose harness gives no sign of life for
-    `lease_s` is handed out again, in a new session; what was sampled in the old one is dropped. A sign of life is a
-    model call. Everything happens on the collector's event loop; nothing polls.
+    if none has asked or posted for `harness_timeout_s`, and none had an episode whose lease went on. An episode whose
+    harness gives no sign of life for `lease_s` is handed out again, in a new session; what was sampled in the old one
+    is dropped. A sign of life is a model call. Everything happens on the collector's event loop; nothing polls.
 
     Args:
         sources: The data of each source by name, "" if there is one, to give messages.
@@ -175,6 +177,7 @@ class Episodes:
                     self._offered.remove(episode)
             if outcome is not None:
                 return _samples(episode.session, outcome)
+            self._seen_at = asyncio.get_running_loop().time()
             self._lost += 1
             if taken + 1 < TAKEN_MAX and math.log10(self._lost).is_integer():  # 1st, 10th, 100th ...
                 what = f"{self._lease_s:g} s ([rollout] episode_lease_seconds)"
@@ -191,7 +194,7 @@ class Episodes:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not episode.taken.done():
-            left_s = max(began, self._seen_at, self._called_at()) + self._harness_timeout_s - loop.time()
+            left_s = max(began, self._seen_at, self._leased_until()) + self._harness_timeout_s - loop.time()
             if self._asking:
                 left_s = self._harness_timeout_s
             if left_s <= 0:
@@ -202,19 +205,20 @@ class Episodes:
                 )
             await asyncio.wait([episode.taken], timeout=left_s)
         while not episode.outcome.done():
-            left_s = max(episode.taken_at, episode.session.last_used) + self._lease_s - loop.time()
-            if episode.session.is_busy:
-                left_s = self._lease_s
+            left_s = self._lease_ends(episode) - loop.time()
             if left_s <= 0:
                 return None
             await asyncio.wait([episode.outcome], timeout=left_s)
         return episode.outcome.result()
 
-    def _called_at(self) -> float:
-        """When a harness last had a model call under way or answered."""
-        now = asyncio.get_running_loop().time()
-        sessions = [episode.session for episode in self._taken.values()]
-        return max((now if session.is_busy else session.last_used for session in sessions), default=-math.inf)
+    def _lease_ends(self, episode: Episode) -> float:
+        """When, unless its harness calls the model before. A harness is busy with it until then."""
+        session, now = episode.session, asyncio.get_running_loop().time()
+        return (now if session.is_busy else max(episode.taken_at, session.last_used)) + self._lease_s
+
+    def _leased_until(self) -> float:
+        """When the last lease ends."""
+        return max(map(self._lease_ends, self._taken.values()), default=-math.inf)
 
 
 async def rollout(client: RolloutClient, prompt: Prompt) -> list[Sample]:
@@ -239,7 +243,8 @@ def outcome(body: Mapping[str, Any]) -> Outcome:
             raise BadRequest(name, f"must be a number of size {REWARD_MAX:g} or less, not {repr(value)[:50]}")
     if not isinstance(error, str):
         raise BadRequest("error", "must be a text")
-    return Outcome(None if reward is None else float(reward), {n: float(v) for n, v in rewards.items()}, error)
+    numbers = {name: float(value) for name, value in rewards.items()}
+    return Outcome(None if reward is None else float(reward), numbers, error[:_ERROR_CHARS])
 
 
 def _samples(session: Session, outcome: Outcome) -> list[Sample]:

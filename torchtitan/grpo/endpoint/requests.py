@@ -9,14 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 
 CHAT = ("messages", "tools")
 COMPLETIONS = ("prompt",)
 TOKENS = ("token_ids", "sampling_params")
 
+_ANSWERS_MAX = 128
+"""Of one call, as at OpenAI."""
 _STOPS_MAX = 16
 """SGLang takes 32 for one request, and the run may have its own."""
+_STOP_CHARS_MAX, _STOP_TOKENS_MAX = 256, 2**14
+"""Servers look through them all after each token."""
+_BRACKETS_MAX = 2**18
+"""Of a body. Lists and objects take most of the time of its parsing, in which no other thread runs."""
 _LIMITS = (
     "max_tokens",
     "max_completion_tokens",
@@ -54,15 +62,24 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class BadRequest(Exception):
-    """A call that is refused. HTTP 400.
+    """A call that is refused. It costs that call alone.
 
     Attributes:
         field: Of the request.
+        status: Of HTTP.
     """
+
+    status = 400
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class TooLong(BadRequest):
+    """It has more text than the run has tokens for."""
+
+    status = 413
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,38 @@ class Call:
     stream: bool = False
     tools: list[Any] | None = None
     model: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model call that was read.
+
+    Attributes:
+        token_ids: What the model is to continue.
+        key: The digest of its messages, its text, or its own id: by route.
+    """
+
+    call: Call
+    token_ids: list[int]
+    key: str
+
+
+def body_of(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises:
+        BadRequest: It is something else, or has half of a surrogate pair, which no tokenizer and no server takes.
+        TooLong: It may have too many lists and objects.
+    """
+    if raw.count(b"[") + raw.count(b"{") > _BRACKETS_MAX:
+        raise TooLong("body", f"has over {_BRACKETS_MAX} opening brackets")
+    try:
+        body = msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest("body", f"is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("body", "is not a JSON object")
+    return body
 
 
 def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -> Call:
@@ -112,24 +161,28 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
         if value not in wanted:
             raise BadRequest(
                 name,
-                f"{value!r} would change what the run samples or trains on, and it has "
+                f"{repr(value)[:100]} would change what the run samples or trains on, and it has "
                 f"{' or '.join(map(repr, wanted))}: leave it out",
             )
     stop = body.get("stop") or ()
     logprobs = body.get("logprobs")
     if not isinstance(logprobs, bool) and logprobs not in (None, 0, 1):
         raise BadRequest("logprobs", "only the sampled token's log-probability is there: ask for 1 at most")
-    if not isinstance(stop, str) and len(stop) > _STOPS_MAX:
-        raise BadRequest("stop", f"has {len(stop)} texts: give {_STOPS_MAX} at most")
+    stops = _list_of("stop", (stop,) if isinstance(stop, str) else stop, str)
+    if len(stops) > _STOPS_MAX or max(map(len, stops), default=0) > _STOP_CHARS_MAX:
+        raise BadRequest("stop", f"give {_STOPS_MAX} at most, each of {_STOP_CHARS_MAX} characters at most")
+    stop_token_ids = _list_of("stop_token_ids", body.get("stop_token_ids") or (), int)
+    if len(stop_token_ids) > _STOP_TOKENS_MAX:
+        raise BadRequest("stop_token_ids", f"has {len(stop_token_ids)} token ids: give {_STOP_TOKENS_MAX} at most")
     tools = body.get("tools") or None
     if tools is not None and not isinstance(tools, list):
         raise BadRequest("tools", "must be a list")
     longest = body.get("max_completion_tokens") or body.get("max_tokens")
     return Call(
-        n=_whole("n", body.get("n") or 1),
+        n=_whole("n", body.get("n") or 1, _ANSWERS_MAX),
         max_tokens=None if longest is None else _whole("max_tokens", longest),
-        stop=_list_of("stop", (stop,) if isinstance(stop, str) else stop, str),
-        stop_token_ids=_list_of("stop_token_ids", body.get("stop_token_ids") or (), int),
+        stop=stops,
+        stop_token_ids=stop_token_ids,
         logprobs=logprobs is not None and logprobs is not False,
         return_token_ids=bool(body.get("return_token_ids")),
         stream=bool(body.get("stream")),
@@ -152,9 +205,9 @@ def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
     return ids
 
 
-def _whole(name: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= 2**20:
-        raise BadRequest(name, f"must be a whole number from 1, not {value!r}")
+def _whole(name: str, value: Any, largest: int = 2**20) -> int:
+    if type(value) is not int or not 1 <= value <= largest:
+        raise BadRequest(name, f"must be a whole number from 1 to {largest}, not {repr(value)[:50]}")
     return value
 
 

@@ -15,10 +15,10 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
-from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
+from torchtitan.grpo.endpoint.chat import CHARS_PER_TOKEN, Chat, digest_with, off_loop, reply_message
 from torchtitan.grpo.endpoint.episodes import WAIT_MAX_S, Episodes, outcome
-from torchtitan.grpo.endpoint.requests import BadRequest
-from torchtitan.grpo.endpoint.sessions import Session, SessionEnded
+from torchtitan.grpo.endpoint.requests import Asked, BadRequest
+from torchtitan.grpo.endpoint.sessions import Place, Session, SessionEnded
 from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.collector import Collector
@@ -27,13 +27,14 @@ from torchtitan.grpo.server_commands import http_url
 from torchtitan.tools.logging import logger
 
 SESSION_HEADER = "X-Session-ID"
-BODY_BYTES = 64 * 2**20
-"""Longest request."""
+_FREE_BYTES = 2**20
+"""Of a request, besides those of a conversation that fits."""
 _ENDED_KEPT = 100_000
 """Ids of ended sessions that are known as such: later calls get 410 and not 404."""
 _SHUTDOWN_S = 1.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answers = list[tuple[Completion, Place | None]]
 
 
 class Endpoint:
@@ -47,7 +48,7 @@ class Endpoint:
         chat: Renders messages.
         model: The name in replies and in `/v1/models`.
         host, port, api_key: Where it listens, and the bearer token that it asks for; "" for none.
-        longest_tokens: `[training] seq_len`, reported as `max_model_len`.
+        longest_tokens: `[training] seq_len`, reported as `max_model_len`. It bounds the size of requests.
 
     Attributes:
         episodes: With `[rollout] environment = "endpoint"`, those of a harness outside.
@@ -62,7 +63,8 @@ class Endpoint:
         self._host, self._port, self._key = host, port, api_key.encode()
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._answer])
+        self._longest_bytes = _FREE_BYTES + CHARS_PER_TOKEN * longest_tokens
+        app = web.Application(client_max_size=self._longest_bytes, middlewares=[self._answer])
         for prefix in ("", "/sessions/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
             app.router.add_post(f"{prefix}/v1/completions", self._completions)
@@ -152,9 +154,12 @@ class Endpoint:
         try:
             return await handler(request)
         except BadRequest as error:
-            return _error(400, str(error), error.field)
+            return _error(error.status, str(error), error.field)
         except SessionEnded:
             return _error(410, "the session has ended: its group is complete, was given up or came too late")
+        except web.HTTPRequestEntityTooLarge:
+            what = f"{self._longest_bytes} bytes: 1 MiB and {CHARS_PER_TOKEN} for each token of [training] seq_len"
+            return _error(413, f"a request may have {what}")
         except web.HTTPException as error:
             return _error(error.status, error.text or error.reason)
         except Exception as error:  # of the model call: the session keeps it, and it ends the run
@@ -165,61 +170,48 @@ class Endpoint:
         same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._key)
         return same and scheme.lower() == "bearer"
 
-    async def _called(self, request: web.Request) -> tuple[Session, dict[str, Any]]:
-        """The session of a call, and its body."""
+    async def _asked(
+        self, request: web.Request, read: Callable[[Session, dict[str, Any]], Asked]
+    ) -> tuple[Session, Asked, Answers]:
+        """The session of a call, the call, and its answers."""
         id = request.match_info.get("session") or request.headers.get(SESSION_HEADER, "")
         if not id:
             raise web.HTTPBadRequest(text=f"name the session: base_url http://.../sessions/ID/v1, or {SESSION_HEADER}")
-        body = await _json(request)
+        raw = await request.read()
         if (session := self._sessions.get(id)) is None:
             if id in self._ended:
                 raise SessionEnded
             raise web.HTTPNotFound(text=f"there is no session {id[:64]!r}")
         self.calls += 1
-        return session, body
+        async with session.order:
+            asked = await off_loop(len(raw), lambda: read(session, requests.body_of(raw)))
+            call = asked.call
+            answers = session.generate(
+                asked.token_ids,
+                n=call.n,
+                max_tokens=call.max_tokens,
+                stop_token_ids=call.stop_token_ids,
+                stop=call.stop,
+            )
+        return session, asked, await answers
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self._called(request)
+    def _read_chat(self, session: Session, body: dict[str, Any]) -> Asked:
         call = requests.parse(body, requests.CHAT, session.client.params)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise BadRequest("messages", "must be a list of one message or more")
         rendered = self.chat.messages(session, body["messages"], call.tools)
-        choices = []
-        answers = await _ask(session, rendered.token_ids, call)
-        for i, (completion, place) in enumerate(answers):
-            text = requests.cut_text(self.chat.decode(completion.token_ids), call.stop)
-            message = reply_message(text, call.tools)
-            if place is not None:
-                session.said[digest_with(rendered.digest, message)] = place
-            called = completion.finish_reason == "stop" and "tool_calls" in message
-            choice = {"index": i, "message": message, "finish_reason": "tool_calls" if called else None}
-            choices.append(choice | self._extras(completion, call, requests.chat_logprobs))
-        return await self._reply(request, "chat.completion", call, rendered.token_ids, answers, choices)
+        return Asked(call, rendered.token_ids, rendered.digest)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self._called(request)
+    def _read_completion(self, session: Session, body: dict[str, Any]) -> Asked:
         call = requests.parse(body, requests.COMPLETIONS, session.client.params)
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            ids, text = self.chat.text(session, prompt), prompt
-        else:
-            ids, text = requests.token_ids(prompt, "prompt", self.chat.vocab_size), ""
-        choices = []
-        answers = await _ask(session, ids, call)
-        for i, (completion, place) in enumerate(answers):
-            whole = self.chat.decode(completion.token_ids)
-            shown = requests.cut_text(whole, call.stop)
-            if place is not None and text:
-                session.texts |= {text + whole: place, text + shown: place}
-            choice = {"index": i, "text": shown, "finish_reason": None}
-            choices.append(choice | self._extras(completion, call, requests.completion_logprobs))
-        return await self._reply(request, "text_completion", call, ids, answers, choices)
+            return Asked(call, self.chat.text(session, prompt), prompt)
+        return Asked(call, requests.token_ids(prompt, "prompt", self.chat.vocab_size), "")
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """vLLM's route: token ids in, token ids and log-probabilities out."""
-        session, body = await self._called(request)
+    def _read_tokens(self, session: Session, body: dict[str, Any]) -> Asked:
         wanted = body.get("sampling_params") or {}
         if not isinstance(wanted, dict):
             raise BadRequest("sampling_params", "must be an object")
@@ -228,13 +220,43 @@ class Endpoint:
         if call.stream:
             raise BadRequest("stream", "this route answers at once: leave it out")
         ids = requests.token_ids(body.get("token_ids"), "token_ids", self.chat.vocab_size)
-        answers = await _ask(session, ids, call)
+        return Asked(call, ids, str(body.get("request_id") or ""))
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        session, asked, answers = await self._asked(request, self._read_chat)
+        call, choices = asked.call, []
+        for i, (completion, place) in enumerate(answers):
+            text = requests.cut_text(self.chat.decode(completion.token_ids), call.stop)
+            message = reply_message(text, call.tools)
+            if place is not None:
+                session.said[digest_with(asked.key, message)] = place
+            called = completion.finish_reason == "stop" and "tool_calls" in message
+            choice = {"index": i, "message": message, "finish_reason": "tool_calls" if called else None}
+            choices.append(choice | self._extras(completion, call, requests.chat_logprobs))
+        return await self._reply(request, "chat.completion", asked, answers, choices)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        session, asked, answers = await self._asked(request, self._read_completion)
+        call, choices = asked.call, []
+        for i, (completion, place) in enumerate(answers):
+            whole = self.chat.decode(completion.token_ids)
+            shown = requests.cut_text(whole, call.stop)
+            if place is not None and asked.key:
+                for said in (whole, shown):
+                    session.texts.add(asked.key + said, place)
+            choice = {"index": i, "text": shown, "finish_reason": None}
+            choices.append(choice | self._extras(completion, call, requests.completion_logprobs))
+        return await self._reply(request, "text_completion", asked, answers, choices)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """vLLM's route: token ids in, token ids and log-probabilities out."""
+        session, asked, answers = await self._asked(request, self._read_tokens)
         completions = [completion for completion, _ in answers]
         return web.json_response(
             {
-                "request_id": str(body.get("request_id") or f"generate-{session.id}-{session.calls}"),
+                "request_id": asked.key or f"generate-{session.id}-{session.calls}",
                 "choices": [requests.tokens_choice(i, completion) for i, completion in enumerate(completions)],
-                "usage": requests.usage(len(ids), completions),
+                "usage": requests.usage(len(asked.token_ids), completions),
             }
         )
 
@@ -245,7 +267,7 @@ class Endpoint:
     async def _next_episode(self, request: web.Request) -> web.StreamResponse:
         """An episode; 204 if there is none within `wait_seconds`, 410 if the run has ended."""
         episodes = self._episodes()
-        body = await _json(request) if request.can_read_body else {}
+        body = requests.body_of(await request.read()) if request.can_read_body else {}
         wait_s = body.get("wait_seconds", WAIT_MAX_S / 2)
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= WAIT_MAX_S:
             raise BadRequest("wait_seconds", f"must be a number from 0 to {WAIT_MAX_S:g}")
@@ -256,7 +278,7 @@ class Endpoint:
         return web.json_response(episodes.describe(episode, base_url))
 
     async def _end_episode(self, request: web.Request) -> web.StreamResponse:
-        ended = outcome(await _json(request))
+        ended = outcome(requests.body_of(await request.read()))
         if not self._episodes().end(request.match_info["episode"], ended):
             return _error(410, "nobody waits for this episode: it was ended, given up, or handed out again")
         return web.Response(status=204)
@@ -276,14 +298,9 @@ class Endpoint:
         return extras
 
     async def _reply(
-        self,
-        request: web.Request,
-        kind: str,
-        call: requests.Call,
-        prompt: list[int],
-        answers: list[tuple[Completion, Any]],
-        choices: list[dict[str, Any]],
+        self, request: web.Request, kind: str, asked: Asked, answers: Answers, choices: list[dict[str, Any]]
     ) -> web.StreamResponse:
+        call, prompt = asked.call, asked.token_ids
         completions = [completion for completion, _ in answers]
         for choice, completion in zip(choices, completions, strict=True):
             choice["finish_reason"] = choice["finish_reason"] or completion.finish_reason
@@ -320,22 +337,6 @@ def serve(config: JobConfig, collector: Collector) -> None:
     collector.call(endpoint.start())
     collector.endpoint = endpoint
     logger.info(f"The endpoint is at {endpoint.url} ([rollout] serve_port)")
-
-
-async def _ask(session: Session, token_ids: list[int], call: requests.Call) -> list[tuple[Completion, Any]]:
-    return await session.generate(
-        token_ids, n=call.n, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
-    )
-
-
-async def _json(request: web.Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise web.HTTPBadRequest(text="the body is not a JSON object")
-    return body
 
 
 def _error(status: int, message: str, param: str | None = None) -> web.Response:

@@ -1,12 +1,14 @@
 """Sessions: what was sampled in one conversation through the endpoint, as samples to train on."""
 
 import asyncio
+import hashlib
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.engines.protocol import Completion
+from torchtitan.grpo.endpoint.requests import BadRequest
+from torchtitan.grpo.engines.protocol import Completion, Refused
 from torchtitan.grpo.rollouts.collector import prompt_seed
 from torchtitan.grpo.rollouts.environment import RolloutClient, Turns
 
@@ -45,6 +47,35 @@ class Place:
         return self.branch.turns.token_ids[: self.tokens]
 
 
+class Texts:
+    """Ends of sampled turns by the text up to there. It keeps digests, since each text begins with others."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, Place] = {}
+        self._ends: set[int] = set()
+
+    def add(self, text: str, place: Place) -> None:
+        self._places[_text_digest(text).digest()] = place
+        self._ends.add(len(text))
+
+    def longest(self, text: str) -> tuple[int, Place | None]:
+        """The place of the longest one that this text begins with, and its characters. Reads the text once."""
+        found: tuple[int, Place | None] = (0, None)
+        digest, at = _text_digest(""), 0
+        for end in sorted(self._ends):
+            if end > len(text):
+                break
+            digest.update(text[at:end].encode(errors="surrogatepass"))
+            at = end
+            if place := self._places.get(digest.digest()):
+                found = end, place
+        return found
+
+
+def _text_digest(text: str) -> "hashlib.blake2b":
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16)
+
+
 class Session:
     """The model calls of one episode. Everything happens on the collector's event loop.
 
@@ -63,6 +94,7 @@ class Session:
         base_url: What an OpenAI client gets, before "/v1".
         calls: Model calls so far.
         last_used: The event loop's time when a call last began or ended.
+        order: Held while a call is read and begins, so that calls begin in the order in which they came.
         texts: Ends of sampled turns by the text up to there, for `/v1/completions`.
         said: Ends of sampled turns by a digest of the messages up to there, for `/v1/chat/completions`.
     """
@@ -72,7 +104,8 @@ class Session:
         self.client, self.prompt = client, prompt
         self.calls = 0
         self.last_used = asyncio.get_running_loop().time()
-        self.texts: dict[str, Place] = {}
+        self.order = asyncio.Lock()
+        self.texts = Texts()
         self.said: dict[str, Place] = {}
         self._number = number
         self._branches: list[Branch] = []
@@ -82,8 +115,13 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a model call is under way."""
-        return bool(self._under_way)
+        """Whether a model call is under way, or is being read."""
+        return bool(self._under_way) or self.order.locked()
+
+    @property
+    def longest_tokens(self) -> int:
+        """Beyond so many tokens of a conversation, nothing is sampled."""
+        return len(self.prompt.token_ids) + self.client.params.max_tokens
 
     def samples(self) -> list[Sample]:
         """A sample for each branch, in the order in which they began. None if nothing was sampled.
@@ -95,7 +133,7 @@ class Session:
             raise self._failure
         return [branch.turns.sample() for branch in self._branches if branch.turns.sample().token_ids]
 
-    async def generate(
+    def generate(
         self,
         token_ids: list[int],
         *,
@@ -103,11 +141,14 @@ class Session:
         max_tokens: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
         stop: tuple[str, ...] = (),
-    ) -> list[tuple[Completion, Place | None]]:
+    ) -> Coroutine[Any, Any, list[tuple[Completion, Place | None]]]:
         """`RolloutClient.generate`, recorded: each completion, and where it ends. None if it is empty.
+
+        It has its number, its seed and the sample that it continues at once, before it is awaited.
 
         Raises:
             SessionEnded: It had ended, or ended during the call.
+            BadRequest: The servers refuse the call.
             Exception: The call failed. `samples` raises this too.
         """
         if self._ended:
@@ -120,18 +161,22 @@ class Session:
         left = self.client.params.max_tokens - answer
         for each in branches:
             each.busy = True
+        completions = self.client.generate(
+            token_ids,
+            n=n,
+            max_tokens=left if max_tokens is None else min(left, max_tokens),
+            stop_token_ids=stop_token_ids,
+            stop=stop,
+            seed=prompt_seed(self.client.params.seed, f"session{self._number}", self.prompt.index, call),
+            session=self.id,
+        )
+        return self._recorded(branches, token_ids, completions)
+
+    async def _recorded(
+        self, branches: list[Branch], token_ids: list[int], call: Coroutine[Any, Any, list[Completion]]
+    ) -> list[tuple[Completion, Place | None]]:
         try:
-            completions = await self._bounded(
-                self.client.generate(
-                    token_ids,
-                    n=n,
-                    max_tokens=left if max_tokens is None else min(left, max_tokens),
-                    stop_token_ids=stop_token_ids,
-                    stop=stop,
-                    seed=prompt_seed(self.client.params.seed, f"session{self._number}", self.prompt.index, call),
-                    session=self.id,
-                )
-            )
+            completions = await self._bounded(call)
         finally:
             for each in branches:
                 each.busy = False
@@ -154,6 +199,8 @@ class Session:
             if self._ended and not asyncio.current_task().cancelling():
                 raise SessionEnded from None
             raise
+        except Refused as error:
+            raise BadRequest("request", str(error)) from error
         except Exception as error:
             self._failure = self._failure or error
             raise
@@ -169,9 +216,13 @@ class Session:
         """The longest sample that these tokens continue, among those that no call continues now."""
         found, longest = None, -1
         for branch in self._branches:
-            known = branch.turns.token_ids
-            if not branch.busy and longest < len(known) <= len(token_ids) and token_ids[: len(known)] == known:
-                found, longest = branch, len(known)
+            sample = branch.turns.sample()
+            prompt, own = sample.prompt.token_ids, sample.token_ids
+            end = len(prompt) + len(own)
+            if branch.busy or not longest < end <= len(token_ids) or token_ids[end - 1] != own[-1]:
+                continue  # without a look at all tokens, since there may be many branches
+            if token_ids[: len(prompt)] == prompt and token_ids[len(prompt) : end] == own:
+                found, longest = branch, end
         return found
 
     def _begin(self, token_ids: list[int]) -> Prompt:
@@ -179,7 +230,9 @@ class Session:
         own = self.prompt.token_ids
         if token_ids[: len(own)] == own:
             return self.prompt
-        return replace(self.prompt, token_ids=list(token_ids), text=self.client.tokenizer.decode(token_ids))
+        samples = len(token_ids) < self.longest_tokens
+        text = self.client.tokenizer.decode(token_ids) if samples else ""
+        return replace(self.prompt, token_ids=list(token_ids), text=text)
 
     def _record(self, branch: Branch, token_ids: list[int], completion: Completion) -> Place | None:
         turns = branch.turns

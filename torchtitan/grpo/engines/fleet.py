@@ -172,7 +172,8 @@ class Fleet:
             server.in_traffic, server.lost, server.suspected, server.reason = True, False, False, ""
             server.held = False
         if returned:
-            logger.info("%s is in traffic, with weights of version %d", server.url, version)
+            weights = f"weights of version {version}" if version >= 0 else "the weights that it was started with"
+            logger.info("%s is in traffic, with %s", server.url, weights)
         self._notify()
 
     def hold(self, server: Server) -> None:

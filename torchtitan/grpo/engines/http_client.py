@@ -14,6 +14,7 @@ from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import (
     Completion,
     EngineError,
+    Refused,
     SamplingParams,
     error_text,
     key_hint,
@@ -95,7 +96,8 @@ class HttpClient:
 
         Raises:
             EngineError: The server failed, is gone, or did not answer in time.
-            UserError: It refuses the request for a reason that the user can fix.
+            UserError: It refuses every request, for a reason that the user can fix.
+            Refused: It refuses this one.
             LocalError: This process cannot send the request.
         """
         if self._session is None:
@@ -127,7 +129,7 @@ class HttpClient:
         if status in (403, 404):
             raise UserError(f"{self.url}: HTTP {status} on {route}: {self.route_hint}")
         if status in (400, 413, 422):
-            raise UserError(f"{self.url} refuses request {request_id}: {said}")
+            raise Refused(f"{self.url} refuses request {request_id}: {said}")
         raise EngineError(f"{self.url}: request {request_id}: HTTP {status}: {said}")
 
     @contextlib.contextmanager

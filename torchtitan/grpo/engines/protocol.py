@@ -28,6 +28,10 @@ class LocalError(UserError):
     """This process has no file descriptor left. No server is to blame, and none leaves traffic for it."""
 
 
+class Refused(UserError):
+    """A server refuses one request as wrong: its tokens, its parameters or its size."""
+
+
 def raise_if_local(error: BaseException) -> None:
     """Raise LocalError if a request failed because this process may open no more files. Call it with the client's error
     from its `except` clause."""

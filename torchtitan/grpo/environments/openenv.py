@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.endpoint.chat import Chat, digest_with
+from torchtitan.grpo.endpoint.chat import Chat, characters, digest_with, off_loop
+from torchtitan.grpo.endpoint.requests import TooLong
 from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
@@ -92,13 +93,16 @@ class OpenEnvEnvironment:
         session = Session(f"openenv-{prompt.index}", self._url, client, prompt, 0)
         async with (
             aiohttp.ClientSession(headers=self._headers) as http,
-            http.ws_connect(f"{self._url}/ws", max_msg_size=0) as socket,
+            http.ws_connect(f"{self._url}/ws") as socket,
         ):
             told = await self._told(socket, "reset", self._reset | {"seed": prompt.columns["seed"]})
             first = "\n".join(filter(None, [self._prompt, self._text(told)]))
             messages, rewards, steps = [{"role": "user", "content": first}], [told.get("reward")], 0
             while not told.get("done") and steps < self._max_steps:
-                rendered = self._chat.messages(session, messages, None)
+                try:
+                    rendered = await off_loop(characters(messages), self._chat.messages, session, messages, None)
+                except TooLong:  # no tokens are left
+                    break
                 [(completion, place)] = await session.generate(rendered.token_ids)
                 if place is None:  # no tokens are left
                     break
@@ -123,7 +127,7 @@ class OpenEnvEnvironment:
         answer = await socket.receive(self._timeout_s)
         if answer.type != aiohttp.WSMsgType.TEXT:
             raise OpenEnvError(f"{self._url} ended the connection at {kind} ({answer.type.name}: {answer.data})")
-        told = json.loads(answer.data)
+        told = await off_loop(len(answer.data), json.loads, answer.data)
         if told.get("type") != "observation":
             said = told.get("data") or {}
             hint = ": set [rollout] environment_concurrency" if said.get("code") == "CAPACITY_REACHED" else ""

@@ -16,7 +16,7 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Response, SamplingConfig, TurnTokens
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.endpoint.chat import Chat, digest_with, reply_message
+from torchtitan.grpo.endpoint.chat import Chat, characters, digest_with, off_loop, reply_message
 from torchtitan.grpo.endpoint.requests import CHAT, BadRequest, cut_text, parse, reply, usage
 from torchtitan.grpo.endpoint.sessions import Session, SessionEnded
 from torchtitan.grpo.environments.in_process import NO_TOKENS_LEFT
@@ -53,10 +53,13 @@ class Conversation:
         session = self.sessions[trace_id]
         try:
             call = parse(body | {"n": 1, "stream": False}, CHAT, self.client.params)
-            rendered = self.chat.messages(session, body["messages"], call.tools)
-            [(completion, place)] = await session.generate(
-                rendered.token_ids, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
-            )
+            messages = body["messages"]
+            async with session.order:
+                rendered = await off_loop(characters(messages), self.chat.messages, session, messages, call.tools)
+                answers = session.generate(
+                    rendered.token_ids, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
+                )
+            [(completion, place)] = await answers
         except (BadRequest, SessionEnded) as error:
             raise ProviderError(str(error), status_code=400) from error
         if place is None:

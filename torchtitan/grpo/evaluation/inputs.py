@@ -5,18 +5,19 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.config.contradictions import check_contradictions
-from torchtitan.grpo.config.load import load_config
+from torchtitan.grpo.config.load import CONFIG_FILE, load_config
 from torchtitan.grpo.config.resolved import resolved
-from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets, training_sources
+from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.sources import question
+from torchtitan.grpo.data.sources import row_keys
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.hf_config import adapters_alone
@@ -64,6 +65,17 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path} is no Hugging Face folder, and holds none as hf/: {what}")
 
 
+def checkpoint_of(folder: Path) -> Path | None:
+    """The run's checkpoint that this Hugging Face folder is a part of."""
+    step = folder.resolve().parent
+    return step if (step / RUN_CONFIG).is_file() else None
+
+
+def _run_config(step: Path | None) -> dict[str, Any]:
+    """The run's value of every key, by path; empty without a checkpoint."""
+    return json.loads((step / RUN_CONFIG).read_text(encoding="utf-8")) if step else {}
+
+
 def evaluation_config(
     flags: list[str],
     folder: Path,
@@ -75,7 +87,7 @@ def evaluation_config(
     """A run's configuration with this model and these servers, and without what only a trainer needs.
 
     Args:
-        flags: The trainer's, `--job.config_file` among them.
+        flags: The trainer's. Without `--job.config_file` a checkpoint's own configuration is the default.
         folder: The model's.
         engine: Of the servers.
         urls: Of servers that run already. Without any, `[rollout] replicas` is 1 unless a flag says otherwise.
@@ -88,16 +100,27 @@ def evaluation_config(
     given = {"model.hf_assets_path": str(folder), "rollout.engine": engine, "rollout.urls": ",".join(urls)}
     named = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     of_servers = {"rollout.replicas": "0" if urls else "1"}
-    given |= {key: value for key, value in (OF_THE_RUN | of_servers).items() if key not in named}
-    config = load_config([*(f"--{key}={value}" for key, value in given.items()), *flags], world_size=0)
+    if "dry_run" in named:
+        raise UserError("scripts/evaluate.py has no --dry_run: for a short evaluation, lower --validation.prompts")
+    step = checkpoint_of(folder)
+    run = _run_config(step)
+    beside: dict[str, str] = {}
+    if step is not None:  # its results are not for the folder of another run, which the TOML file may name
+        among_others = step.parent.name == Path(run.get("checkpoint.folder", "checkpoint")).name
+        beside["job.dump_folder"] = str(step.parents[1] if among_others else step.parent)
+        if CONFIG_FILE not in named:
+            logger.info(f"The configuration is that of {step / RUN_CONFIG}")
+    given |= {key: value for key, value in (OF_THE_RUN | of_servers | beside).items() if key not in named}
+    words = [*(f"--{key}={value}" for key, value in given.items()), *flags]
+    config = load_config(words, world_size=0, defaults={} if CONFIG_FILE in named else run)
     if jsonl:
         config.validation.sets = [
             held_out_set(config, {"name": _name(path), "source": "jsonl", "path": str(path), "prompts": 2**20})
             for path in jsonl
         ]
     if server_flags:
-        config.rollout.server_flags = words = shlex.split(server_flags)
-        if any(word.partition("=")[0] == "--gpu" for word in words):
+        config.rollout.server_flags = shlex.split(server_flags)
+        if any(word.partition("=")[0] == "--gpu" for word in config.rollout.server_flags):
             raise UserError(
                 "--server-flags has --gpu: choose GPUs by CUDA_VISIBLE_DEVICES, and how many a server has by "
                 "--rollout.gpus_per_server"
@@ -134,9 +157,10 @@ def check_not_trained_on(
     Raises:
         UserError: A set of held-out rows asks what the run trained on.
     """
-    saved = folder.parent / RUN_CONFIG
-    values = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
-    own = {path: value for path, value in values.items() if path.startswith(("data.", "validation."))}
+    step = checkpoint_of(folder)
+    if step is None:
+        return
+    own = {path: value for path, value in _run_config(step).items() if path.startswith(("data.", "validation."))}
     tables = zip(sets, held_out_sets(config), strict=True)
     asks = [(each, table.data.prompt_column) for each, table in tables if not table.own_rows]
     now = resolved(config)
@@ -152,19 +176,17 @@ def check_not_trained_on(
         with loaded_environments(run) as environments:
             rows = environments.rows
             held_out = load_held_out(run, tokenizer, rows=rows) if run.validation.enable else []
-            trained = load_training(run, tokenizer, held_out, rows=rows)
+            known = load_training(run, tokenizer, held_out, rows=rows).keys()
     except UserError as error:
         logger.warning(f"Not checked whether this checkpoint's run trained on what is asked: {error}")
         return
-    columns = {source.data.prompt_column for source in training_sources(run)}
-    known = {question(prompt.columns, column) for prompt in trained.first(len(trained)) for column in columns}
     for each, column in asks:
-        repeated = sum(question(prompt.columns, column) in known for prompt in each.prompts)
+        repeated = sum(not known.isdisjoint(row_keys(prompt.columns, column)) for prompt in each.prompts)
         if repeated:
             name = f" of set {each.name!r}" if each.name else ""
             raise UserError(
                 f"{repeated} of the {len(each.prompts)} held-out prompts{name} are some that this checkpoint's run "
                 f"trained on: it held out [validation] prompts = {run.validation.prompts}"
                 f"{'' if run.validation.enable else ', and enable = false'}. Restore the [data] and [validation] keys "
-                f"of {saved}, or name other rows by --jsonl or [[validation.sets]]"
+                f"of {step / RUN_CONFIG}, or name other rows by --jsonl or [[validation.sets]]"
             )

@@ -21,9 +21,13 @@ def new_folder(wanted: Path) -> Path:
     """`wanted`, or with the first number that is free: results are never overwritten."""
     for number in range(1, 10**6):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        with contextlib.suppress(FileExistsError):
+        try:
             folder.mkdir(parents=True)
-            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"results cannot be written to {folder} ({error.strerror}): give an --out") from error
+        return folder
     raise UserError(f"{wanted}: too many results with this name: give another --out")
 
 

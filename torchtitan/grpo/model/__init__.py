@@ -5,7 +5,8 @@
     experts.py             a mixture of experts: router, experts, and experts on several ranks
     tied_embedding.py      the part of a state-dict adapter that all families share
     hf_config.py           config.json or a flavour -> family and arguments; refuses what would be computed wrongly
-    source.py              `ModelSource`: family, arguments, names; loads and exports safetensors
+    source.py              `ModelSource`: family, arguments, names; loads and exports weights
+      weight_files.py      safetensors files of a folder, found and checked
     lora.py                `[lora]`: adapters beside frozen weights; peft_folder.py writes them as `peft` does
     shards.py              names of sharded and wrapped parameters, and a rank's part of them
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled

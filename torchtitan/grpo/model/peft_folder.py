@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchtitan.grpo.model.lora import PeftNames, is_adapter
 from torchtitan.grpo.model.shards import whole
-from torchtitan.grpo.model.source import ModelSource
+from torchtitan.grpo.model.source import ModelSource, share
 from torchtitan.grpo.weight_wire.adapters import peft_config
 
 
@@ -39,6 +39,7 @@ def write_adapter(tensors: Mapping[str, Tensor], source: ModelSource, folder: Pa
     save_file(content, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     text = json.dumps(adapter_config(source), indent=2)
     (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+    share(folder)
 
 
 def adapter_config(source: ModelSource) -> dict[str, object]:

@@ -14,20 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
 from torchtitan.grpo.model.families import Family, ModelArgs, get_family
-from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder, read_json
+from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
 from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.shards import fill, whole
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
+from torchtitan.grpo.model.weight_files import check_headers, not_finite, opened, weight_files
 from torchtitan.grpo.model_identity import ModelIdentity, identity
+from torchtitan.grpo.policy.finite import bad_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,11 @@ def resolve_and_check(config: Any) -> ModelSource:
     """`resolve_model` for a run, and what is checked before anything is started: parallelism, and the folder's weights
     with `[model] weights = "hf"`."""
     source = resolve_model(config.model, config.training.seq_len, config.lora)
+    if source.folder.resolve() == Path(config.job.dump_folder).resolve():
+        raise UserError(
+            f'[job] dump_folder = "{config.job.dump_folder}" is the model\'s folder ([model] hf_assets_path): name '
+            "another one for what the run writes"
+        )
     check_degrees(source, config.parallelism)
     check_compiles(source, config)
     if config.grpo.routing_replay:
@@ -179,24 +185,31 @@ def load_hf_weights(model: nn.Module, source: ModelSource, folder: str | Path) -
     gathered or sent. Values are cast to the parameters' dtype.
 
     Raises:
-        UserError: There are no weights, a file is missing or broken, or names or shapes do not fit the model.
+        UserError: There are no weights, a file is missing or broken, or names, shapes or dtypes do not fit the model.
+            On every rank: a weight is infinite or NaN.
     """
     folder = Path(folder)
     parameters = {name: value for name, value in get_model_state_dict(model).items() if not is_adapter(name)}
     if any(parameter.is_meta for parameter in parameters.values()):
         raise RuntimeError("load_hf_weights needs a materialised model: call to_empty and init_weights first")
     expected = _expected(source, parameters)
-    files = _weight_files(folder)
-    _check_names_and_shapes(files, expected, source, folder)
+    files = weight_files(folder)
+    check_headers(files, expected, source.tied, folder)
     with torch.no_grad():
         for path in files:
-            with _open(path) as file:
+            with opened(path) as file:
                 for hf_name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                     if hf_name not in expected:
                         continue
                     row = source.adapter.expert(hf_name)
                     for name, value in source.adapter.from_hf({hf_name: file.get_tensor(hf_name)}).items():
                         fill(parameters[name], value, row)
+    if bad_weights(parameters) is not None:
+        bad = not_finite(files, expected, next(iter(parameters.values())).dtype)
+        raise UserErrorOfAllRanks(
+            f"[model] hf_assets_path: the weights in {folder} hold NaN or infinity and cannot be trained: "
+            f"{bad}. Download or export them again"
+        )
 
 
 def check_hf_weights(source: ModelSource) -> None:
@@ -207,77 +220,13 @@ def check_hf_weights(source: ModelSource) -> None:
     """
     with torch.device("meta"):
         expected = _expected(source, get_model_state_dict(source.build()))
-    _check_names_and_shapes(_weight_files(source.folder), expected, source, source.folder)
+    check_headers(weight_files(source.folder), expected, source.tied, source.folder)
 
 
 def _expected(source: ModelSource, parameters: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that the model is made of, by Hugging Face name."""
     on_meta = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
     return {name: tuple(value.shape) for name, value in source.adapter.to_hf(on_meta).items()}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index_path = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not index_path.is_file():
-        raise UserError(
-            f'[model] hf_assets_path = "{folder}" has neither model.safetensors nor {index_path.name}: download the '
-            'safetensors weights (other formats are not read), or set [model] weights = "random"'
-        )
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index_path} has no weight_map: download it again")
-    return [folder / name for name in sorted(set(map(str, weight_map.values())))]
-
-
-def _open(path: Path) -> safe_open:
-    return safe_open(path, framework="pt", device="cpu")
-
-
-def _check_names_and_shapes(
-    files: list[Path], expected: dict[str, tuple[int, ...]], source: ModelSource, folder: Path
-) -> None:
-    found: dict[str, tuple[int, ...]] = {}
-    missing_files = [path.name for path in files if not path.is_file()]
-    broken = [f"missing: {_some(missing_files)} (model.safetensors.index.json names them)"] if missing_files else []
-    for path in files:
-        if path.name in missing_files:
-            continue
-        try:
-            with _open(path) as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            broken.append(f"{path.name} is truncated or not a safetensors file ({error})")
-    if broken:
-        raise UserError(
-            f"[model] hf_assets_path: the weights in {folder} are torn: {'; '.join(broken[:8])}. Download them again"
-        )
-    problems = []
-    missing = [name for name in expected if name not in found]
-    # Old files hold the rotary table. Files of tied models sometimes hold a second copy of the embedding.
-    spare = ("rotary_emb.inv_freq", "lm_head.weight") if source.tied else ("rotary_emb.inv_freq",)
-    extra = [name for name in found if name not in expected and not name.endswith(spare)]
-    wrong = [
-        f"{name} {list(found[name])}, not {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if missing:
-        problems.append(f"{len(missing)} missing: {_some(missing)}")
-    if extra:
-        problems.append(f"{len(extra)} that the model has no place for: {_some(extra)}")
-    if wrong:
-        problems.append(f"{len(wrong)} of another shape: {_some(wrong)}")
-    if problems:
-        raise UserError(
-            f"the tensors in {folder} do not fit the model that [model] describes; {'; '.join(problems)}. "
-            "config.json and the weights must be of the same model (tie_word_embeddings and sizes included)"
-        )
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def write_hf_config(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
@@ -327,6 +276,14 @@ def write_hf(
     hf_config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     write_hf_config(dataclasses.replace(source, hf_config=hf_config), tokenizer, folder)
     save_torch_state_dict(tensors, folder)
+    share(folder)
+
+
+def share(folder: str | Path) -> None:
+    """Let others read the safetensors files in a folder if they may read a new file: safetensors shuts them out."""
+    beside = next(path for path in Path(folder).glob("*config.json"))
+    for path in Path(folder).glob("*.safetensors"):
+        path.chmod(beside.stat().st_mode & 0o777)
 
 
 def _is_writer() -> bool:

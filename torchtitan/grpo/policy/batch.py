@@ -33,19 +33,28 @@ def shaped_reward(sample: Sample, grpo: Grpo, max_answer_tokens: int) -> float |
     )
 
 
-def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int) -> bool:
-    """Whether the group's rewards differ, or a teacher scored it. Else its advantages are zero."""
-    if any(sample.teacher_logprobs is not None and sample.reward is not None for sample in group):
+def has_signal(group: Group, grpo: Grpo, max_answer_tokens: int, distill: Distill | None = None) -> bool:
+    """Whether the group's rewards differ, or a teacher of this run scored it. Else its advantages are zero.
+
+    A KL that is subtracted later makes advantages of equal rewards too, but is not asked: it says nothing of the task.
+    """
+    taught = [sample for sample in group if sample.teacher_logprobs is not None and sample.reward is not None]
+    if taught and _has_teacher(distill):
         return True
     return not zero_variance([shaped_reward(sample, grpo, max_answer_tokens) for sample in group])
 
 
-def counted_samples(group: Group, grpo: Grpo, max_answer_tokens: int) -> list[bool]:
+def _has_teacher(distill: Distill | None) -> bool:
+    """Recorded samples, and groups from before a resume, may have scores of a teacher that this run has not."""
+    return distill is not None and bool(distill.teacher_urls)
+
+
+def counted_samples(group: Group, grpo: Grpo, max_answer_tokens: int, distill: Distill | None = None) -> list[bool]:
     """Which samples enter the loss and its normaliser.
 
     Those without a reward do not, nor aborted ones, nor truncated ones if they are filtered.
     """
-    if grpo.zero_variance_groups != "keep" and not has_signal(group, grpo, max_answer_tokens):
+    if grpo.zero_variance_groups != "keep" and not has_signal(group, grpo, max_answer_tokens, distill):
         return [False] * len(group)
     left_out = ("abort", "length") if grpo.overlong_filter else ("abort",)
     return [sample.reward is not None and sample.finish_reason not in left_out for sample in group]
@@ -66,14 +75,15 @@ def training_samples(
         advantages: By group and sample.
         version: Of the weights that are trained; a token's age is this minus the version that sampled it.
         servers_of: Each token's `PackedSample.servers`.
-        distill: How a teacher's scores, where there are any, become advantages.
+        distill: How a teacher's scores, where there are any, become advantages. None, or without a teacher: not at all.
     """
+    distill = distill if _has_teacher(distill) else None
     answers = [(s, a) for group, own in zip(groups, advantages, strict=True) for s, a in zip(group, own, strict=True)]
     weights = token_weights(
         [sample.sampled_tokens for sample, _ in answers],
         grpo.loss_aggregation,
         max_answer_tokens,
-        [counted for group in groups for counted in counted_samples(group, grpo, max_answer_tokens)],
+        [counted for group in groups for counted in counted_samples(group, grpo, max_answer_tokens, distill)],
     )
     return [
         PackedSample(

@@ -1,6 +1,6 @@
 """Nothing that is not finite is stepped on or saved (I9). `weight_sync.packer` sees to it that nothing is published."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -52,12 +52,16 @@ class FiniteSteps:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """`train/skipped_steps`: optimizer steps left out since the start of the process. Waits for the device.
+        """`train/skipped_steps`: optimizer steps left out since the start of the process. Waits for the device."""
+        return {"train/skipped_steps": self._skipped.item()}
+
+    def check(self) -> None:
+        """Waits for the device.
 
         Raises:
-            UserError: The last SKIPPED_IN_A_ROW_MAX were. On every rank.
+            UserError: The last SKIPPED_IN_A_ROW_MAX steps were left out. On every rank.
         """
-        skipped, in_a_row, norm = torch.stack([self._skipped, self._in_a_row, self._norm.float()]).tolist()
+        in_a_row, norm = torch.stack([self._in_a_row, self._norm.float()]).tolist()
         if in_a_row >= SKIPPED_IN_A_ROW_MAX:
             raise UserError(
                 f"the gradient was not finite (norm {norm}) in {in_a_row:.0f} optimizer steps in a row, which were "
@@ -65,7 +69,6 @@ class FiniteSteps:
                 "weights, a diverged policy (lower [optimizer] lr), and server log-probabilities that are not the "
                 "model's (policy/mismatch_abs)"
             )
-        return {"train/skipped_steps": skipped}
 
 
 def is_finite(tensor: Tensor) -> Tensor:
@@ -75,20 +78,28 @@ def is_finite(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def bad_weights(weights: Mapping[str, Tensor]) -> list[str] | None:
+    """Names of this rank's weights that are infinite or NaN; None if all of every rank are finite.
+
+    Collective over the default process group; waits for the device, once.
+    """
+    shards = {name: local_tensor(weight) for name, weight in weights.items()}
+    finite = {name: is_finite(shard) for name, shard in shards.items() if shard.numel()}
+    device = next(iter(shards.values())).device
+    all_finite = torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite.values()]).all().float()
+    if dist.is_initialized():
+        dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
+    return None if all_finite.item() else [name for name, value in finite.items() if not value.item()]
+
+
 def check_finite(model: nn.Module, step: int) -> None:
     """Check every weight before it is saved. Collective over the default process group; waits for the device.
 
     Raises:
         UserError: On every rank, if a weight on any rank is infinite or NaN. A rank that has one names it.
     """
-    shards = {name: local_tensor(parameter) for name, parameter in model.named_parameters()}
-    finite = {name: is_finite(shard) for name, shard in shards.items() if shard.numel()}
-    device = next(model.parameters()).device
-    all_finite = torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite.values()]).all().float()
-    if dist.is_initialized():
-        dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
-    if not all_finite.item():
-        names = [name for name, value in finite.items() if not value.item()]
+    names = bad_weights(dict(model.named_parameters()))
+    if names is not None:
         raise UserError(
             f"the weights of step {step} are not finite, so they are not saved: "
             f"{', '.join(names[:3]) or 'on another rank'}. Resume from the last checkpoint, with a lower [optimizer] lr"

@@ -256,18 +256,23 @@ def row_loss(
     num_servers: int = 0,
     distill_coef: float = 0.0,
     top_logprobs: Tensor | None = None,
+    *,
+    has_moved: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One packed row's share of the step's loss, and detached sums for metrics.
 
     Args:
         logprobs, entropy: Of the row's answer tokens [A], with gradient.
-        old_logprobs: The trainer's before the step's first optimizer step [A]; None in that step.
+        old_logprobs: The trainer's before the step's first optimizer step [A]; None in that step, or if nothing needs
+            them.
         reference_logprobs: Of the reference model [A]; None without one.
         max_age: `[async_grpo] max_trajectory_age_steps`; 0 (synchronous) measures nothing by age.
         num_servers: Of the batch; 0 measures nothing by server.
         distill_coef: `[distill] coef`, the weight of the divergence from the teacher.
         top_logprobs: Of the teacher's tokens `row.top_ids` and of all others together [A, K + 1], with gradient; None
             without `[distill] top_k`.
+        has_moved: The step has had an optimizer step. Without `old_logprobs`, nothing is measured of the sampler then:
+            the policy's own change would be in it.
     """
     trainer_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     importance, clipped = importance_weights(
@@ -297,7 +302,10 @@ def row_loss(
         loss = loss + distill_coef * (row.weights * divergence).sum()
         sums |= teacher_sums(divergence, row.top_logprobs, row.weights)
     tokens = trainer_logprobs, row.sampler_logprobs, row.weights
-    sums |= {"loss": loss.detach()} | mismatch_sums(*tokens)
+    sums["loss"] = loss.detach()
+    if has_moved and old_logprobs is None:
+        return loss, sums
+    sums |= mismatch_sums(*tokens)
     if max_age:
         sums |= age_sums(*tokens, row.ages, max_age, clipped)
     if num_servers:
@@ -308,11 +316,13 @@ def row_loss(
 def mismatch_sums(trainer_logprobs: Tensor, sampler_logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Difference between sampler and trainer: detached sums over the tokens that have a weight (see `policy_loss`).
 
-    `mismatch_kl_sum` is the k3 estimate of KL(sampler || trainer) from the sampler's tokens. `mismatch_abs_sum` is the
-    absolute difference of log-probabilities.
+    `mismatch_tokens` counts these. `mismatch_kl_sum` is the k3 estimate of KL(sampler || trainer) from the sampler's
+    tokens. `mismatch_abs_sum` is the absolute difference of log-probabilities.
     """
-    log_ratio = (trainer_logprobs - sampler_logprobs).detach().where(weights != 0, 0)
+    trained = weights != 0
+    log_ratio = (trainer_logprobs - sampler_logprobs).detach().where(trained, 0)
     return {
+        "mismatch_tokens": trained.sum().float(),
         "mismatch_kl_sum": _k3(log_ratio).sum(),
         "mismatch_abs_sum": log_ratio.abs().sum(),
     }

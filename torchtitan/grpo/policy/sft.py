@@ -96,6 +96,6 @@ def supervised_steps(
         rows = [row.to(device) for row in ahead]
         sums, _ = supervised_step(model, rows, max_norm, finite_steps, optimizer.step, False)
         ahead = next_rows() if left else []  # while the device computes
-        finite_steps.metrics()
+        finite_steps.check()
         yield sums["loss"]
     optimizer.zero_grad()

@@ -67,17 +67,17 @@ def duration(seconds: float) -> str:
     return f"{days}d {rest // 3600:02}h" if days else str(timedelta(seconds=rest))
 
 
-def step_warnings(values: dict[str, float], shaped: bool = False) -> str:
+def step_warnings(values: dict[str, float], other_signal: bool = False) -> str:
     """What a step's other numbers would hide: scores that failed, and that no group gave a gradient. Usually "".
 
     Args:
-        shaped: An answer's length counts too (`[grpo] overlong_penalty`), so equal rewards may give a gradient.
+        other_signal: Equal rewards give a gradient too, by a teacher or by a KL that is subtracted from them.
     """
     found = ""
     if failures := values.get("reward/failures"):
         found += f"  {failures:.0f} scores failed"
     equal = values.get("reward/zero_variance_fraction")
-    if values.get("train/answer_tokens") == 0 or (equal == 1 and not shaped):
+    if values.get("train/answer_tokens") == 0 or (equal == 1 and not other_signal):
         found += "  no signal" if equal is None else f"  no signal ({equal:.0%} of groups have equal rewards)"
     return found
 
@@ -86,7 +86,7 @@ class Console:
     """Shows the steps of a run.
 
     Args:
-        config: The run's configuration ([metrics], [sft] steps, [grpo], [async_grpo]).
+        config: The run's configuration ([metrics], [sft] steps, [grpo], [async_grpo], [distill]).
         total_steps: GRPO steps of the whole run, for progress and ETA.
 
     Attributes:
@@ -99,7 +99,8 @@ class Console:
         self._sft_steps = config.sft.steps
         started = time.monotonic()
         self.stage: Stage = lambda: (None, time.monotonic() - started)
-        self._shaped = config.grpo.overlong_buffer_tokens > 0 and config.grpo.overlong_penalty > 0
+        kl_in_reward = config.grpo.kl_coef > 0 and config.grpo.kl_placement == "reward"
+        self._other_signal = kl_in_reward or bool(config.distill.teacher_urls)
         self.fields = tuple(field for field in FIELDS if field[0] != "age" or config.async_grpo.enabled)
         self._held_out: dict[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -125,7 +126,7 @@ class Console:
         held_out = {name: value for name, value in values.items() if name.startswith("validation/")}
         self._held_out |= held_out  # a step without validation says the last one's result
         known = self._held_out | values
-        warnings, eta = step_warnings(values, self._shaped), self._eta(step, values)
+        warnings, eta = step_warnings(values, self._other_signal), self._eta(step, values)
         parts = [(f"step {step}/{self._total_steps}", 0), *[(f"  eta {eta}", 0)] * bool(eta)]
         for label, name, form, _, leaves in self.fields:
             if name in known:

@@ -1,6 +1,7 @@
 """Answers of a run in files that scripts/show_samples.py and scripts/report.py read."""
 
 import itertools
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torchtitan.grpo.reporting.writers import MetricsLogger, StepLines
 
 TABLE_STEPS = 20
 """Steps between tables of answers at Weights & Biases, which stores each one as a file."""
+_TOKENS_BEFORE = 32
+"""No character has more."""
 
 
 class SampleLog:
@@ -98,15 +101,31 @@ class SampleLog:
 
 
 def given_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Where an environment's tokens, such as a tool's result, are in `sample.text`: [first, end) in characters."""
+    """Where an environment's tokens, such as a tool's result, are in `sample.text`: [first, end) in characters.
 
-    def chars(tokens: int) -> int:
-        return len(tokenizer.decode(sample.token_ids[:tokens], skip_special_tokens=True))
+    Each token is decoded with the few before it: a character may have several, which are no text until the last one.
+    """
 
-    spans, start = [], 0
-    for sampled, run in itertools.groupby(sample.loss_mask or []):
-        end = start + len(list(run))
-        if not sampled:
-            spans.append([chars(start), chars(end)])
-        start = end
-    return [[first, end] for first, end in spans if first < end]
+    def chars(token_ids: list[int]) -> int:
+        return len(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def decoded_with_others(token_id: int) -> bool:
+        """Whether the token is a byte, or none of the tokenizer's and so without any text."""
+        token = tokenizer.convert_ids_to_tokens(token_id)
+        return token is None or token.startswith("<0x")
+
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    spans, end = [], 0
+    before: list[int] = []
+    for sampled, run in itertools.groupby(
+        zip(sample.loss_mask or [], sample.token_ids, strict=False), key=operator.itemgetter(0)
+    ):
+        ids = before + [token_id for _, token_id in run if token_id not in special]
+        first, end = end, end + chars(ids) - chars(before)
+        if not sampled and first < end:
+            spans.append([first, end])
+        kept = min(_TOKENS_BEFORE, len(ids))
+        while kept < len(ids) and decoded_with_others(ids[-kept]):
+            kept += 1
+        before = ids[len(ids) - kept :]
+    return spans

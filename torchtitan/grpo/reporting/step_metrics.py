@@ -17,6 +17,10 @@ from torchtitan.grpo.policy.distillation import reverse_kl_sum
 from torchtitan.grpo.reporting.estimates import estimates
 from torchtitan.grpo.weight_sync.report import SyncReport
 
+OWN_REWARD_METRICS = {
+    f"reward/{name}" for name in ("mean", "std", "zero_variance_fraction", "failures", "failed_fraction")
+}
+"""An environment's score of such a name, or of a source's mean, gets a `_` behind it."""
 MEAN_REWARDS = ("greedy_reward", "sampled_reward")
 
 
@@ -61,8 +65,12 @@ def rollout_metrics(
     for sample in samples:
         for name, score in sample.rewards.items():
             by_function[name].append(score)
-    metrics |= {f"reward/{name}": fmean(scores) for name, scores in by_function.items()}
-    return metrics | _source_metrics(groups) | _teacher_metrics(samples)
+    metrics |= _source_metrics(groups)
+    own = OWN_REWARD_METRICS | metrics.keys()
+    for name, scores in by_function.items():
+        key = f"reward/{name}"
+        metrics[f"{key}_" if key in own else key] = fmean(scores)
+    return metrics | _teacher_metrics(samples)
 
 
 def _teacher_metrics(samples: list[Sample]) -> dict[str, float]:
@@ -143,13 +151,13 @@ def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[st
     If the sums of `losses.age_sums` (lists by age) are there too, the same for each age that has tokens. With those of
     `losses.server_sums`, the mismatch of each of `servers` that has tokens.
     """
-    tokens = max(sums["tokens"], 1.0)
+    tokens, compared = max(sums["tokens"], 1.0), max(sums["mismatch_tokens"], 1.0)
     metrics = {
         "train/loss": sums["loss"],
         "train/answer_tokens": sums["tokens"],
         "policy/clip_fraction": (sums["clipped_low_tokens"] + sums["clipped_high_tokens"]) / tokens,
-        "policy/mismatch_kl": sums["mismatch_kl_sum"] / tokens,
-        "policy/mismatch_abs": sums["mismatch_abs_sum"] / tokens,
+        "policy/mismatch_kl": sums["mismatch_kl_sum"] / compared,
+        "policy/mismatch_abs": sums["mismatch_abs_sum"] / compared,
     }
     for name, key in (
         ("clip_low_fraction", "clipped_low_tokens"),

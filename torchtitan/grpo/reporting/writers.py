@@ -1,14 +1,17 @@
 """Where metrics go: `metrics.jsonl`, TensorBoard, Weights & Biases, Prometheus, and the console (`console.py`).
 
-docs/metrics.md names every metric. A number that is not finite is left out with one warning; it ends no run.
+docs/metrics.md names every metric. A number that is not finite is left out with one warning. Neither that nor a file or
+dashboard that cannot be written ends a run.
 """
 
+import contextlib
 import json
 import math
 import numbers
 import os
 import re
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +27,8 @@ from torchtitan.grpo.reporting.wandb_run import WandbRun
 from torchtitan.tools.logging import logger
 
 _ONE_SERVER = re.compile(r"^server/[^/]+/")
+_WAITING_MAX = 1000
+"""Most lines that wait for room on a full disk. Older ones are lost."""
 
 
 def finite_numbers(metrics: dict[str, Any], warned: set[str]) -> dict[str, float | int]:
@@ -54,31 +59,82 @@ class StepLines:
     """A JSONL file of step records that a resumed run continues.
 
     The first record on an axis drops what an earlier run wrote from that step on, so the file always tells one history.
-    Every write is flushed.
+    Every write is flushed. Lines that a full disk does not take are kept, and written when there is room.
+
+    Attributes:
+        is_writable: The last write was whole.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
-        self._started: set[str] = set()
+        self._file = path.open("ab", buffering=0)
+        self._first: dict[str, int] = {}
+        self._begun: set[str] = set()
         self._last: dict[str, Any] = {}
         self._last_offset = 0
+        self._waiting: deque[bytes] = deque(maxlen=_WAITING_MAX)
+        self.is_writable = True
 
     def append(self, record: dict[str, Any], axis: str = "step") -> None:
         """Write one record. `record[axis]` is its step."""
+        self._last = record
+        self._waiting.append((json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
         self.begin(record[axis], axis)
-        self._last, self._last_offset = record, self._file.tell()
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
 
     def merge(self, record: dict[str, Any], axis: str = "step") -> None:
         """Write one record; if the last line is of the same step, merge into it. So each step has one line."""
-        if axis in self._started and self._last.get(axis) == record[axis]:
+        if axis in self._first and self._last.get(axis) == record[axis]:
             record = self._last | record
-            self._file.seek(self._last_offset)
-            self._file.truncate()
+            if self._waiting:
+                self._waiting.pop()
+            else:
+                with contextlib.suppress(OSError):  # then it has two
+                    self._file.truncate(self._last_offset)
         self.append(record, axis)
+
+    def begin(self, step: int, axis: str = "step") -> None:
+        """The first call, or the first record, drops what an earlier run wrote from that step on."""
+        self._first.setdefault(axis, step)
+        self._write()
+
+    def last(self, name: str) -> float:
+        """The newest number under a name in the whole file, 0 if there is none. A torn last line is passed over."""
+        with _readable(self.path) as lines:
+            newest = deque((line for line in lines if line.endswith("\n") and f'"{name}":' in line), maxlen=1)
+        return json.loads(newest[0])[name] if newest else 0.0
+
+    def close(self) -> None:
+        self._write()
+        self._file.close()
+
+    def _write(self) -> None:
+        """Write what waits. What cannot be written waits on, and the first time an error says so."""
+        try:
+            for axis in self._first.keys() - self._begun:
+                self._drop_from(axis, self._first[axis])
+                self._begun.add(axis)
+            while self._waiting:
+                self._append_whole(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if self.is_writable:
+                logger.error(f"{self.path} cannot be written: {error}; its lines wait for room, and the run goes on")
+            self.is_writable = False
+        else:
+            if not self.is_writable:
+                logger.info(f"{self.path} is written again")
+            self.is_writable = True
+
+    def _append_whole(self, line: bytes) -> None:
+        """What a full disk takes of a line is cut off again."""
+        self._last_offset = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(self._last_offset)
+            raise
 
     def _drop_from(self, axis: str, step: int) -> None:
         """Rewrite the file without records whose `axis` is `step` or later, and without a torn last line."""
@@ -94,24 +150,9 @@ class StepLines:
             kept_path.unlink()
             return
         logger.info(f"{self.path}: dropped {dropped} lines of {axis} {step} and later, written before this run")
-        self._file.close()
         os.replace(kept_path, self.path)
-        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
-
-    def last(self, name: str) -> float:
-        """The newest number under a name in the whole file, 0 if there is none. A torn last line is passed over."""
-        with _readable(self.path) as lines:
-            newest = deque((line for line in lines if line.endswith("\n") and f'"{name}":' in line), maxlen=1)
-        return json.loads(newest[0])[name] if newest else 0.0
-
-    def begin(self, step: int, axis: str = "step") -> None:
-        """The first call, or the first record, drops what an earlier run wrote from that step on."""
-        if axis not in self._started:
-            self._started.add(axis)
-            self._drop_from(axis, step)
-
-    def close(self) -> None:
         self._file.close()
+        self._file = self.path.open("ab", buffering=0)
 
 
 def _readable(path: Path) -> TextIO:
@@ -170,7 +211,10 @@ class MetricsLogger:
         self._lines.merge({axis: step, **values}, axis)
         held_out = any(name.startswith("validation/") for name in values)
         if held_out or step <= 1 or step % self._config.log_freq == 0:
-            self._to_dashboards(step, axis, values)
+            self._to_tensorboard(step, values)
+            if self._wandb is not None:
+                with self._goes_on("Weights & Biases"):
+                    self._wandb.log({axis: step, **values})
         if self._prometheus is not None:
             self._prometheus.update({axis: step, **values})
         self._console.log(step, values, prefix)
@@ -181,17 +225,29 @@ class MetricsLogger:
             self._console.stage = stage
             self._console.fields = fields or self._console.fields
 
-    def _to_dashboards(self, step: int, axis: str, values: dict[str, float]) -> None:
-        if self._config.enable_tensorboard:
-            if self._tensorboard is None:
+    def _to_tensorboard(self, step: int, values: dict[str, float]) -> None:
+        # On a disk that took no line just now, TensorBoard's thread would die with a traceback.
+        if not (self._config.enable_tensorboard and self._lines.is_writable):
+            return
+        writer, self._tensorboard = self._tensorboard, None  # one that has failed can write no more
+        with self._goes_on("TensorBoard"):
+            if writer is None:
                 # Resumed runs share a folder; points of an earlier run from this step on are hidden.
-                folder = self._folder / self._config.save_tb_folder
-                self._tensorboard = SummaryWriter(str(folder), purge_step=step)
+                writer = SummaryWriter(str(self._folder / self._config.save_tb_folder), purge_step=step)
             for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log({axis: step, **values})
+                writer.add_scalar(name, value, step)
+            writer.flush()
+            self._tensorboard = writer
+
+    @contextlib.contextmanager
+    def _goes_on(self, what: str) -> Iterator[None]:
+        """Around code of others: an error costs one warning, and not the run."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self._warned:
+                self._warned.add(what)
+                logger.warning(f"{what} lacks step metrics ({type(error).__name__}: {error}); not warned of again")
 
     def last(self, name: str) -> float:
         """A metric's newest value in `metrics.jsonl`, of this run or the one that it continues; 0 if there is none."""
@@ -200,7 +256,8 @@ class MetricsLogger:
     def table(self, name: str, step: int, records: list[dict[str, Any]]) -> None:
         """Show answers at Weights & Biases, if it is on."""
         if self.enabled and self._wandb is not None and records:
-            self._wandb.table(name, step, records)
+            with self._goes_on("Weights & Biases"):
+                self._wandb.table(name, step, records)
 
     def close(self) -> None:
         if not self.enabled:
@@ -209,4 +266,5 @@ class MetricsLogger:
         self._lines.close()
         for part in (self._tensorboard, self._wandb, self._prometheus):
             if part is not None:
-                part.close()
+                with self._goes_on(type(part).__name__):
+                    part.close()

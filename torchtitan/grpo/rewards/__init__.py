@@ -4,8 +4,8 @@
                    reasoning_gym; resolve finds them, or a `module:function`
     runner.py      RewardRunner.check(prompts) tries each function when a run starts;
                    score(samples) fills in each sample's reward
-      RewardWorker one process and its pipe; replaced when it hangs or dies
       Here         instant functions, in the calling thread
+    process.py     RewardWorker, one process and its pipe, replaced when it hangs or dies; WorkerLog, what it prints
     worker.py      what runs in that process: receives calls, sends scores
     failures.py    check_failures ends a run whose answers mostly have no reward
 

@@ -24,18 +24,30 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.import_path import import_function, load_function
+from torchtitan.grpo.import_path import import_function, load_function, source
 
 RewardFunction = Callable[..., Any]
-_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+_UNSIGNED = r"(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBER = re.compile(
-    rf"(?<![\d.])(?P<sign>[-+]?)(?:\\?[$€£¥]\s*(?P<second_sign>[-+]?))?"
+    rf"(?<![\d.])(?<![A-Za-z)}}\\]/)(?:(?<![A-Za-z])|(?=[-+\\$€£¥]))"
+    rf"(?P<sign>[-+]?)(?:\\?[$€£¥]\s*(?P<second_sign>[-+]?))?"
     rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<top>{_UNSIGNED})(?:\s?/\s?(?P<bottom>[-+]?{_UNSIGNED}))?"
 )
-"""A number, as in `-$1,234.50`, `2e-3`, `3/2` and `1 1/2`."""
+"""A number, as in `-$1,234.50`, `10 000`, `2e-3`, `3/2` and `1 1/2`; not in `H2O` or `a/2`."""
 FRACTION = {"whole": "0", "top": "", "bottom": "1"}
 """The parts of a number and what stands for one that is left out."""
-LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+SPELLINGS = {"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "{,}": ",", "\\!": ""}
+SPELLINGS |= dict.fromkeys(["\N{NO-BREAK SPACE}", "\N{THIN SPACE}", "\N{NARROW NO-BREAK SPACE}", "\\,"], " ")
+"""What is read as something else."""
+FOOTNOTE = re.compile(r"(?<=[\d%°)}$.]) ?(?:\[\d{1,2}(?:, ?\d{1,2})*\] ?)+")
+"""Such as `72 [1]` and `72 apples.[1, 2]`."""
+LATEX = re.compile(r"\\[dtc]?frac(?![A-Za-z])|\^|(?<=[^\W_])_|(?<=[)}\]])_|\\(?!sqrt)[A-Za-z]+")
+"""A fraction, an exponent, an index, which `_72_` has not, or another command."""
+SIGNED = re.compile(rf"[-+]?{_UNSIGNED}")
+ARGUMENT = re.compile(r"\s*(\\[A-Za-z]+|[\w{])")
+EXPONENT = re.compile(r"[-+]?\w+|\([^()]*\)|{")
+HEADING = re.compile(r"\W*(?:\d+[.):]\s+\S|[A-Za-z])")
+"""A line behind `####` that is no final answer."""
 DIGITS_MAX = 1000
 """Digits of a number, and size of its exponent, that numeric_match compares. Exact arithmetic on more costs time."""
 
@@ -139,17 +151,6 @@ def takes_group(function: RewardFunction) -> bool:
     return _parameters(function)[:1] == ["answers"]
 
 
-def is_async(function: RewardFunction) -> bool:
-    """Whether a call gives a coroutine, which is awaited."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def source(function: RewardFunction) -> str:
-    """`file:line` where it is defined; "" if it is not written in Python."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-
-
 def checked(value: Any) -> float:
     """A reward function's result as a finite float.
 
@@ -205,26 +206,82 @@ def _reference(prompt: Prompt) -> str:
 
 
 def _last_number(text: str) -> Fraction | None:
-    """The exact value of the last number; None if there is none or it is beyond DIGITS_MAX."""
-    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\!", "")
-    last = deque(NUMBER.finditer(LATEX_FRACTION.sub(_plain_fraction, text)), maxlen=1)
-    if not last:
+    """The exact value of the final number; None if there is none or it is beyond DIGITS_MAX."""
+    for spelling, meaning in SPELLINGS.items():
+        text = text.replace(spelling, meaning)
+    text = _plain(_final(text))
+    last = _last(FOOTNOTE.sub(" ", text)) or _last(text)
+    if last is None:
         return None
-    parts = last[0].groupdict(default="")
+    parts = last.groupdict(default="")
     whole, top, bottom = (_exact(parts[name] or default) for name, default in FRACTION.items())
     if whole is None or top is None or not bottom:
         return None
     return (whole + top / bottom) * (-1) ** (parts["sign"] + parts["second_sign"]).count("-")
 
 
-def _plain_fraction(latex: re.Match[str]) -> str:
-    top, short_top, bottom, short_bottom = latex.groups(default="")
-    after_digit = latex.string[max(0, latex.start() - 1) : latex.start()].isdigit()  # a mixed number
-    return f"{' ' if after_digit else ''}{top or short_top}/{bottom or short_bottom}"
+def _last(text: str) -> re.Match[str] | None:
+    return next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)
+
+
+def _final(text: str) -> str:
+    """What the last `\\boxed{}` holds, or the line behind a later `####`, if there is a digit; else all."""
+    boxed, marked = text.rfind(r"\boxed{"), text.rfind("####")
+    start = boxed + len(r"\boxed")
+    inside = text[start : _closing(text).get(start)] if boxed >= 0 else ""
+    line = text[marked + len("####") :].partition("\n")[0] if marked >= 0 else ""
+    line = "" if HEADING.match(line) else line
+    for final in (line, inside) if marked > boxed else (inside, line):
+        if any(map(str.isdigit, final)):
+            return final
+    return text
+
+
+def _closing(text: str) -> dict[int, int]:
+    """Where each `{` ends: the position of its `}`."""
+    opened: list[int] = []
+    closing = {}
+    for brace in re.finditer(r"(?<!\\)[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closing[opened.pop()] = brace.start()
+    return closing
+
+
+def _plain(text: str) -> str:
+    """LaTeX with `3/2` for fractions of numbers, and without other fractions, exponents, indices and commands."""
+    closing = _closing(text)
+    parts, done = [], 0
+
+    def argument(kind: re.Pattern[str]) -> str:
+        """Of the command that ends at `done`, which moves behind it."""
+        nonlocal done
+        found = kind.match(text, done)
+        if found is None or (found[0][-1] == "{" and found.end() - 1 not in closing):
+            return ""
+        start = found.start(kind.groups)
+        done = closing[start] + 1 if text[start] == "{" else found.end()
+        return text[start:done].strip("{} ")
+
+    for found in LATEX.finditer(text):
+        if found.start() < done:
+            continue
+        parts.append(text[done : found.start()])
+        done = found.end()
+        if found[0] in "^_":
+            argument(EXPONENT)
+        elif "frac" in found[0]:
+            top, bottom = argument(ARGUMENT), argument(ARGUMENT)
+            if SIGNED.fullmatch(top) and SIGNED.fullmatch(bottom):
+                parts.append(f" {top}/{bottom}" if parts[-1][-1:].isdigit() else f"{top}/{bottom}")  # 1 1/2
+                continue
+        parts.append("\\")
+    return "".join([*parts, text[done:]])
 
 
 def _exact(number: str) -> Fraction | None:
-    mantissa, _, exponent = number.replace(",", "").lower().partition("e")
+    mantissa, _, exponent = number.replace(",", "").replace(" ", "").lower().partition("e")
     if len(mantissa) > DIGITS_MAX or len(exponent) > 6 or abs(int(exponent or 0)) > DIGITS_MAX:
         return None
     return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)

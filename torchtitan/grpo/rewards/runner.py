@@ -13,32 +13,28 @@ computes them and no worker starts.
 import contextlib
 import itertools
 import math
-import multiprocessing
 import os
 import queue
-import sys
 import threading
-import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-import torchtitan_overlay
 from torchtitan.grpo.config.job_config import Distill, Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.functions import is_async, is_instant, is_safe, resolve, source, takes_group
-from torchtitan.grpo.rewards.worker import SECRET, Call, Function, Score, kill_group, serve, too_slow
+from torchtitan.grpo.import_path import is_async, source
+from torchtitan.grpo.rewards.functions import is_instant, is_safe, resolve, takes_group
+from torchtitan.grpo.rewards.process import RewardWorker, WorkerLog
+from torchtitan.grpo.rewards.worker import SECRET, Call, Function, Score
 from torchtitan.tools.logging import logger
 
-START_TIMEOUT_S = 120.0
-"""Longest wait for a worker process to import its functions."""
+LOG = "rewards.log"
 REWARD_MAX = 1e38
 """Largest weighted sum of an answer's scores. Advantages are float32, and the difference of two rewards must fit."""
 CHUNK_SAMPLES = 16
 """Maximum number of samples in one message to a worker, unless functions take a group or are awaited."""
-GRACE_S = 5.0
-"""How much longer than its time limit a coroutine may take to end. Then it blocks the others, and is killed."""
 ODD_ANSWERS = ("", "I do not know.")
 """What `RewardRunner.check` tries besides reference answers."""
 
@@ -49,12 +45,13 @@ class RewardRunner:
     Args:
         reward: The `[reward]` section, which `load_config` has checked.
         with_keys: Sections such as `[rollout]`. Functions do not get the variables that `..._key_env` there names.
+        folder: Where LOG gets what functions write to stdout and stderr. "" leaves it where the trainer's goes.
 
     Raises:
         UserError: A function cannot be found, or does not take an answer and a prompt.
     """
 
-    def __init__(self, reward: Reward, *with_keys: Rollout | Distill):
+    def __init__(self, reward: Reward, *with_keys: Rollout | Distill, folder: str = ""):
         self._names = list(reward.functions)
         self._every = list(range(len(self._names)))
         self._weights = list(reward.weights) or [1.0] * len(self._names)
@@ -72,8 +69,9 @@ class RewardRunner:
         secrets = {name for name in os.environ if SECRET.search(name)} | own
         hidden = sorted(secrets - set(reward.secrets))
         self._here = Here(self._names) if all(is_instant(name, reward.answer_pattern) for name in self._names) else None
+        self._log = WorkerLog(Path(folder) / LOG if folder and not self._here else None)
         self._workers = [
-            RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden)
+            RewardWorker(self._names, self._is_async, reward.answer_pattern, reward.timeout_seconds, hidden, self._log)
             for _ in range(0 if self._here else reward.workers)
         ]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
@@ -97,6 +95,8 @@ class RewardRunner:
         if not self._names:
             return
         with self._scorer() as scorer:
+            if isinstance(scorer, RewardWorker):
+                scorer.require()
             problems = [problem for i in range(len(self._names)) if (problem := self._problem(scorer, i, prompts))]
         if problems and refuse:
             raise UserError("\n".join(problems))
@@ -145,12 +145,11 @@ class RewardRunner:
         """Fill in `rewards`, `reward` and `reward_failures` of each sample, by the functions of its prompt.
 
         Blocks until all are scored. One score takes at most `timeout_seconds`, and `workers` processes work at a time.
-        A hang or crash adds the start of a new process, at most START_TIMEOUT_S. Samples of one prompt that come one
-        after another are a group: a function that takes groups gets them at once, and one process awaits coroutines for
-        all of them.
+        A hang or crash adds the start of a new process; answers fail if it does not start again. Samples of one prompt
+        that come one after another are a group: a function that takes groups gets them at once, and one process awaits
+        coroutines for all of them.
 
         Raises:
-            UserError: A worker process could not start.
             RuntimeError: The runner was closed.
         """
         if not self._names:
@@ -225,6 +224,7 @@ class RewardRunner:
         """Kill the workers, even while they score."""
         for worker in self._workers:
             worker.stop()
+        self._log.close()
         self._threads.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "RewardRunner":
@@ -243,118 +243,3 @@ class Here:
     def run(self, calls: Sequence[Call]) -> list[list[Score]]:
         """The scores of each call, in order."""
         return [self._functions[call.function].scores(call) for call in calls]
-
-
-class RewardWorker:
-    """One process that computes scores. It is replaced when it hangs or dies. Only one thread uses it at a time."""
-
-    def __init__(self, names: list[str], is_async: list[bool], pattern: str, timeout_s: float, hidden: list[str]):
-        self._names, self._pattern, self._timeout_s, self._hidden = names, pattern, timeout_s, hidden
-        self._is_async = is_async
-        self._together = [a or is_safe(name, pattern) for a, name in zip(is_async, names, strict=True)]
-        self._closed = self._ready = False
-        self._lock = threading.Lock()  # start and stop come from different threads
-        self._start()
-
-    def run(self, calls: Sequence[Call]) -> list[list[Score]]:
-        """The scores of each call, in order. A call that hangs or ends the process fails; the others are scored."""
-        if not self._process.is_alive():  # killed while it was idle, for example by the OOM killer
-            self._start()
-        scores: dict[int, list[Score]] = {}
-        one_by_one = False
-        while len(scores) < len(calls):
-            left = {number: call for number, call in enumerate(calls) if number not in scores}
-            self._wait_ready()
-            failure = self._exchange(dict([next(iter(left.items()))]) if one_by_one else left, scores)
-            if not failure:
-                continue
-            suspects = self._under_way(left, scores)
-            if one_by_one or len(suspects) == 1:
-                scores[suspects[0]] = [Score(0.0, failure)] * len(calls[suspects[0]].texts)
-            one_by_one = one_by_one or len(suspects) > 1
-            kill_group(self._process)
-            self._start()
-        return [scores[number] for number in range(len(calls))]
-
-    def _exchange(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> str:
-        """Add scores as they arrive. Returns why the next ones will not arrive, or "" after the last."""
-        try:
-            self._connection.send(calls)
-            while suspects := self._under_way(calls, scores):
-                answers = max(len(calls[number].texts) for number in suspects)
-                grace_s = GRACE_S if self._is_async[calls[suspects[0]].function] else 0.0
-                if not self._connection.poll(self._timeout_s * answers + grace_s):
-                    blocks = ", and did not await" if grace_s else ""
-                    return too_slow(self._timeout_s, answers) + blocks
-                scores |= self._connection.recv()
-        except (EOFError, ConnectionError):
-            self._process.join(timeout=5.0)
-            return f"ended its process with exit code {self._process.exitcode}"
-        return ""
-
-    def _under_way(self, calls: dict[int, Call], scores: dict[int, list[Score]]) -> list[int]:
-        """The calls that run now: a plain function's next one, or all of those whose order is not known."""
-        left = [number for number in calls if number not in scores]
-        plain = [number for number in left if not self._together[calls[number].function]]
-        return plain[:1] or left
-
-    def _wait_ready(self) -> None:
-        """Wait until the process has imported its functions.
-
-        Raises:
-            UserError: It ended, or took longer than START_TIMEOUT_S.
-        """
-        if self._ready:
-            return
-        what = f"the reward worker that imports [reward] functions = {self._names}"
-        if not self._connection.poll(START_TIMEOUT_S):
-            raise UserError(f"Waited {START_TIMEOUT_S} s for {what}: it must import faster")
-        try:
-            self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            self._process.join(timeout=5.0)
-            raise UserError(
-                f"Exit code {self._process.exitcode} of {what}: its output says why. Of keys and tokens in the "
-                "environment it sees only those that [reward] secrets names"
-            ) from error
-        self._ready = True
-
-    def stop(self) -> None:
-        """Kill the process for good."""
-        with self._lock:
-            self._closed = True
-            kill_group(self._process)
-            self._process.join(timeout=5.0)
-
-    def _start(self) -> None:
-        """Spawn the process. A fork would inherit the trainer's CUDA context and sockets."""
-        context = multiprocessing.get_context("spawn")
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("The reward runner was closed while it scored")
-            self._connection, theirs = context.Pipe()
-            arguments = (theirs, self._names, self._pattern, self._timeout_s, self._hidden)
-            self._process = context.Process(target=serve, args=arguments, name="reward", daemon=True)
-            with _without_main():
-                self._process.start()
-            theirs.close()  # so that the pipe ends with the process
-            self._ready = False
-
-
-_MAIN_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main script from a spawned process, which would import the whole trainer again.
-
-    What the process imports first is `torchtitan_overlay` instead.
-    """
-    with _MAIN_LOCK:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        sys.modules["__main__"].__spec__ = torchtitan_overlay.__spec__
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main

@@ -1,7 +1,7 @@
 """The process of a reward worker. It imports what the reward functions need, and no torch, so it starts quickly.
 
-runner.RewardWorker  ---- calls by number ----------------->  serve
-                     <--- scores by number ----------------------
+process.RewardWorker  --- calls by number ----------------->  serve
+                      <-- scores by number ----------------------
 
 Plain functions run one after another. Coroutines then run all at the same time, each with its own time limit. Scores
 of safe functions (`functions.is_safe`) go back in one message, since a message takes longer than such a score.
@@ -9,9 +9,11 @@ of safe functions (`functions.is_safe`) go back in one message, since a message 
 
 import asyncio
 import contextlib
+import fcntl
+import functools
 import hashlib
 import importlib
-import multiprocessing
+import io
 import os
 import random
 import re
@@ -19,21 +21,21 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from torchtitan.grpo.data.samples import Prompt
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.import_path import is_async, source
 from torchtitan.grpo.rewards.functions import (
     BUILT_IN,
     PACKAGES,
     checked,
     checked_group,
-    is_async,
     is_safe,
     resolve,
-    source,
     takes_group,
 )
 
@@ -67,24 +69,28 @@ FAILURE_CHARS = 500
 """Longest text of why a score failed."""
 
 
-def serve(connection: Connection, names: list[str], pattern: str, timeout_s: float, hidden: list[str]) -> None:
-    """Run a worker process: receive calls and send their scores, until the pipe ends.
+def serve(connection: Connection, life: int, names: list[str], pattern: str, timeout_s: float) -> None:
+    """Run a worker process: say "", or why it cannot begin; then receive calls and send their scores, until the pipe
+    ends.
 
     Args:
-        hidden: Environment variables that are removed before a reward function is imported.
+        life: A pipe that ends with the trainer.
     """
-    for name in hidden:
-        os.environ.pop(name, None)
-    os.setpgid(0, 0)  # the group of this process and of programs that a function starts: they end together
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
+    _end_with(life)
+    _survive_full_disk()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     # Slurm sends SIGTERM to every process. Not SIG_IGN: programs that a function starts would inherit it.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    functions = [Function(name, pattern, timeout_s) for name in names]
+    os.set_inheritable(connection.fileno(), False)
+    os.register_at_fork(after_in_child=functools.partial(_forget_trainer, connection))
+    try:
+        functions = [Function(name, pattern, timeout_s) for name in names]
+    except UserError as error:
+        connection.send(str(error))
+        return
     loop = asyncio.Runner()  # the same for all calls: clients of web services belong to the loop of their first use
     with contextlib.suppress(EOFError, ConnectionError):
-        connection.send("ready")
+        connection.send("")
         while True:
             calls: dict[int, Call] = connection.recv()
             awaited, computed = [], {}
@@ -103,18 +109,43 @@ def serve(connection: Connection, names: list[str], pattern: str, timeout_s: flo
                 loop.run(_all(awaited))
 
 
-def _end_with(parent: BaseProcess) -> None:
-    """A trainer that is killed kills no worker. One that scores would not see the end of its pipe."""
-    parent.join()
-    os.killpg(0, signal.SIGKILL)
+def _end_with(life: int) -> None:
+    """Have the kernel kill this process, and its group, when the pipe ends.
+
+    A trainer that is killed kills no worker. One that scores sees no end of a pipe, and no thread of it runs while a
+    function, such as a regular expression, holds the interpreter.
+    """
+    os.set_inheritable(life, False)
+    if not hasattr(fcntl, "F_SETSIG"):  # not Linux: a thread must do
+        threading.Thread(target=lambda: (os.read(life, 1), os.killpg(0, signal.SIGKILL)), daemon=True).start()
+        return
+    fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def kill_group(process: BaseProcess) -> None:
-    """Kill a worker process, with programs that its functions have started, if it still runs."""
-    if process.pid is not None and process.is_alive():
-        with contextlib.suppress(ProcessLookupError):  # it has no group yet
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+def _forget_trainer(connection: Connection) -> None:
+    """In a child that a function forks: `multiprocessing` ends it by SIGTERM, and its scores are nobody's."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    connection.close()
+
+
+class _Surviving(io.FileIO):
+    """Loses what cannot be written, on a full disk for example: a line of output costs no score."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _survive_full_disk() -> None:
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is not None:  # it was closed
+            raw = io.BufferedWriter(_Surviving(number, "wb", closefd=False))
+            # What a model wrote may hold anything, and a worker that is killed flushes nothing.
+            setattr(sys, name, io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True))
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
@@ -148,10 +179,10 @@ class Function:
     def scores(self, call: Call) -> list[Score]:
         text = call.texts[0]
         if self._regex is not None and not call.is_final:
-            matches = list(self._regex.finditer(text))
-            if not matches:
+            last = deque(self._regex.finditer(text), maxlen=1)
+            if not last:
                 return [Score(0.0)]  # no final answer
-            text = matches[-1].group(1) or ""
+            text = last[0].group(1) or ""
         try:
             value = self._function(call.texts if self._takes_group else text, call.prompt)
             return self._checked(value, call)

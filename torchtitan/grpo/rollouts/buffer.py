@@ -12,6 +12,7 @@ than the bound, however long an answer takes. Admission by version is AReaL's (a
 which the bound holds for every token, are this project's.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -174,6 +175,12 @@ class StalenessBuffer:
             self._remove(entry)
         return batch, late
 
+    def copy(self) -> "StalenessBuffer":
+        """The same groups, which may get their samples later. What is added or removed here does not change it."""
+        copied = copy.copy(self)
+        copied.entries, copied._occurrences = dict(self.entries), self._occurrences.copy()
+        return copied
+
     def state_dict(self) -> dict[str, Any]:
         """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again.
 
@@ -284,7 +291,9 @@ class StalenessBuffer:
 
 def _sample_state(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     """An environment may have given the sample another beginning than its row's prompt."""
-    state = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
+    values = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
+    # Copies: it is written beside training, when an environment may still hold the sample.
+    state = {name: value.copy() if isinstance(value, list | dict) else value for name, value in values.items()}
     own = sample.prompt
     if sample.routes is not None:
         state["routes"] = to_npy(sample.routes)

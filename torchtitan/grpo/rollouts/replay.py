@@ -111,7 +111,7 @@ class Replay:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, version: int) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

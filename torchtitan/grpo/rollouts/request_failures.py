@@ -2,7 +2,7 @@
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.engines.fleet import Server
-from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.engines.protocol import EngineError, Refused
 from torchtitan.grpo.errors import UserError
 
 ATTEMPTS = 3
@@ -49,8 +49,10 @@ class Failures:
         return [(server, error) for server, _, error in self._all if isinstance(error, UserError)]
 
     def error(self) -> EngineError | UserError:
-        """UserError if every server refuses the request."""
-        kind = UserError if len(self.refusals()) == len(self._all) else EngineError
+        """Refused, or else UserError, if every server refuses the request so."""
+        errors = [error for _, _, error in self._all]
+        said_by_all = (kind for kind in (Refused, UserError) if all(isinstance(error, kind) for error in errors))
+        kind = next(said_by_all, EngineError)
         return kind(f"prompt {self._prompt.index if self._prompt else '?'} {self}")
 
     def __str__(self) -> str:

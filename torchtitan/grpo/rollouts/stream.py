@@ -116,7 +116,8 @@ class RolloutStream:
         self._tasks: dict[Entry, asyncio.Task] = {}
         self._failure: BaseException | None = None
         self._stopping = self._promised = False
-        self._before_take: dict[str, Any] | None = None
+        self._before_take: tuple[int, Callable[[], dict[str, Any]]] = -1, dict
+        """The version of the newest `take`, and the state before it."""
         self._changed = asyncio.Event()
         collector.add_listener(self._fill)
 
@@ -186,15 +187,21 @@ class RolloutStream:
 
         return self._collector.call(read())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, version: int) -> dict[str, Any]:
         """What a resumed run continues from, as JSON values: the place in the data, and the groups not trained on.
 
-        After a `take` that was stopped, in sync mode, it is the state from before: the resumed run requests all groups
-        of the step together, as a run that was not stopped does. Their log-probabilities then agree to the last bit.
+        If the groups of the next step are taken already, it is the state from before. After a `take` that was stopped,
+        in sync mode, it is that too: the resumed run requests all groups of the step together, as a run that was not
+        stopped does. Their log-probabilities then agree to the last bit.
+
+        Args:
+            version: Of the weights that are saved with it.
         """
 
         async def read() -> dict[str, Any]:
-            return self._before_take or self._state()
+            taking, before = self._before_take
+            taken = taking == version and (self._buffer.version > version or not self._ahead)
+            return before() if taken else self._state()()
 
         return self._collector.call(read())
 
@@ -212,12 +219,10 @@ class RolloutStream:
 
     # ------------------------------------------------------------------------------------------ on the event loop
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "prompts": self._prompts.state_dict(),
-            "buffer": self._buffer.state_dict(),
-            "counts": dict(self.counts),
-        }
+    def _state(self) -> Callable[[], dict[str, Any]]:
+        """The state of now. The groups become JSON values when it is called; one that is complete by then is whole."""
+        prompts, counts, buffer = self._prompts.state_dict(), dict(self.counts), self._buffer.copy()
+        return lambda: {"prompts": prompts, "buffer": buffer.state_dict(), "counts": counts}
 
     async def _take(self, version: int) -> tuple[list[Group], list[Group]]:
         """The step's groups, and those that others replaced since the step before."""
@@ -225,7 +230,10 @@ class RolloutStream:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
         clock = asyncio.get_running_loop().time
         asked_at, held_s = clock(), 0.0
-        self._before_take = None if self._ahead else self._state()
+        before = self._state()
+        if not self._ahead:  # a resumed run must repeat this step: not with groups that were completed in it
+            before = partial(dict, before())
+        self._before_take = version, before
         self._wanted = version + 1
         self._fill()
         while self._failure is None and self._buffer.ready() is None and not self._stopping:
@@ -243,7 +251,7 @@ class RolloutStream:
         if self._failure is not None:
             raise self._failure
         taken, late = self._buffer.take()
-        self._before_take, self._promised = None, False
+        self._promised = False
         if not self._ahead:  # groups that still wait for a place are requested again when a step wants them
             for entry in [entry for entry in self._tasks if entry.begun is None]:
                 self._tasks.pop(entry).cancel()
