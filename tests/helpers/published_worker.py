@@ -102,6 +102,7 @@ def main(job: dict) -> None:
             "rank_offset": 1,
         }
         info |= {"world_size": 2, "num_buffers": 2, "timeout_seconds": 10.0, "verify": True}
+        (folder / "expected.json").write_text(json.dumps(packer.expected_acknowledgement(1)))
         (folder / "info.json").write_text(json.dumps(info | {"plan": plan_to_json(packer.buckets)}))
     dist.destroy_process_group()
 

@@ -22,7 +22,6 @@ STEP_S = 1.0
 """Shortest step: over half of STRAGGLER_S, so a push that waits for a straggler skips no version."""
 FLAGS = BACKGROUND | {
     "--rollout.engine": "embedded",
-    "--rollout.request_timeout_seconds": "5",
     "--weight_sync.timeout_seconds": "8",
     "--weight_sync.straggler_seconds": str(STRAGGLER_S),
     "--validation.no-enable": None,
@@ -144,8 +143,8 @@ def test_a_frozen_and_a_killed_server_delay_neither_the_run_nor_the_others(serve
         first_step_without = len(steps(run.folder)) + 1
         run.wait_for("the killed server to be missed", lambda: f"{killed.url} is lost" in run.log)
         killed.start()
-        # Requests at the frozen server time out within 5 s, so that a step ends while it is frozen.
-        time.sleep(max(0.0, broken + 9.0 - time.time()))
+        # Requests at the frozen server are asked elsewhere within 2 s, so that steps end while it is frozen.
+        time.sleep(max(0.0, broken + 6.0 - time.time()))
         thawed = time.time()
         frozen.process.send_signal(signal.SIGCONT)
         run.wait_for("the killed server to be asked again", lambda: killed.did("asked", broken))
@@ -174,8 +173,8 @@ def test_a_frozen_and_a_killed_server_delay_neither_the_run_nor_the_others(serve
         assert max(late_s) < STRAGGLER_S + 2.5, (server.name, late_s)
     # A publish takes no longer while a server does not answer.
     assert max(line["time/sync_s"] for line in out) < STRAGGLER_S / 2
-    # Requests under way at the frozen server time out, and are sent to the others.
-    assert max(line["time/step_s"] for line in lines if line["step"] >= first_step_without) < 5.0 + STEP_S + 5.0
+    # Requests under way at the frozen server are asked elsewhere too.
+    assert max(line["time/step_s"] for line in lines if line["step"] >= first_step_without) < 5.0 + STEP_S
 
     # The others come back with the newest weights; nothing was sampled by the restarted one's random weights.
     assert_first_asked_with_newest(killed, well, killed.did("started")[1]["time"])

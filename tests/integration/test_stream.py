@@ -746,7 +746,7 @@ def test_a_resumed_run_asks_again_for_groups_that_do_not_fit_it(make_run, caplog
 
 
 class World:
-    """Servers get new weights when they get them; they are withdrawn, suspected and killed, and come back.
+    """Servers get new weights when they get them; they are withdrawn, suspected, silent and killed, and come back.
 
     Of several servers at most one is away at a time, so that no request fails three times for no fault of its own.
     """
@@ -754,7 +754,7 @@ class World:
     def __init__(self, run: Run, seed: int) -> None:
         self.run, self.random = run, random.Random(seed)
         self.newest = 0
-        self.events = {"withdrawn": 0, "suspected": 0, "killed": 0}
+        self.events = {"withdrawn": 0, "suspected": 0, "silent": 0, "killed": 0}
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -804,6 +804,8 @@ class World:
             self.run.fleet.withdraw(server, "no answer", lost=self.random.random() < 0.5)
         elif event == "suspected":
             self.run.fleet.suspect(server, EngineError("a rumour"))
+        elif event == "silent":
+            self.run.fleet.fall_silent(server, "no reply")
         else:
             self.run.threads[i].kill()
 

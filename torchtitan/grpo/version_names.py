@@ -13,6 +13,11 @@ from pathlib import Path
 _HOST_CHARS_MAX = 40
 _DIGITS_MAX = 18
 
+MEMORY = Path("/dev/shm")
+"""A file system in memory."""
+FOLDER_PREFIX = "torchtitan-grpo-"
+"""How the folder with a run's versions begins, of `weight_sync/disk.py`; then comes the run, and a random part."""
+
 OWNED = "this server gets its weights from"
 """How a server's refusal begins; see `owned_by`."""
 

@@ -387,3 +387,26 @@ def test_many_threads(urls_file) -> None:
     assert errors == []
     assert fleet.servers[:4] == kept
     assert [server.version for server in kept] == [199] * 4
+
+
+def test_a_silent_server_leaves_traffic_unless_it_loads_weights_or_is_the_last(caplog) -> None:
+    fleet = fleet_of(A, B)
+    a, b = fleet.servers
+    fleet.admit(a, 1)
+    fleet.admit(b, 1)
+    a.updating = True
+    fleet.fall_silent(a, "no reply")
+    assert a.in_traffic and not a.silent
+    a.updating = False
+    fleet.fall_silent(a, "no reply")
+    fleet.fall_silent(b, "no reply")
+    assert (a.silent, a.in_traffic, a.lost) == (True, False, False) and b.in_traffic and not b.silent
+    assert f"{A} is out of traffic: it does not reply: no reply" in caplog.text
+    fleet.heard(a)
+    assert not a.silent and not a.in_traffic, "weight sync says when it is back"
+    fleet.admit(a, 1)
+    fleet.withdraw(b, "kept others waiting", lost=False)
+    fleet.fall_silent(b, "no reply")
+    assert b.silent, "it has requests although it is out of traffic"
+    fleet.withdraw(b, "gone")
+    assert not b.silent

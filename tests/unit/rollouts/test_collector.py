@@ -28,6 +28,7 @@ from torchtitan.grpo.rollouts.collector import Ask, Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
+from torchtitan.grpo.rollouts.silence import LOOK_S, REPLY_S
 from torchtitan.grpo.stopping import StopRequested
 
 VERSION = 4
@@ -365,6 +366,73 @@ def test_requests_at_a_lost_server_are_sent_again_at_once(make_collector, new_se
     assert first.client.finished == 3
     assert (first.lost, first.suspected, first.reason) == (True, False, "no answer to a control request")
     assert in_flight(collector) == [0, 0]
+
+
+@contextlib.contextmanager
+def frozen(server: ServerThread) -> Iterator[None]:
+    """As SIGSTOP does: it takes connections and says nothing, and then goes on."""
+    thaw = threading.Event()
+    server.loop.call_soon_threadsafe(thaw.wait, 60)
+    try:
+        yield
+    finally:
+        thaw.set()
+
+
+def test_requests_at_a_frozen_server_are_asked_elsewhere_too(make_collector, new_server, servers, in_thread) -> None:
+    expected = tokens(make_collector([servers[0].url]).collect(prompts_of(6), PARAMS, "a"))
+    freezes = new_server()
+    collector = make_collector([freezes.url, servers[0].url])
+    first, second = collector.fleet.servers
+    first.control.pause()
+    future = in_thread(collector.collect, prompts_of(6), PARAMS, "a")
+    wait_until(lambda: second.client.finished == 3)
+    with frozen(freezes):
+        begin = time.monotonic()
+        assert tokens(future.result(20)) == expected
+        assert time.monotonic() - begin < 10, "request_timeout_s is 30"
+        assert (first.silent, first.suspected, first.lost, first.in_traffic) == (True, True, False, False)
+        assert (second.client.started, collector.router.retried, in_flight(collector)) == (6, 3, [0, 0])
+    assert first.client.finished == 3, "its answers will not be read"
+
+
+def test_a_server_that_is_busy_for_a_second_keeps_its_requests(make_collector, new_server, servers, in_thread) -> None:
+    blocked = new_server()
+    collector = make_collector([blocked.url, servers[0].url])
+    first, second = collector.fleet.servers
+    blocked.loop.call_soon_threadsafe(time.sleep, 1.0)
+    assert len(collector.collect(prompts_of(6), PARAMS, "a")) == 6
+    assert (first.client.started, second.client.started, collector.router.retried) == (3, 3, 0)
+    assert first.in_traffic and first.suspicions == 0
+
+
+def test_a_server_that_goes_on_answers_what_it_has(make_collector, new_server, in_thread) -> None:
+    freezes, busy = new_server(), new_server()
+    collector = make_collector([freezes.url, busy.url], max_concurrent_requests=1)
+    first, second = collector.fleet.servers
+    first.control.pause()
+    second.control.pause()
+    future = in_thread(collector.collect, prompts_of(2), PARAMS, "a")
+    wait_until(lambda: in_flight(collector) == [1, 1])
+    with frozen(freezes):
+        wait_until(lambda: first.silent and collector.router.waiting == 1)
+    wait_until(lambda: not first.silent and collector.router.waiting == 0)
+    first.control.resume()
+    wait_until(lambda: first.client.finished == 1)
+    second.control.resume()
+    assert len(future.result(20)) == 2
+    assert (first.client.started, second.client.started) == (1, 1)
+
+
+def test_the_last_server_in_traffic_is_waited_for(make_collector, new_server, in_thread) -> None:
+    freezes = new_server()
+    collector = make_collector([freezes.url])
+    (server,) = collector.fleet.servers
+    with frozen(freezes):
+        future = in_thread(collector.collect, prompts_of(2), PARAMS, "a")
+        time.sleep(LOOK_S + REPLY_S + 0.5)
+        assert server.in_traffic and not server.silent
+    assert len(future.result(20)) == 2 and server.client.started == 2
 
 
 def test_those_who_wait_keep_their_order(make_collector, new_server, in_thread) -> None:

@@ -43,6 +43,8 @@ def test_rank_0_asks_for_servers_and_hears_of_their_ends_and_returns(servers, tm
     assert mine.is_wanted() and not other.is_wanted()
     ended: list[tuple[str, str, bool]] = []
     servers.on_end = lambda url, why: ended.append((url, why, servers.may_return(url, 0.0)))
+    again: list[str] = []
+    servers.on_healthy = again.append
     up = [replace(FIRST, healthy=True), replace(SECOND, healthy=True)]
 
     mine.write([FIRST, ServerState()])
@@ -59,7 +61,8 @@ def test_rank_0_asks_for_servers_and_hears_of_their_ends_and_returns(servers, tm
     assert ended == [("http://b:1", "server 1 ended with SIGKILL", True)]
     moved = replace(lost, url="http://c:1", healthy=True, restarts=1)
     mine.write([up[0], moved])
-    until(lambda: servers.restarts)
+    until(lambda: servers.restarts and len(again) == 3)
+    assert again == ["http://a:1", "http://b:1", "http://c:1"]
     assert servers.urls_file.read_text() == "http://a:1\nhttp://c:1\n"
     assert len(ended) == 1 and not servers.may_return("http://c:1", 0.0)
 

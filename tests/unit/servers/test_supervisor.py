@@ -22,6 +22,7 @@ from torchtitan.grpo.servers import kept_server, restarts
 from torchtitan.grpo.servers.kept_server import Launch, with_temporary_folder
 from torchtitan.grpo.servers.ports import PORTS
 from torchtitan.grpo.servers.supervisor import Supervisor
+from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
 
@@ -82,6 +83,15 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         each.close()
 
 
+@pytest.fixture
+def own_weights() -> Iterator[Path]:
+    """Where a trainer in this process would have weights for servers."""
+    folder = MEMORY / f"{FOLDER_PREFIX}{own_run()}-test"
+    folder.mkdir()
+    yield folder
+    folder.rmdir()
+
+
 def server_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("server ")]
 
@@ -100,12 +110,16 @@ def until(what: str, seen: Callable[[], object], limit_s: float = 10.0) -> float
     return time.monotonic() - started
 
 
-def test_a_server_that_is_killed_comes_back_at_its_address_and_its_workers_do_not_outlive_it(supervise, tmp_path):
+def test_a_server_that_is_killed_comes_back_at_its_address_and_its_workers_do_not_outlive_it(
+    supervise, tmp_path, own_weights
+):
     ended: list[tuple[str, bool]] = []
     keeps = supervise("workers", "plain")
     # Asked at once: soon after, it may serve again.
     keeps.on_end = lambda url, why: ended.append((f"{url} {why}", keeps.may_return(url, time.monotonic() - 1000)))
     keeps.wait_healthy()
+    again: list[str] = []
+    keeps.on_healthy = again.append
     first, second = keeps.urls
     assert (tmp_path / "urls.txt").read_text() == f"{first}\n{second}\n"
     assert not keeps.may_return(first, time.monotonic() - 1000), "it serves"
@@ -118,6 +132,8 @@ def test_a_server_that_is_killed_comes_back_at_its_address_and_its_workers_do_no
     until("started again", lambda: keeps.restarts == 1 and len(server_pids(tmp_path)) == 2)
     keeps.wait_healthy()
     assert keeps.urls == [first, second] and keeps.restarts == 1
+    until("told", lambda: again == [first])
+    assert own_weights.exists(), "its owner lives"
     assert other in server_pids(tmp_path), "the other server goes on"
     left = workers & set(processes_of(tmp_path))
     assert len(left) == 1, "of the first server's guard and workers; the other's guard is there"
@@ -182,12 +198,15 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
     """The guard alone: nobody is left to tell it."""
     (tmp_path / "server.py").write_text(PROGRAM)
     (folder := tmp_path / "temporary").mkdir()
+    (weights := tmp_path / "weights-run-1").mkdir()
+    (weights / "version").touch()
+    left = str(tmp_path / "weights-run-*")
     guard = Path(kept_server.__file__).with_name("guard.py")
     words = [sys.executable, "-I", "-S", str(tmp_path / "server.py"), "workers", str(tmp_path), "0"]
     owner = (
         "import os, subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-I', '-S', {str(guard)!r}, str(os.getpid()), '0.3', {str(folder)!r}, "
-        f"*{words!r}], process_group=0)\n"
+        f"{left!r}, *{words!r}], process_group=0)\n"
         "time.sleep(100)"
     )
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", owner])
@@ -196,7 +215,7 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path):
         process.kill()
         process.wait()
         until("nothing is left", lambda: not processes_of(tmp_path), 5)
-        assert not folder.exists()
+        assert not folder.exists() and not weights.exists()
     finally:
         process.kill()
         for pid in processes_of(tmp_path):

@@ -83,7 +83,8 @@ def test_shards_of_experts_become_whole_tensors(tmp_path, ranks, shards):
     info = json.loads((tmp_path / "info.json").read_text())
     assert len(info["plan"]) > 3
     got: dict[str, torch.Tensor] = {}
-    Receiver(info, CPU).receive({"version": 1, "folder": str(tmp_path)}, got.update)
+    expected = json.loads((tmp_path / "expected.json").read_text())
+    Receiver(info, CPU).receive({"version": 1, "folder": str(tmp_path), "expected": expected}, got.update)
     assert_same_bytes(got, checkpoint(parameters(1), torch.bfloat16))
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.weight_sync import worker as worker_module
 from torchtitan.grpo.weight_sync.board import Board, Mode
@@ -176,6 +177,70 @@ def test_a_server_that_refuses_is_left_alone_and_one_that_was_dead_is_back_soon(
     since = time.monotonic()
     until(lambda: len(link.connected) == 10)
     assert link.connected[-1] - since < 0.3
+
+
+def test_a_server_that_its_keeper_has_started_again_is_connected_at_once(make, monkeypatch):
+    monkeypatch.setattr(worker_module, "_BACKOFF_S", 60.0)
+    monkeypatch.setattr(worker_module, "_DEAD_S", 60.0)
+    alive = False
+    link = Link(0.0)
+    servers = make([link], Mode.LOST, lambda: alive)
+    (worker,) = servers.workers
+    until(lambda: worker.server.lost)
+    alive = True
+    servers.fleet.started(worker.url)
+    until(lambda: link.connected)
+
+
+def test_a_silent_server_delays_no_push_and_gets_the_newest_weights_once_it_replies(make):
+    replies = True
+
+    def healthy() -> bool:
+        if not replies:
+            raise NoReply("no reply")
+        return True
+
+    servers = make([Link(0.0), Link(0.0)], healthy=healthy)
+    silent, other = servers.workers
+    servers.push(1)
+    until(lambda: len(servers.fleet.eligible(1)) == 2)
+    replies = False
+    servers.fleet.fall_silent(silent.server, "no reply")
+    servers.fleet.fall_silent(other.server, "no reply")
+    assert servers.fleet.eligible(1) == [other.server], "somebody must answer"
+    silent.link.update_s = 5.0
+    servers.push(2)
+    until(lambda: servers.fleet.eligible(2) == [other.server])
+    assert not silent.dropped and silent.server.version == 1
+    silent.link.update_s = 0.0
+    replies = True
+    until(lambda: not silent.server.silent and silent.mode is Mode.ALONE)
+    servers.board.copy.complete(2, [])
+    servers.board.copy_made()
+    until(lambda: len(servers.fleet.eligible(2)) == 2)
+
+
+def test_a_silent_server_does_not_hold_up_those_that_have_drained(make):
+    drains, quick = Link(0.0), Link(0.0)
+    servers = make([drains, quick])
+    worker, other = servers.workers
+    servers.push(1)
+    until(lambda: len(servers.fleet.eligible(1)) == 2)
+
+    def stop(version: int) -> None:
+        while True:
+            drains.check()
+            time.sleep(0.001)
+
+    drains.stop = stop
+    push = servers.board.begin_push(lambda urls, on_drop: Push(2, 1, 1, urls, 60.0, on_drop, drain_s=60.0))
+    timer = threading.Timer(0.1, servers.fleet.fall_silent, [worker.server, "no reply"])
+    timer.start()
+    waiting = time.monotonic()
+    push.wait_until_still(lambda: None)
+    assert time.monotonic() - waiting < 10
+    assert not worker.server.in_traffic and other.server.in_traffic
+    push.fail()
 
 
 def test_a_server_that_is_lost_while_a_push_begins_has_left_that_push(make, monkeypatch):

@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import ROOT
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.disk import _MEMORY, _PREFIX, DiskCopy
+from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
+from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_wire.bucket_files import bucket_path, check_bucket, read_bucket, write_bucket
-from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets
+from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets, plan_to_json
+from torchtitan.grpo.weight_wire.receiver import PROTOCOL, Receiver
 
 SPECS = [
     TensorSpec("a", torch.bfloat16, (3, 5)),
@@ -74,28 +76,65 @@ def test_a_file_that_was_written_wrongly_is_refused(bucket, tmp_path):
 
 def test_a_copy_shows_whole_versions_only_and_removes_old_ones(bucket, tmp_path):
     copy = DiskCopy(str(tmp_path / "weights"), [bucket])
+    (own,) = (tmp_path / "weights").iterdir()
+    assert own_run() in own.name
     for version in (3, 4):
         copy.begin()
         copy.store(0, wire_of(bucket, version))
         assert copy.version == -1
-        assert not (tmp_path / "weights" / f"version-{version:08d}").exists()
+        assert not (own / f"version-{version:08d}").exists()
         copy.complete(version, [1])
         assert int(bucket.trailer(read_bucket(copy.feed().folder, bucket))[0]) == version
-    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-00000004"]
+    assert [folder.name for folder in own.glob("version*")] == ["version-00000004"]
     copy.close()
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_the_files_of_a_killed_trainer_are_removed_by_the_next_one(bucket):
-    living = DiskCopy("", [bucket])
-    living.begin()
-    living.complete(1, [1])
-    program = "import os; from torchtitan.grpo.weight_sync.disk import DiskCopy; copy = DiskCopy('', []); copy.begin()"
+def publish(copy: DiskCopy, bucket, version: int) -> torch.Tensor:
+    copy.begin()
+    wire = wire_of(bucket, version)
+    copy.store(0, wire)
+    copy.complete(version, [1, version, len(bucket.tensors), bucket.payload_bytes, int(bucket.trailer(wire)[-1])])
+    return wire
+
+
+def test_two_runs_in_one_folder_leave_each_other_alone_and_no_server_takes_the_others_weights(bucket, tmp_path):
+    first = DiskCopy(str(tmp_path), [bucket])
+    given = publish(first, bucket, 1)
+    second = DiskCopy(str(tmp_path), [bucket])  # the other run starts
+    foreign = publish(second, bucket, 1)
+    publish(second, bucket, 2)
+    feed = first.feed()
+    info = {"protocol": PROTOCOL, "run": "r", "backend": "disk", "master_address": "", "master_port": 0}
+    info |= {"rank_offset": 1, "world_size": 2, "num_buffers": 1, "timeout_seconds": 9.0, "verify": True}
+    receiver = Receiver(info | {"plan": plan_to_json([bucket])}, torch.device("cpu"))
+    update = {"version": 1, "run": "r", "folder": str(feed.folder), "expected": list(feed.expected)}
+    got: dict[str, torch.Tensor] = {}
+    receiver.receive(update, got.update)
+    assert all(torch.equal(got[name], tensor) for name, tensor in bucket.views(given))
+    write_bucket(feed.folder, bucket, foreign)  # whole, of the same version, and another run's
+    acknowledged: list[int] = []
+    with pytest.raises(ValueError, match=rf"version 1 in {feed.folder} is not the trainer's: "):
+        receiver.receive(update, got.update, lambda: acknowledged.append(1))
+    assert not acknowledged
+    second.close()
+    assert first.feed().folder.is_dir()
+    first.close()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_files_of_a_killed_trainer_are_removed_by_the_next_one(bucket, given, tmp_path):
+    parent = str(tmp_path) if given else ""
+    living = DiskCopy(parent, [bucket])
+    publish(living, bucket, 1)
+    program = "import os; from torchtitan.grpo.weight_sync.disk import DiskCopy; copy = DiskCopy(%r, []); copy.begin()"
     program += "; copy.complete(1, []); print(copy.feed().folder.parent, flush=True); os._exit(9)"
-    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    words = [sys.executable, "-c", program % parent]
+    killed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     left = Path(killed.stdout.strip())
     assert left.name.startswith("torchtitan-grpo-"), killed.stderr
-    next_one = DiskCopy("", [bucket])
+    assert left.is_dir()
+    next_one = DiskCopy(parent, [bucket])
     assert not left.exists()
     assert living.feed().folder.is_dir(), "that of a trainer that lives stays"
     living.close()
@@ -116,8 +155,8 @@ def test_a_folder_of_its_own_is_removed(bucket):
 @pytest.mark.parametrize("given", [True, False])
 def test_a_folder_without_room_for_two_versions_is_refused_at_the_start(given, tmp_path):
     (bucket,) = plan_buckets([TensorSpec("a", torch.float32, (1 << 45,))], limit_bytes=1)
-    before = set(_MEMORY.glob(f"{_PREFIX}*"))
+    before = set(MEMORY.glob(f"{FOLDER_PREFIX}*"))
     needed = re.escape(f"needs {2 * bucket.wire_bytes:,} bytes in {tmp_path if given else ''}")
     with pytest.raises(UserError, match=needed + r".* and [\d,]+ are free: set \[weight_sync\] disk_folder"):
         DiskCopy(str(tmp_path) if given else "", [bucket])
-    assert given or set(_MEMORY.glob(f"{_PREFIX}*")) <= before, "a folder of its own is removed"
+    assert set(MEMORY.glob(f"{FOLDER_PREFIX}*")) <= before and not list(tmp_path.iterdir()), "it is removed"

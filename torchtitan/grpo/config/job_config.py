@@ -460,8 +460,8 @@ class WeightSync:
     (on CPU: its machine), which then read the trainer's memory, and `disk` for servers that can join no process
     group."""
     disk_folder: str = ""
-    """With `transport = "disk"`, the folder of the newest version, at one path for trainer and servers. Empty: a
-    folder in /dev/shm, for servers on this machine. Old versions are removed."""
+    """With `transport = "disk"`, where the run makes a folder for the newest version, at one path for trainer and
+    servers. Runs may share it. Empty: /dev/shm, for servers on this machine. Old versions are removed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.engines.engine import Engine
 from torchtitan.grpo.engines.http_control import HttpControl
-from torchtitan.grpo.engines.protocol import EngineClient
+from torchtitan.grpo.engines.protocol import EngineClient, EngineError
 from torchtitan.grpo.errors import PlainError, UserError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,9 @@ class Server:
         back_at: `admit` leaves it suspected until then, on `time.monotonic`'s clock.
         distrusted: Its answers are not the policy's. It is not admitted before it was connected and fed again.
         distrusts: How often that has happened.
+        silent: It owes answers and did not reply in time, see `fall_silent`.
+        updating: Weights are being loaded there. Only weight sync's worker writes it.
+        starts: How often its keeper found it healthy after a start.
         reason: Why it is out of traffic, "" while it is in traffic.
         in_flight: Our running requests there. Only the collector's event loop writes it.
     """
@@ -68,6 +71,9 @@ class Server:
     back_at: float = 0.0
     distrusted: bool = False
     distrusts: int = 0
+    silent: bool = False
+    updating: bool = False
+    starts: int = 0
     reason: str = "has not been given any weights yet"
     in_flight: int = 0
 
@@ -160,7 +166,7 @@ class Fleet:
             if server not in self._servers or server.distrusted:
                 return
             returned = not server.in_traffic
-            server.version = version
+            server.version, server.silent = version, False
             if server.suspected and time.monotonic() < server.back_at:
                 return
             server.in_traffic, server.lost, server.suspected, server.reason = True, False, False, ""
@@ -191,6 +197,7 @@ class Fleet:
             server.suspicions = 0 if lost else server.suspicions
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
             server.held = server.distrusted = False
+            server.silent = server.silent and not lost
             server.reason = _one_line(reason)
             changed = before != (server.in_traffic, server.lost, server.suspected)
         if changed:
@@ -211,6 +218,33 @@ class Fleet:
                 server.back_at = time.monotonic() + min(BACKOFF_S * 2 ** (server.suspicions - 2), BACKOFF_MAX_S)
             server.reason = _one_line(f"{what}: {error}")
         logger.warning("%s is out of traffic: %s", server.url, server.reason)
+        self._notify()
+
+    def fall_silent(self, server: Server, why: str) -> None:
+        """It owes answers and did not reply in time: it leaves traffic and pushes until it is `heard`.
+
+        This has no effect for the last server in traffic, since no other one could take its part. Nor has it while the
+        server loads weights, when some reply late: a push drops it if it is.
+        """
+        with self._lock:
+            others = any(other.in_traffic for other in self._servers if other is not server)
+            if server.silent or not others or (server.updating and server.in_traffic):
+                return
+            server.silent = True
+        self.suspect(server, EngineError(why), "it does not reply")
+        self._notify()
+
+    def heard(self, server: Server) -> None:
+        """It has replied."""
+        if server.silent:
+            server.silent = False
+            self._notify()
+
+    def started(self, url: str) -> None:
+        """Its keeper has started the server at this address again and found it healthy. Weight sync need not look."""
+        with self._lock:
+            for server in self._servers:
+                server.starts += server.url == url
         self._notify()
 
     def distrust(self, server: Server, reason: str) -> None:

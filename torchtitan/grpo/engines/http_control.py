@@ -100,14 +100,17 @@ class HttpControl:
             f"{self.url}: not healthy after {timeout_s:g} s (last: {seen}). {hint} [rollout] start_timeout_seconds."
         )
 
-    def is_healthy(self) -> bool:
+    def is_healthy(self, timeout_s: float = 0.0) -> bool:
         """Whether the health route answers 200 now.
+
+        Args:
+            timeout_s: Longest wait for the reply; 0 for the usual one.
 
         Raises:
             ServerError: No server listens at that address.
             NoReply: The server did not reply in time.
         """
-        return _ok(self._request("GET", self.health_path, "health", timeout_s=_HEALTH_REQUEST_S))
+        return _ok(self._request("GET", self.health_path, "health", timeout_s=timeout_s or _HEALTH_REQUEST_S))
 
     def software_version(self) -> str:
         """The version of the engine's software, "" if it does not say."""

@@ -10,6 +10,7 @@
                      `Environments`: which one answers
     router.py        `Router`: which server a request goes to, waiting, retries
     request_failures.py  `Failures`: where one request has failed, and whether it is sent there again
+    silence.py       `SilenceWatch`: which server owes answers and says nothing, while the trainer waits
     held_out.py      answers to held-out sets, for validation and evaluation
     record.py        `RolloutRecord`: what each step was trained on, in compressed files
     replay.py        `Replay`: those files in place of a `RolloutStream`

@@ -154,7 +154,7 @@ class Collector:
         Raises:
             UserError: The event loop was blocked for BLOCKED_S. No coroutine's time limit holds then.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(self.router.silence.during(coroutine), self._loop)
         try:
             while not concurrent.futures.wait([future], BLOCKED_S).done:
                 self._check_loop()

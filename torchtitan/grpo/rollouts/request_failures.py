@@ -14,9 +14,13 @@ class Failures:
 
     A failure at a server that was lost since then does not count against the request: the server was dying, or was
     restarted. Nor does one whose cause is not known yet, which is so while the server is out of traffic.
+
+    Attributes:
+        tries: How often the request was sent.
     """
 
     def __init__(self, prompt: Prompt | None = None) -> None:
+        self.tries = 0
         self._prompt = prompt
         self._all: list[tuple[Server, int, EngineError | UserError]] = []
 

@@ -1,9 +1,12 @@
 """Which server a request goes to: places, waiting, retries."""
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torchtitan.grpo.data.samples import Prompt
@@ -11,6 +14,7 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.request_failures import Failures
+from torchtitan.grpo.rollouts.silence import Answering, Request, SilenceWatch
 
 HOLD_S = 0.5
 """How long a request waits for a less busy server, while new weights have reached only some servers."""
@@ -29,6 +33,7 @@ class Ticket:
         eligible_at: When there was last a server that it may go to.
         eligible: Whether there is one.
         held_at: Since when it waits for a less busy server that is about to be eligible.
+        instead_of: The silent server that has the request too.
     """
 
     start: "GroupStart"
@@ -38,6 +43,7 @@ class Ticket:
     eligible: bool = False
     held_at: float | None = None
     before: str = ""
+    instead_of: Server | None = None
 
 
 class GroupStart(Protocol):
@@ -119,7 +125,9 @@ class Router:
     gets it is said in `request_failures`. A server that refuses it (`UserError`) gets it once, and is suspected if
     another one answers. The request fails when every server has failed it for good, or at the limits of request and
     group. Requests in flight at a server that weight sync finds lost are sent again at once. At a server that is only
-    out of traffic they go on.
+    out of traffic they go on. If it is silent (`silence`), another server with a free place gets them as well, with the
+    same seed, and the first answer counts. The other request is cancelled, so a late answer is not read. A server that
+    was only busy loses nothing: its requests run on, and those that still wait for a place elsewhere stop waiting.
 
     Args:
         fleet: The servers with their clients. Only the router uses the clients, and it closes them.
@@ -129,6 +137,7 @@ class Router:
 
     Attributes:
         retried: Requests that were sent again.
+        silence: Whoever waits for answers does it within its `during`.
     """
 
     def __init__(
@@ -140,7 +149,8 @@ class Router:
         self.retried = 0
         self._loop = loop
         self._used: set[Server] = set()
-        self._running: dict[Server, set[asyncio.Task]] = defaultdict(set)
+        self._running: dict[Server, set[Request]] = defaultdict(set)
+        self.silence = SilenceWatch(fleet, lambda: [server for server, requests in self._running.items() if requests])
         self._busy_s: dict[str, float] = defaultdict(float)
         self._busy_since: dict[Server, float] = {}
         self._queues: tuple[dict[Ticket, None], ...] = ({}, {}, {})
@@ -186,6 +196,7 @@ class Router:
 
     async def close(self) -> None:
         """Close the connections."""
+        self.silence.close()
         for server in self._used | set(self.fleet.servers):  # a server that left the list was used, or never opened
             if server.client is not None:
                 await server.client.close()
@@ -212,45 +223,84 @@ class Router:
             FleetError: Too few servers are left.
         """
         failures = Failures(prompt)
+
+        async def ask(server: Server, named: tuple[str, int] | None) -> list[Completion]:
+            own_id = f"{request_id}-retry-{failures.tries}" if failures.tries else request_id
+            failures.tries += 1
+            self._used.add(server)
+            completions = await server.client.generate(token_ids, params, own_id, named)
+            for completion in completions:
+                completion.server = server.url
+            self.silence.heard(server)
+            self.fleet.answered(server)
+            return completions
+
+        completions = await self._answer(ask, start, failures, cohort, before)
+        for refusing, refusal in failures.refusals():
+            self.fleet.suspect(refusing, refusal)
+        return completions
+
+    async def _answer(
+        self,
+        ask: Callable[[Server, tuple[str, int] | None], Answering],
+        start: GroupStart,
+        failures: Failures,
+        cohort: Cohort | None = None,
+        before: str = "",
+        instead_of: Server | None = None,
+    ) -> list[Completion]:
+        """See `answer`. `instead_of` is a silent server that has the request too. Then no third one gets it."""
+        self.retried += instead_of is not None
         while True:
             named = None
             if cohort is not None and cohort[0].serves(start.min_version()):  # its cohort waits for it
                 server, named = cohort
                 self._occupy(server, start)
             else:
-                server = await self._acquire(start, failures, before)
-            losses = server.losses
+                server = await self._acquire(start, failures, before, instead_of)
+            losses, request = server.losses, Request(server, ask(server, named))
+            self._running[server].add(request)
+            elsewhere = None if instead_of else partial(self._answer, ask, start, failures, instead_of=server)
             try:
-                own_id = f"{request_id}-retry-{len(failures)}" if failures else request_id
-                completions = await self._ask(server, token_ids, params, own_id, named)
+                return await request.first_answer(elsewhere)
             except LocalError:
                 raise
             except (EngineError, UserError) as error:
                 failures.add(server, losses, error)
                 if isinstance(error, EngineError):
                     self.fleet.suspect(server, error)
+                self._end(server, request)
+                if request.spare is not None:
+                    with contextlib.suppress(EngineError, UserError):
+                        return await request.spare
                 if failures.final(self.fleet.servers):
                     raise failures.error() from error
-            else:
-                self.fleet.answered(server)
-                for refusing, refusal in failures.refusals():
-                    self.fleet.suspect(refusing, refusal)
-                return completions
             finally:
-                self._release(server)
+                self._end(server, request)
+                request.cancel()
             cohort = None
             self.retried += 1
 
+    def _end(self, server: Server, request: Request) -> None:
+        """Give the request's place back, if it has one."""
+        if request in self._running[server]:
+            self._running[server].remove(request)
+            self._release(server)
+
     def look_at_fleet(self) -> None:
-        """The fleet has changed: give up requests at lost servers, and serve waiting ones."""
+        """The fleet has changed: give up requests at lost servers, ask others too where one is silent, and serve
+        waiting ones."""
         for server, requests in self._running.items():
-            if server.lost:
+            if server.lost or server.silent:
                 for request in requests:
-                    request.cancel()
+                    request.look_at_server()
         servers, newest = self.fleet.servers, self._newest_in_traffic()
         for ticket in list(itertools.chain(*self._queues)):
-            if ticket.failures.final(servers) and not ticket.server.done():
-                ticket.server.set_exception(ticket.failures.error())
+            error: Exception | None = ticket.failures.error() if ticket.failures.final(servers) else None
+            if ticket.instead_of is not None and not ticket.instead_of.silent:
+                error = EngineError(f"{ticket.instead_of.url} replies again")
+            if error is not None and not ticket.server.done():
+                ticket.server.set_exception(error)
                 self._forget(ticket)
                 continue
             was, ticket.eligible = ticket.eligible, self._is_eligible(ticket, newest)
@@ -265,35 +315,17 @@ class Router:
                 queue.clear()
         self._dispatch()
 
-    async def _ask(
+    async def _acquire(
         self,
-        server: Server,
-        token_ids: list[int],
-        params: SamplingParams,
-        request_id: str,
-        cohort: tuple[str, int] | None,
-    ) -> list[Completion]:
-        """One request. It is given up if its server is lost."""
-        self._used.add(server)
-        request = asyncio.create_task(server.client.generate(token_ids, params, request_id, cohort))
-        self._running[server].add(request)
-        try:
-            completions = await request
-            for completion in completions:
-                completion.server = server.url
-            return completions
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-            raise EngineError(f"{server.url}: request {request_id} was given up: {server.reason}") from None
-        finally:
-            self._running[server].discard(request)
-
-    async def _acquire(self, start: GroupStart, failures: Failures | None = None, before: str = "") -> Server:
+        start: GroupStart,
+        failures: Failures | None = None,
+        before: str = "",
+        instead_of: Server | None = None,
+    ) -> Server:
         """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
         failures = Failures() if failures is None else failures
-        ticket = Ticket(start, failures, self._loop.create_future(), self._loop.time(), before=before)
+        ticket = Ticket(start, failures, self._loop.create_future(), self._loop.time(), False, None, before, instead_of)
         self._queues[0 if start.is_under_way else 1 if start.first else 2][ticket] = None
         ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
         self._dispatch()

@@ -1,4 +1,4 @@
-"""The process between a supervisor and one server: `python -I -S guard.py PARENT_PID GRACE_S FOLDER COMMAND...`.
+"""The process between a supervisor and one server: `python -I -S guard.py PARENT_PID GRACE_S FOLDER LEFT COMMAND...`.
 
 It leads the server's process group, and ends with the server's exit status (128 plus the number of a signal). Whatever
 happens, it leaves no process of the server behind:
@@ -10,7 +10,8 @@ happens, it leaves no process of the server behind:
 
 A group is ended by SIGTERM, and by SIGKILL after GRACE_S. The guard is also the reaper of the server's orphans (Linux),
 so that a worker that has left the group is found too. At the end it removes FOLDER, which has the server's temporary
-files. It imports the standard library only, and starts in 20 ms.
+files. If the supervisor is gone by then, it also removes the folders that match LEFT, which the supervisor would have
+removed. It imports the standard library only, and starts in 20 ms.
 """
 
 import contextlib
@@ -27,13 +28,18 @@ KILLED_S = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(parent: int, grace_s: float, folder: str, command: list[str]) -> int:
+def main(parent: int, grace_s: float, folder: str, left: str, command: list[str]) -> int:
     try:
         return _guard(parent, grace_s, command)
     finally:
         import shutil  # takes a third of the start
 
         shutil.rmtree(folder, ignore_errors=True)
+        if os.getppid() != parent:
+            import glob
+
+            for each in glob.glob(left):
+                shutil.rmtree(each, ignore_errors=True)
 
 
 def _guard(parent: int, grace_s: float, command: list[str]) -> int:
@@ -165,4 +171,4 @@ def _drain(heard: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:]))

@@ -22,6 +22,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.ports import ReservedPort
 from torchtitan.grpo.servers.restarts import Restarts
 from torchtitan.grpo.servers.state import ServerState
+from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
 
 if TYPE_CHECKING:  # it imports this module
     from torchtitan.grpo.servers.supervisor import Supervisor
@@ -177,6 +178,7 @@ class KeptServer(threading.Thread):
                     )
                     self._healthy_at = now
                     self._set(healthy=True)
+                    self._supervisor.on_healthy(self.url)
                 elif self.healthy and self._failures >= _FAILURES_MAX and (why != _SILENT or now > answered + HUNG_S):
                     return f"{why} for {now - answered:.0f} s"
                 elif not self.healthy and now > started + self._supervisor.start_timeout_s:
@@ -193,12 +195,13 @@ class KeptServer(threading.Thread):
             self._log_start = log.tell()
             self._folder = tempfile.mkdtemp(prefix="grpo-")
             # The guard itself needs nothing that is installed, and neither PYTHONPATH nor site-packages.
-            guard = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), str(GRACE_S), self._folder, *command]
+            weights = f"{MEMORY}/{FOLDER_PREFIX}{own_run()}-*"  # of transport "disk", if this process is a trainer
+            guard = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), str(GRACE_S), self._folder, weights]
             # A process group of its own: Ctrl-C reaches only the owner, which then closes the servers. Not a session of
             # its own: Linux first divides the cores among sessions (sched_autogroup_enabled).
             try:
                 self.process = subprocess.Popen(
-                    guard,
+                    [*guard, *command],
                     env=with_temporary_folder(environment, self._folder),
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -86,6 +86,8 @@ class LaunchedServers(Keeper):
         self.urls_file = folder / URLS_FILE
         self.on_end: Callable[[str, str], None] = lambda url, why: None
         """Called in a thread with a server's address and reason soon after it has ended."""
+        self.on_healthy: Callable[[str], None] = lambda url: None
+        """Called in a thread with a server's address soon after it is healthy after a start."""
         self._folder, self._token, self._start_timeout_s = folder, token, start_timeout_s
         self._states: list[ServerState] = []
         self._healthy_at: dict[str, float] = {}
@@ -173,14 +175,16 @@ class LaunchedServers(Keeper):
     def _hear(self, states: list[ServerState]) -> None:
         with self._changed:
             changes = list(zip(self._states or [ServerState()] * len(states), states, strict=True))
-            for old, new in changes:
-                if new.healthy and (not old.healthy or old.ends != new.ends):
-                    self._healthy_at[new.url] = time.monotonic()
+            started = [new for old, new in changes if new.healthy and (not old.healthy or old.ends != new.ends)]
+            for new in started:
+                self._healthy_at[new.url] = time.monotonic()
             self._states, self.restarts = states, sum(state.restarts for state in states)
             self._changed.notify_all()
         for old, new in changes:
             if new.ends > old.ends:
                 self.on_end(old.url, new.why)
+        for new in started:
+            self.on_healthy(new.url)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -95,8 +95,8 @@ class OwnServers:
             self._hold_trainer(rollout.memory_share)
 
     def fleet(self, make: Callable[[str], Server]) -> Fleet:
-        """The servers of the run. Waits until those that are kept alive serve. Of these the fleet hears each end at
-        once, and which may return.
+        """The servers of the run. Waits until those that are kept alive serve. Of these the fleet hears each end and
+        each start at once, and which may return.
 
         Args:
             make: As in `Fleet`.
@@ -116,7 +116,7 @@ class OwnServers:
                 if server.url == url:
                     fleet.suspect(server, EngineError(why), "it has ended")
 
-        fleet.keeper, kept.on_end = kept, ended
+        fleet.keeper, kept.on_end, kept.on_healthy = kept, ended, fleet.started
         self._fleet = fleet
         return fleet
 

@@ -67,6 +67,8 @@ class Supervisor(Keeper):
         """How often servers were started again."""
         self.on_end: Callable[[str, str], None] = lambda url, why: None
         """Called in a thread with a server's address and reason as soon as it has ended."""
+        self.on_healthy: Callable[[str], None] = lambda url: None
+        """Called in a thread with a server's address as soon as it is healthy after a start."""
         self.may_restart = threading.Event()
         """While it is not set, a server that has ended waits. Others use the memory that it would take."""
         self.may_restart.set()

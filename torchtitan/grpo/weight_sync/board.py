@@ -189,11 +189,11 @@ class Board:
 
     def in_common(self) -> list["ServerWorker"]:
         """The workers that take part in common pushes."""
-        return [worker for worker in self.workers if worker.mode is Mode.COMMON and not worker.dropped]
+        return [worker for worker in self.workers if worker.takes_part()]
 
     def _on_fleet_change(self) -> None:
         with self.changed:
             self.changed.notify_all()
             for worker in self.workers:
-                if worker.server.suspected:
+                if worker.is_called():
                     worker.wake.notify_all()

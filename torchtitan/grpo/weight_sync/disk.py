@@ -2,30 +2,39 @@
 
 A version is a folder of safetensors files, one per bucket. It is written under another name and renamed when it is
 complete, so nobody reads a partial version. Servers check it by the same plan, trailers and checksums as a broadcast.
+They are told what the checksums of all buckets make together, so files of another run never pass for ours.
+
+    disk_folder, or /dev/shm
+      torchtitan-grpo-gpu01-4711-5f3a2c-8d2e90b1    one run's own, named after it
+        in-use                                      locked as long as that run lives
+        version-00000007
 """
 
 import fcntl
 import json
+import logging
+import os
+import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import own_run
+from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, block_layers, peft_config
 from torchtitan.grpo.weight_wire.bucket_files import check_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
-_MEMORY = Path("/dev/shm")
-"""A file system in memory."""
-_PREFIX = "torchtitan-grpo-"
+logger = logging.getLogger(__name__)
+
 _IN_USE = "in-use"
 """A file that the owner of a folder keeps locked. The lock ends with the owner's process, however that ends."""
 
@@ -34,14 +43,15 @@ class DiskCopy(VersionCopy):
     """A full version in files.
 
     Args:
-        folder: Where versions are kept. "" makes a folder in memory (/dev/shm), or else a temporary one.
+        folder: Where this run's own folder is made, which holds the versions. Several runs may share it. "": in memory
+            (/dev/shm), or else with the temporary files.
         buckets: The plan.
         adapter: If the plan is one of LoRA adapters: how they apply. A version is then a folder as `peft` writes it,
             for SGLang.
         verify: Read an adapter's files again before a server may. SGLang would not check them.
 
     Raises:
-        UserError: The folder has no room.
+        UserError: The folder has no room, or cannot be written to.
     """
 
     def __init__(
@@ -52,20 +62,17 @@ class DiskCopy(VersionCopy):
         if adapter is not None:
             layers = block_layers(spec.name for bucket in buckets for spec in bucket.tensors)
             self._config = json.dumps(peft_config(adapter.rank, adapter.alpha, layers, adapter.base_name))
-        self._own = not folder
-        if self._own:
-            parent = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        parent = Path(folder).absolute() if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
             _remove_unowned(parent)
-            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._lock = (self._folder / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            (self._folder / "lock").rename(self._folder / _IN_USE)  # locked before others look for it
-        else:
-            self._folder = Path(folder).absolute()
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder = parent / f"{FOLDER_PREFIX}{own_run()}-{secrets.token_hex(4)}"
+            self._folder.mkdir(mode=0o777 if folder else 0o700)
+            self._lock = _locked(self._folder)
+        except OSError as error:
+            raise UserError(f"{parent} cannot be written to ({error}): change [weight_sync] disk_folder") from error
         self._buckets = buckets
         self._part = self._whole = self._folder / "version.part"
-        self._remove_versions()  # an earlier run's
         self._check_space()
 
     def _check_space(self) -> None:
@@ -102,24 +109,30 @@ class DiskCopy(VersionCopy):
         super().complete(version, expected)
 
     def feed(self) -> "DiskFeed":
-        return DiskFeed(self.version, self._whole)
-
-    def _remove_versions(self) -> None:
-        for folder in [self._part, *self._folder.glob("version-*")]:
-            shutil.rmtree(folder, ignore_errors=True)
+        return DiskFeed(self.version, self._whole, tuple(self.expected))
 
     def close(self) -> None:
-        self._remove_versions()
-        if self._own:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._lock.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _locked(folder: Path) -> TextIO:
+    """The folder's lock, held. Others find it only once it is held."""
+    file = (folder / "lock").open("w")
+    os.register_at_fork(after_in_child=file.close)  # a fork may outlive this process
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:  # a network file system without locks: nobody else can lock it, or removes it, either
+        logger.warning("%s cannot be locked (%s): remove it yourself if this run is killed", folder, error)
+    (folder / "lock").rename(folder / _IN_USE)
+    return file
 
 
 def _remove_unowned(parent: Path) -> None:
-    """Remove folders that killed trainers left behind. Each one keeps a whole model in memory."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    """Remove folders that killed trainers left behind, of any host. Each one has a whole model in it."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         try:
-            with (folder / _IN_USE).open() as lock:
+            with (folder / _IN_USE).open("r+") as lock:  # NFS locks only what is open for writing
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:  # in use, another user's, or just being made
@@ -128,10 +141,12 @@ def _remove_unowned(parent: Path) -> None:
 
 @dataclass(frozen=True)
 class DiskFeed:
-    """A version in a folder, which the server reads itself."""
+    """A version in a folder, which the server reads itself. `expected`: the acknowledgement of one that has all of it
+    (`receiver.ACK_FIELDS`)."""
 
     version: int
     folder: Path
+    expected: tuple[int, ...] = ()
 
 
 class DiskLink(ServerLink):
@@ -151,7 +166,8 @@ class DiskLink(ServerLink):
         self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int
     ) -> dict[str, float]:
         """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
-        self._begin({"version": feed.version, "run": own_run(), "folder": str(feed.folder)})
+        update_info = {"version": feed.version, "run": own_run(), "folder": str(feed.folder)}
+        self._begin(update_info | {"expected": list(feed.expected)})
         read_started = time.perf_counter()
         with self._phase("apply"):
             self._servers_error(time.monotonic() + self._timeout_s)

@@ -151,7 +151,8 @@ class Leader(SyncThread):
         if self._push is not None or board.sent < version:
             return False
         if board.copies_only:
-            return all(worker.server.version >= version or worker.server.lost for worker in board.workers)
+            servers = [worker.server for worker in board.workers]
+            return all(server.version >= version or server.lost or server.silent for server in servers)
         return True
 
     def _work(self) -> None:

@@ -6,6 +6,7 @@ import pkgutil
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -69,6 +70,7 @@ class ServerWorker(threading.Thread):
         self._dead = False
         self._failures = 0  # in a row, all deaths or all refusals
         self._losses = 0
+        self._starts = server.starts  # of which it was told
         self._health_failures = 0
         self._next_look = 0.0
 
@@ -118,7 +120,16 @@ class ServerWorker(threading.Thread):
 
     def may_take(self, copy: VersionCopy) -> bool:
         """Whether it waits for a copy, and this one is newer than what the server has and not older than `sent`."""
-        return self._awaits_copy and copy.version > self._has and copy.version >= self._board.sent
+        ready = self._awaits_copy and not self.server.silent
+        return ready and copy.version > self._has and copy.version >= self._board.sent
+
+    def takes_part(self) -> bool:
+        """Whether it is invited to common pushes. A silent server would only delay them."""
+        return self.mode is Mode.COMMON and not self.dropped and not self.server.silent
+
+    def is_called(self) -> bool:
+        """Whether there is a reason to look at the server before the time comes."""
+        return self.server.suspected or self.server.starts != self._starts
 
     def run(self) -> None:
         board = self._board
@@ -152,8 +163,8 @@ class ServerWorker(threading.Thread):
 
         def check() -> None:
             seat.raise_if_dropped()
-            if self.dropped:
-                raise Dropped(self.dropped)
+            if self.dropped or self.server.silent:
+                raise Dropped(self.dropped or "it does not reply")
 
         self.link.check = check
         try:
@@ -161,7 +172,7 @@ class ServerWorker(threading.Thread):
             seat.stopping()
             self.link.stop(push.version)
             seat.stopped()
-            seconds = self.link.update(seat, board.buckets, board.num_buffers)
+            seconds = self._update(seat, board.num_buffers)
         except Dropped as why:
             # The server has a mix of two versions: connect again, at once.
             self._leave_push(push)
@@ -203,7 +214,7 @@ class ServerWorker(threading.Thread):
         version = copy.version
         try:
             self.link.stop(version)
-            seconds = self.link.update(copy.feed(), board.buckets, 1)
+            seconds = self._update(copy.feed(), 1)
         except (WeightSyncError, UserError) as error:
             self._lose(error)
             return
@@ -229,23 +240,33 @@ class ServerWorker(threading.Thread):
             board.fleet.admit(self.server, version)
         board.notify()
 
+    def _update(self, feed: Any, num_buffers: int) -> dict[str, float]:
+        self.server.updating = True
+        try:
+            return self.link.update(feed, self._board.buckets, num_buffers)
+        finally:
+            self.server.updating = False
+
     def _takes_copy(self) -> bool:
         board, copy = self._board, self._board.copy
         if copy is not None and self.may_take(copy):
             copy.hold()
             return True
-        if board.sent > self._has:
+        if board.sent > self._has and not self.server.silent:
             board.ask_for_copy()
         return False
 
     def _reconnect(self) -> None:
         board = self._board
         pause_s = min(self._retry_at - time.monotonic(), _DEAD_S)
-        if self._wait(lambda: self._removed, pause_s):
+        if self._wait(lambda: self.server.starts != self._starts, pause_s):
+            self._starts, self._retry_at, self._failures = self.server.starts, 0.0, 0
+        if self._removed:
             return
         try:
             if not self.server.control.is_healthy():
                 raise EngineError("it is not healthy")
+            board.fleet.heard(self.server)
         except (UserError, EngineError) as error:
             self._lose(error, dead=True)
             return
@@ -280,6 +301,7 @@ class ServerWorker(threading.Thread):
                 self._lose(error, dead=True)
             return
         self._health_failures = 0
+        self._board.fleet.heard(server)
         if self._given >= 0 and reported is not None and version_of(reported) != self._given:
             self._lose(f"reports weights {reported!r} in place of version {self._given}: {origin(reported)}")
         elif server.suspected and self._given >= self._board.sent:
@@ -307,6 +329,7 @@ class ServerWorker(threading.Thread):
 
     def _has_given(self, version: int) -> None:
         self._given, self._failures = version, 0
+        self._board.fleet.heard(self.server)
 
     def _lose(self, reason: object, dead: bool = False) -> None:
         """Connect again, after a pause that grows with each failure in a row. Death and refusal are counted apart."""

@@ -5,7 +5,7 @@ Imports torch and safetensors only, so it runs in any inference server's environ
 There are two messages, both plain JSON, sent through the server's own HTTP routes:
 
 `POST /init_weight_transfer_engine {"init_info": {...}}`, once per connection, with the fields of `InitInfo`:
-    {"protocol": 2, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
+    {"protocol": 3, "run": "gpu01-4711-5f3a2c", "backend": "gloo", "master_address": "127.0.0.1", "master_port": 40123,
      "rank_offset": 1, "world_size": 2, "num_buffers": 2, "timeout_seconds": 300.0, "verify": true,
      "plan": [[["model.embed_tokens.weight", "float32", [512, 64], 0], ...], ...]}
 With LoRA also `"adapter": {...}`, the fields of `adapters.AdapterInfo`: the plan is one of adapters then.
@@ -13,8 +13,8 @@ With LoRA also `"adapter": {...}`, the fields of `adapters.AdapterInfo`: the pla
 `POST /update_weights {"update_info": {"version": 7, "run": "gpu01-4711-5f3a2c"}}`, once per version, with the fields of
 `UpdateInfo`. All buckets move within this one call.
 
-With backend "disk" there is no group. `update_info` names the folder that holds the version, and the HTTP reply is the
-acknowledgement.
+With backend "disk" there is no group. `update_info` names the folder that holds the version, and says what a server
+that has all of it would acknowledge. The HTTP reply is the acknowledgement.
 """
 
 import time
@@ -32,7 +32,7 @@ from torchtitan.grpo.weight_wire.rendezvous import address_towards, join_store
 from torchtitan.grpo.weight_wire.shared_memory import Shared
 from torchtitan.grpo.weight_wire.transport import Group, wait
 
-PROTOCOL = 2
+PROTOCOL = 3
 ACK_FIELDS = 5
 """Per rank: 1 if every check passed, weight version, tensor count, payload bytes, combined checksum."""
 
@@ -70,11 +70,13 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """What a server needs per update. `folder` holds the version's files, with backend "disk"."""
+    """What a server needs per update. With backend "disk", `folder` holds the version's files, and `expected` is the
+    acknowledgement of all of them (ACK_FIELDS)."""
 
     version: int
     run: str = ""
     folder: str = ""
+    expected: list[int] | None = None
 
 
 class Receiver:
@@ -211,10 +213,18 @@ class Receiver:
         return failure
 
     def _read_buckets(self, info: UpdateInfo, load: LoadBucket, complete: Callable[[], None] | None) -> None:
+        checksums: list[int] = []
         for bucket in self.buckets:
             wire = read_bucket(info.folder, bucket).to(self.device)
-            self._verify(bucket, wire, info.version)
+            checksums.append(self._verify(bucket, wire, info.version))
             load(bucket, wire)
+        names, payload_bytes = len(self.names), sum(bucket.payload_bytes for bucket in self.buckets)
+        found = [1, info.version, names, payload_bytes, combine_checksums(checksums)]
+        if found != info.expected:
+            raise ValueError(
+                f"version {info.version} in {info.folder} is not the trainer's: [ok, version, tensors, bytes, "
+                f"checksum] {found}, expected {info.expected}"
+            )
         if complete is not None:
             complete()
 
