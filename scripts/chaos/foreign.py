@@ -89,6 +89,7 @@ class Foreign:
     Attributes:
         wrong: What did not hold.
         fallen: How often each kind fell, by its witness.
+        written: Answers that the proxy wrote in place of the model's.
         gap_s: Longest time that the heartbeat stood still.
     """
 
@@ -100,6 +101,7 @@ class Foreign:
     outages_s: tuple[int, ...] = OUTAGES_S
     wrong: list[str] = field(default_factory=list)
     fallen: Counter[str] = field(default_factory=Counter)
+    written: int = 0
     gap_s: float = 0.0
     lost: str = "nothing"
 
@@ -164,8 +166,10 @@ class Foreign:
         steps, saved = [line["step"] for line in metric_lines(run)], complete_steps(run / "checkpoint")
         if steps[-1:] != saved[-1:]:
             self.wrong.append(f"step {steps[-1:]} is trained, and {saved} are saved")
-        if steps != sorted(set(steps)):
-            self.wrong.append("steps came twice in metrics.jsonl")
+        if steps != list(range(1, len(steps) + 1)):
+            self.wrong.append("steps are missing in metrics.jsonl, or came twice")
+        if self.written < (asked := sum(self.fallen[kind] for kind in episodes.MARKS)):
+            self.wrong.append(f"{asked} long answers were asked for, and {self.written} were written")
 
     def _fall(self, number: int, kind: str, trainer: Trainer, run: Path, terminal: Terminal) -> None:
         before = metric_lines(run)[-1]["step"]
@@ -239,6 +243,7 @@ class Foreign:
                 for span in choice["weight_versions"][:1]:
                     span.update(start=0, end=episodes.LONG_TOKENS)
                 del choice["weight_versions"][1:]
+                self.written += 1
                 return Reply(200, json.dumps(content).encode())
         return reply
 

@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from chaos import aimed, report
 from chaos.fleet import Fleet
+from chaos.foreign import GROUPS, Foreign
 from chaos.garbage import KINDS, Garbage
 from chaos.resume import Campaign
 from chaos.same_run import leave_out_lost_validation
@@ -43,6 +44,15 @@ def test_nonsense_from_one_server_is_named_asked_again_and_never_trained_on(tmp_
     garbage.run()
     assert not garbage.wrong, "\n".join(garbage.wrong)
     assert sorted(spoiled.kind for spoiled in garbage.spoiled) == sorted(KINDS)
+
+
+def test_foreign_data_ends_no_run_and_costs_no_trained_step(tmp_path):
+    kinds = [kind for group in GROUPS.values() for kind in group]
+    foreign = Foreign(tmp_path, "async", faults=len(kinds), seed=0, gap_limit_s=2.0, outages_s=(1, 3))
+    foreign.run()
+    assert not foreign.wrong, "\n".join(foreign.wrong)
+    assert sum(foreign.fallen.values()) == len(kinds)
+    assert foreign.fallen.keys() >= set(kinds) - {"a full disk"}  # which not everybody may mount
 
 
 def test_an_aim_falls_at_its_operation_and_leaves_a_witness(tmp_path, monkeypatch):
