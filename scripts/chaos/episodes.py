@@ -57,14 +57,16 @@ def claim(*kinds: str) -> dict[str, Any] | None:
 
 
 def beat() -> None:
-    """In a thread of rank 0: how long it did not run."""
-    worst, last = 0.0, time.monotonic()
+    """In a thread of rank 0: the longest time for which it did not run, since the file was last removed."""
+    file, worst, last = FOLDER / "heartbeat", 0.0, time.monotonic()
     while True:
         time.sleep(BEAT_S)
         now = time.monotonic()
-        if now - last - BEAT_S > worst:
+        is_new = not file.exists()
+        if is_new or now - last - BEAT_S > worst:
             worst = now - last - BEAT_S
-            (FOLDER / "heartbeat").write_text(f"{worst:.3f}")
+            (FOLDER / "beat").write_text(f"{worst:.3f}")
+            (FOLDER / "beat").rename(file)
         last = now
 
 

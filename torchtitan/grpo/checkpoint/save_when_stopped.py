@@ -91,8 +91,8 @@ def save_when_stopped(run: Run) -> Iterator[None]:
                     failure = UserErrorOfAllRanks(stop.why) if stop.refused else stopped(1, words)
             except Exception as error:
                 if asked.is_set() or run.broadcast.ranks > 1:
-                    raise
-                failure = error
+                    raise run.failure or error
+                failure = run.failure or error
             if failure is not None:
                 _save_failed(run)
                 raise failure
