@@ -42,7 +42,7 @@ from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
-from torchtitan.grpo.errors import PlainError, refuse
+from torchtitan.grpo.errors import PlainError, in_words, refuse
 from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model.lora import without_adapters
@@ -188,19 +188,24 @@ class Trainer:
     def finish(self) -> None:
         """Wait until every server has the last weights, and the last checkpoint is written."""
         with self.rank0_alone():
-            self.weight_sync.drain()
+            if self.is_rank0:
+                self.weight_sync.drain()
         self.broadcast.barrier()  # the other ranks' sync threads serve rank 0's pushes until it is done
+        if self.failure is not None:
+            raise self.failure
         self.checkpointer.report()
 
     @contextlib.contextmanager
     def failing_later(self) -> Iterator[None]:
-        """What fails inside ends the run before the next step: this one is trained, and is logged and saved first."""
+        """What fails inside ends the run before it packs another step: this one is logged and saved first.
+
+        No other rank may wait for this one inside, but for a push: `request_stop` ends that wait.
+        """
         try:
             yield
         except Exception as error:
             self.failure = self.failure or error
-            if not self.is_rank0:
-                self.broadcast.request_stop()
+            self.broadcast.request_stop(f"rank {dist.get_rank()}: {in_words(error)}")
 
     @contextlib.contextmanager
     def rank0_alone(self) -> Iterator[None]:
@@ -349,7 +354,7 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Answer held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
-        if not (self.is_rank0 and self._validates()):
+        if not (self.is_rank0 and self._validates()) or self.failure is not None:
             return {}
         with self.ledger.stage("validate"), self.weight_sync.hurry(), self.collector.unless_stopped():
             # `self.step` is the oldest version that may answer: wait for servers that do not have it yet.

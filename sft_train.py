@@ -103,7 +103,7 @@ class SftTrainer(grpo_train.Trainer):
         metrics = batch.metrics | self.token_metrics(sums, grad_norm)
         with self.failing_later():
             self.finite_steps.check()
-            metrics |= self.validate()
+        metrics |= self.validate()
         with self.failing_later():
             self.log(metrics)
         self.save()
@@ -112,6 +112,8 @@ class SftTrainer(grpo_train.Trainer):
         with self.rank0_alone():
             pass  # what failed in the last step is raised here
         self.broadcast.barrier()
+        if self.failure is not None:
+            raise self.failure
         self.checkpointer.report()
 
     def stop_if_asked(self) -> None:

@@ -1,6 +1,7 @@
 """A rank whose rank 0 keeps the others waiting: `broadcast_worker.py <how rank 0 waits>`."""
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -59,21 +60,22 @@ def main(how: str) -> None:
 
 
 def stop(broadcaster: Broadcaster) -> None:
-    """Rank 1 asks to stop while it waits for the next value. Rank 0 learns of it, and says so to all."""
-    asked = threading.Event()
-    broadcaster.on_stop = asked.set
+    """Rank 1 fails, and asks to stop while it waits for the next value. Each rank learns of it, and rank 0 why."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    broadcaster.on_stop = asked.put
     if broadcaster.is_source:
-        assert asked.wait(20)
+        assert asked.get(timeout=20) == "no memory"
         broadcaster.stop_all()
         broadcaster.stop_all(UserError("too few servers"))
     else:
-        threading.Timer(0.2, broadcaster.request_stop).start()
+        threading.Timer(0.2, broadcaster.request_stop, ["no memory"]).start()
         for why in ("", "too few servers"):
             try:
                 broadcaster.json()
                 os._exit(4)
             except StopRequested as stop:
                 assert stop.why == why and stop.refused == bool(why)
+        assert asked.get(timeout=20) == ""
     assert broadcaster.json("after") == "after"
 
 

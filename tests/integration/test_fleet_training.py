@@ -239,6 +239,6 @@ def test_too_few_servers_end_the_run_and_the_lost_one_is_named(servers, tmp_path
     with endless(tmp_path / "run", FLAGS | urls(*started) | {"--rollout.min_servers": "2"}, ranks=2) as run:
         lost.close()
         assert run.process.wait(60) != 0
-        (reason,) = {line for line in run.log.splitlines() if "FleetError: " in line}
+        (reason,) = {line for line in run.log.splitlines() if line.startswith("error: ")}
         assert f"1 of 2 servers left, [rollout] min_servers = 2: {lost.url}: lost" in reason
         run.wait_until_gone(15)

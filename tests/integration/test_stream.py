@@ -612,7 +612,7 @@ def test_what_never_works_again_ends_the_run_by_time_and_is_named(make_run, what
         run.rewards.fails, said = (lambda index: True), '"judge" failed on .* it raised OSError: down'
     begin = time.monotonic()
     with pytest.raises(
-        UserError, match=rf"no group has got a reward for \d s, over .*group_timeout_seconds = 1.5: {said}"
+        UserError, match=rf"no group has got a reward for \d s in all, over .*group_timeout_seconds = 1.5: {said}"
     ):
         run.stream.take(1)
     assert 1.5 <= time.monotonic() - begin < 10

@@ -52,13 +52,14 @@ class Broadcaster:
 
     Attributes:
         ranks: How many there are.
-        on_stop: Called on rank 0, in a thread, when some rank has called `request_stop`.
+        on_stop: Called on every rank, in a thread, when one has called `request_stop`; on rank 0 with its error.
     """
 
     def __init__(self, progress: Progress, limit_s: float, silence_s: float = 60.0) -> None:
         self.is_source, self.ranks = dist.get_rank() == 0, dist.get_world_size()
         self._progress, self._limit_s, self._silence_s = progress, limit_s, silence_s
-        self.on_stop: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[str], None] = lambda why: None
+        self._stops = False
         self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
         self._messages = 0
         self._said: dict[str, Any] = {"count": -1, "doing": "starting", "still_s": 0.0, "changes": 0}
@@ -94,12 +95,17 @@ class Broadcaster:
             raise StopRequested(*received[_STOP])
         return received
 
-    def request_stop(self) -> None:
-        """On any rank, in any thread: ask rank 0 to stop the run. It learns of it within a second or two."""
+    def request_stop(self, why: str = "") -> None:
+        """On any rank, in any thread: ask rank 0 to stop the run, because of an error if there is one. Each rank learns
+        of it within a second or two."""
         if self.is_source:
-            self.on_stop()
+            self._stop(why)
         else:
-            self._store.set(_STOP_KEY, "")
+            self._store.set(_STOP_KEY, why)
+
+    def _stop(self, why: str = "") -> None:
+        self._stops = True
+        self.on_stop(why)
 
     def stop_all(self, error: Exception | None = None) -> None:
         """On rank 0, where it would send the next value: the others raise StopRequested there, with this error."""
@@ -178,19 +184,21 @@ class Broadcaster:
 
     def _beat(self) -> None:
         """In a thread: rank 0 writes, the others read. It may hang with the store; nobody waits for it."""
-        progress, stops = self._progress, False
+        progress, stopped = self._progress, False
         for count in itertools.count():
             try:
                 if self.is_source:
-                    if not stops and self._store.check([_STOP_KEY]):
-                        stops = True
-                        self.on_stop()
+                    if not stopped and self._store.check([_STOP_KEY]):
+                        stopped = True
+                        self._stop(self._store.get(_STOP_KEY).decode())
                     said = {"still_s": progress.still_s(), "doing": progress.describe(), "changes": progress.changes}
-                    self._store.set(_KEY, json.dumps(said | {"count": count}))
+                    self._store.set(_KEY, json.dumps(said | {"count": count, "stops": self._stops}))
                 else:
                     said = json.loads(self._store.get(_KEY))
                     if said["count"] != self._said["count"]:
                         self._said, self._heard_at = said, time.monotonic()
+                    if said["stops"] and not self._stops:
+                        self._stop()
             except RuntimeError:  # the store is gone, and so is rank 0 or torchrun: others notice that too
                 return
             if self._closed.wait(BEAT_S):

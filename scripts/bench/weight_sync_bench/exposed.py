@@ -154,7 +154,7 @@ def _one_run(
             return
         try:
             requests.post(f"{servers.faulty}/fault", json=fault, timeout=args.timeout_s).raise_for_status()
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
             if "kill" not in fault:  # a bucket on its way may kill it before it has answered
                 raise
 

@@ -39,8 +39,29 @@ def test_an_outage_is_waited_for_as_long_as_it_has_lasted_and_ends_in_time() -> 
         waits.append(run.fails())
         run.now += waits[-1]
     assert waits[B:] == [1, 1, 2, 4, 8, 16, 32, 60, 60, 16]
-    with pytest.raises(UserError, match=r'for 200 s, over \[rollout\] group_timeout_seconds = 200: "tool" failed on 4'):
+    with pytest.raises(UserError, match=r'for 200 s in all, over \[rollout\] .*_seconds = 200: "tool" failed on 4'):
         run.fails()
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.1, 0.25])
+def test_an_outage_is_waited_for_whatever_share_of_failures_is_allowed(limit: float) -> None:
+    run = Run(limit)
+    run.works()
+    assert [run.fails() for _ in range(B)][-1] > 0 and run.outage.is_on
+    run.works()
+    assert run.outage.take() == []
+
+
+def test_only_time_without_rewards_adds_up() -> None:
+    run = Run(longest_s=600.0)
+    run.works()
+    for seconds in (370.0, 1.0):
+        began = run.now
+        while run.now < began + seconds:
+            run.now += run.fails() or 0.1
+        run.works()
+        run.now += 300.0
+    assert run.now > 971
 
 
 def test_a_passed_outage_counts_for_nothing_nor_does_what_was_under_way_in_it() -> None:

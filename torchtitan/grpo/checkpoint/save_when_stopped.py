@@ -9,7 +9,7 @@ from typing import Protocol
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.marker import step_of
-from torchtitan.grpo.errors import UserErrorOfAllRanks, in_words
+from torchtitan.grpo.errors import PlainError, UserErrorOfAllRanks, in_words
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.stopping import STOPPED, Stopped, StopRequested, asks_first, stopped
 from torchtitan.grpo.weight_sync.sync import WeightSync
@@ -50,8 +50,9 @@ def save_when_stopped(run: Run) -> Iterator[None]:
        is not stopped has no message more.
     3. Every rank saves the step before.
 
-    An error of rank 0 for which the others wait takes the same way from 2 on. It is raised after the save. Where there
-    is one rank only, that holds for every error.
+    An error of rank 0 for which the others wait takes the same way from 2 on, and is raised after the save. So does one
+    of any rank that can wait until the step is done (`Trainer.failing_later`). Where there is one rank only, that holds
+    for every error.
 
     The time after a signal is bounded (`stopping.SAVING_SHARE`), and a second one ends it. Then nothing is saved: what
     has been trained since the newest checkpoint is lost. The same holds for an error on the way, which is often another
@@ -63,9 +64,12 @@ def save_when_stopped(run: Run) -> Iterator[None]:
     """
     asked = threading.Event()
 
-    def on_stop() -> None:
+    def on_stop(why: str) -> None:
+        if why and run.failure is None:  # another rank's
+            run.failure = PlainError(why)
         run.weight_sync.stop_waiting()
-        run.rollouts.stop()
+        if run.is_rank0:
+            run.rollouts.stop()
 
     run.broadcast.on_stop = on_stop
 
@@ -90,9 +94,10 @@ def save_when_stopped(run: Run) -> Iterator[None]:
                     words = f"error on rank 0: {stop.why}"
                     failure = UserErrorOfAllRanks(stop.why) if stop.refused else stopped(1, words)
             except Exception as error:
+                first = run.failure or error
                 if asked.is_set() or run.broadcast.ranks > 1:
-                    raise run.failure or error
-                failure = run.failure or error
+                    raise first from first.__cause__
+                failure = first
             if failure is not None:
                 _save_failed(run)
                 raise failure
@@ -121,6 +126,8 @@ def _save(run: Run) -> None:
 def _save_failed(run: Run) -> None:
     """The same for a run that failed: an error here must not hide what ended it."""
     said = logger.warning if run.is_rank0 else logger.debug
+    if run.trained is None:
+        return said(_words(run, f"the run ends amid the optimizer's part of step {run.step}, so no step can be saved"))
     try:
         _save(run)
     except Exception as error:

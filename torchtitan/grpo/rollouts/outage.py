@@ -21,8 +21,8 @@ class Outage:
       the first one, none had a reward. That is an outage, as of a tool server that starts again.
     - In an outage others are requested after a wait, of as long as it has lasted, 1 to 60 s. A group that was requested
       in it and has a reward ends it. What failed in groups under way until then does not count.
-    - The run ends if an outage lasts over `longest_s`. One that begins before it has worked for as long as it had
-      failed is the old one.
+    - The run ends if an outage lasts over `longest_s`. One that begins before groups have worked for as long as they
+      had failed goes on with the time of the old one.
 
     Args:
         per_step: `[grpo] prompts_per_step`.
@@ -31,17 +31,18 @@ class Outage:
 
     Attributes:
         is_on: There is an outage.
+        has_worked: A group has had a reward, perhaps before a resume.
     """
 
     def __init__(self, per_step: int, max_failed_fraction: float, longest_s: float) -> None:
         self._per_step, self._limit, self._longest_s = per_step, max_failed_fraction, longest_s
-        self.is_on = False
+        self.is_on = self.has_worked = False
         self._counted: list[Group] = []  # in this step
         self._row: list[Group] = []  # ended last, without one that worked; the newest ones
         self._since = self._ended = 0.0  # the outage, or the last one
         self._first_after = 0  # groups from this number on were requested after the row began
         self._excused = 0  # groups below this number were under way in an outage
-        self._has_worked = self._has_worked_in_step = False
+        self._worked_in_step = False
 
     def failed(self, group: Group, number: int, next_number: int, now: float) -> float:
         """A group has failed. How many seconds to wait before others are requested.
@@ -56,15 +57,17 @@ class Outage:
             return 0.0
         if not self._row:
             self._first_after = next_number
-            if now - self._ended >= self._ended - self._since:
-                self._since = now
+            lasted = self._ended - self._since
+            self._since = now if now - self._ended >= lasted else now - lasted
         self._row.append(group)
         if not self.is_on:
             self._counted.append(group)
             row, counted = len(self._row), len(self._counted)
             proven = row >= min(ROW_MIN, self._per_step) and (row > self._per_step or self._is_over(row))
-            if not self._has_worked or not proven:
-                if self._is_over(counted) or (counted > self._per_step and not self._has_worked_in_step):
+            if not self.has_worked or not proven:
+                if self.has_worked and row == counted < min(ROW_MIN, self._per_step):
+                    return 0.0  # perhaps an outage begins
+                if self._is_over(counted) or (counted > self._per_step and not self._worked_in_step):
                     check_failures(self._counted, self._limit)
                 return 0.0
             self.is_on = True
@@ -74,14 +77,14 @@ class Outage:
         lasted = now - self._since
         if lasted >= self._longest_s:
             raise UserError(
-                f"no group has got a reward for {lasted:.0f} s, over [rollout] group_timeout_seconds = "
+                f"no group has got a reward for {lasted:.0f} s in all, over [rollout] group_timeout_seconds = "
                 f"{self._longest_s:g}: {self.describe()}"
             )
         return min(max(lasted, WAIT_MIN_S), WAIT_MAX_S, self._longest_s - lasted)
 
     def worked(self, number: int, next_number: int, now: float) -> None:
         """The group with this number has rewards."""
-        self._has_worked = self._has_worked_in_step = True
+        self.has_worked = self._worked_in_step = True
         if not self._row or number < self._first_after:
             return
         if self.is_on:
@@ -95,7 +98,7 @@ class Outage:
 
     def take(self) -> list[Group]:
         """A step ends: its failed groups that count."""
-        taken, self._counted, self._has_worked_in_step = self._counted, [], False
+        taken, self._counted, self._worked_in_step = self._counted, [], False
         return taken
 
     def describe(self) -> str:

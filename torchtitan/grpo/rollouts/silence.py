@@ -17,7 +17,8 @@ Answering = Coroutine[Any, Any, list[Completion]]
 LOOK_S = 0.5
 """How often a server with requests is asked for its health, if it has answered nothing for as long."""
 REPLY_S = 1.5
-"""How long it may take to reply."""
+"""How long it may take to reply. Twice as long after each time that it was only late, at most REPLY_MAX_S."""
+REPLY_MAX_S = 5.0
 _THREADS = 16
 
 
@@ -39,6 +40,7 @@ class SilenceWatch:
     def __init__(self, fleet: Fleet, owing: Callable[[], Iterable[Server]]) -> None:
         self._fleet, self._owing = fleet, owing
         self._heard_at: dict[Server, float] = defaultdict(float)
+        self._reply_s: dict[Server, float] = defaultdict(lambda: REPLY_S)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="health")
         self._waiting = 0
         self._watch: asyncio.Task[None] | None = None
@@ -46,7 +48,8 @@ class SilenceWatch:
     async def during(self, wait: Awaitable[T]) -> T:
         """Await it, and watch meanwhile."""
         self._waiting += 1
-        self._watch = self._watch or asyncio.create_task(self._look())
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._look())
         try:
             return await wait
         finally:
@@ -58,6 +61,8 @@ class SilenceWatch:
     def heard(self, server: Server) -> None:
         """It has replied to something."""
         self._heard_at[server] = time.monotonic()
+        if server.silent:
+            self._reply_s[server] = min(2 * self._reply_s[server], REPLY_MAX_S)
         self._fleet.heard(server)
 
     def close(self) -> None:
@@ -74,7 +79,7 @@ class SilenceWatch:
         asked_at, loop = time.monotonic(), asyncio.get_running_loop()
         why = "it is not healthy"
         try:
-            if await loop.run_in_executor(self._threads, server.control.is_healthy, REPLY_S):
+            if await loop.run_in_executor(self._threads, server.control.is_healthy, self._reply_s[server]):
                 self.heard(server)
                 return
         except UserError:  # this process cannot ask

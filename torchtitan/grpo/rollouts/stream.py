@@ -224,6 +224,7 @@ class RolloutStream:
             self._prompts.load_state_dict(state["prompts"])
             self._buffer.load_state_dict(state["buffer"], self._prompts.at, fits)
             self.counts = Counter(state["counts"])
+            self._outage.has_worked = self.counts["finished"] > 0
 
         self._collector.call(load())
         for why, count in unfit.items():

@@ -26,7 +26,7 @@ from typing import TextIO
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
+from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, lives, own_run
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, block_layers, peft_config
@@ -129,8 +129,13 @@ def _locked(folder: Path) -> TextIO:
 
 
 def _remove_unowned(parent: Path) -> None:
-    """Remove folders that killed trainers left behind, of any host. Each one has a whole model in it."""
+    """Remove folders that killed trainers of this host left behind. Each one has a whole model in it.
+
+    Those of other hosts stay: not every network file system has locks that hold between hosts.
+    """
     for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        if lives(folder.name.removeprefix(FOLDER_PREFIX).rpartition("-")[0]) is not False:
+            continue
         try:
             with (folder / _IN_USE).open("r+") as lock:  # NFS locks only what is open for writing
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -180,7 +180,7 @@ class WeightSync:
             self._wait_for_push(version)
 
     def stop_waiting(self) -> None:
-        """From any thread, in a run that stops: `publish` returns on rank 0 without the servers' word."""
+        """From any thread, in a run that stops: nothing waits for a push any more, on no rank."""
         self._waits = False
 
     def order_writes_after(self) -> None:
@@ -201,7 +201,11 @@ class WeightSync:
             self._wait_for_push(version)
             if version >= 0:
                 what = f"all servers to have version {version}"
-                self._wait_until(lambda: all(worker.is_settled(version) for worker in board.workers), what)
+
+                def ready() -> bool:
+                    return not self._waits or all(worker.is_settled(version) for worker in board.workers)
+
+                self._wait_until(ready, what)
 
     @contextmanager
     def hurry(self) -> Iterator[None]:
@@ -266,7 +270,7 @@ class WeightSync:
             self._wait_until(lambda: thread.settled(version) or not self._waits, f"the push of version {version}")
         else:
             self._wait_until(
-                lambda: thread.followed >= version or not thread.is_alive(),
+                lambda: thread.followed >= version or not thread.is_alive() or not self._waits,
                 f"trainer rank 0 to fetch this rank's shards of version {version}",
             )
 
