@@ -93,7 +93,8 @@ def test_episodes_are_played_and_rewarded(run) -> None:
             assert episode["messages"] == [{"role": "user", "content": "1+1="}] and episode["columns"]["place"] == 3
             assert episode["sampling"]["max_tokens"] == PARAMS.max_tokens
             said.append(await harness.ask(episode))
-            for wrong in ({"reward": "1"}, {"reward": True}, {"rewards": [1]}, {"score": 1}, {"error": 3}, {"reward": deep}):
+            wrongs = [{"reward": value} for value in ("1", True, deep)] + [{"rewards": [1]}, {"score": 1}, {"error": 3}]
+            for wrong in wrongs:
                 assert await harness.end(episode, **wrong) == 400
             assert await harness.end(episode, reward=reward, rewards={"tests": 3}) == 204
             assert await harness.end(episode, reward=reward) == 410, "it is ended"
