@@ -1,6 +1,7 @@
 """Environments of the package `verifiers`: one turn, a tool, several turns, and one that fails."""
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ pytest.importorskip("verifiers", reason='needs verifiers: pip install "torchtita
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from verifiers.v1.errors import ProviderError
 
 from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.endpoint_runs import CHATML
@@ -27,7 +29,9 @@ from tests.helpers.verifiers_tasks.lookup import served
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt
+from torchtitan.grpo.endpoint.chat import Chat
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
+from torchtitan.grpo.environments.verifiers_client import Conversation
 from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
@@ -177,6 +181,22 @@ def test_the_harness_in_process_runs_the_tools_that_the_model_calls() -> None:
         assert sample.reward == trace.reward == 0.3, "of the last reply, three vowels"
     for sample in short_samples:
         assert text(sample.token_ids) == said[0] and sample.reward == 0.1, "of well"
+
+
+def test_a_call_that_is_nested_too_deeply_is_refused() -> None:
+    sampler, prompt = Sampler(), Prompt(0, [5], "1")
+    tools = functools.reduce(lambda inner, _: [inner], range(980), [])
+    body = {"messages": [{"role": "user", "content": "1"}], "tools": [tools]}
+
+    async def asked() -> None:
+        client = RolloutClient(sampler.tokenizer, PARAMS, prompt, sampler.ask)
+        conversation = Conversation(client, prompt, Chat(sampler.tokenizer), asyncio.get_running_loop())
+        with pytest.raises(ProviderError) as refused:
+            await conversation.answer("trace", body)
+        assert refused.value.status_code == 400
+
+    asyncio.run(asked())
+    assert not sampler.calls
 
 
 def test_a_task_that_fails_hangs_or_blocks_costs_its_own_samples() -> None:

@@ -1,6 +1,7 @@
 """Functions that the configuration names by import path."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
@@ -80,8 +81,11 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def source(function: Callable[..., Any]) -> str:
     """`file:line` where it is defined; "" if it is not written in Python."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+    function = function.func if isinstance(function, functools.partial) else function
+    for each in (function, type(function).__call__):
+        if code := getattr(inspect.unwrap(each), "__code__", None):
+            return f"{code.co_filename}:{code.co_firstlineno}"
+    return ""
 
 
 @contextlib.contextmanager

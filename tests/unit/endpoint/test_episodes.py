@@ -1,6 +1,7 @@
 """Episodes that a harness outside takes and ends, over HTTP, with real embedded servers."""
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -85,13 +86,15 @@ def test_episodes_are_played_and_rewarded(run) -> None:
     async def play(harness):
         assert (await harness.post(f"{harness.url}/episodes/next", wait_seconds=-1))[0] == 400
         said = []
+        deep = functools.reduce(lambda inner, _: [inner], range(950), 1)
         for reward in (0.25, -2):
             episode = await harness.take()
             assert episode["prompt"] == run.prompt.text and episode["answer"] == "2"
             assert episode["messages"] == [{"role": "user", "content": "1+1="}] and episode["columns"]["place"] == 3
             assert episode["sampling"]["max_tokens"] == PARAMS.max_tokens
             said.append(await harness.ask(episode))
-            for wrong in ({"reward": "1"}, {"reward": True}, {"rewards": [1]}, {"score": 1}, {"error": 3}):
+            wrongs = [{"reward": value} for value in ("1", True, deep)] + [{"rewards": [1]}, {"score": 1}, {"error": 3}]
+            for wrong in wrongs:
                 assert await harness.end(episode, **wrong) == 400
             assert await harness.end(episode, reward=reward, rewards={"tests": 3}) == 204
             assert await harness.end(episode, reward=reward) == 410, "it is ended"

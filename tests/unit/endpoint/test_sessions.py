@@ -180,6 +180,12 @@ REFUSED = {
 }
 
 
+def nested(depth: int) -> bytes:
+    """A body that is JSON, with tools that no template renders."""
+    tools, messages = b"[" * depth + b"]" * depth, b'[{"role": "user", "content": "1+1="}]'
+    return b'{"messages": ' + messages + b', "tools": [' + tools + b"]}"
+
+
 HALF_PAIRS = [
     json.dumps({"prompt": "1+1="} | body).encode()
     for body in ({"stop": "\ud800"}, {"prompt": "1\udc00"}, {"stop": ["\udfff="]}, {"\ud83d": 1})
@@ -197,6 +203,7 @@ def test_what_would_change_the_distribution_is_refused_and_costs_nothing(run) ->
                 (b"{", f"/sessions/{session.id}/v1/completions", 400),
                 (b"[]", f"/sessions/{session.id}/v1/chat/completions", 400),
                 (b"[" * 100_000, f"/sessions/{session.id}/v1/chat/completions", 400),
+                *((nested(depth), f"/sessions/{session.id}/v1/chat/completions", 400) for depth in (500, 980, 1020)),
                 (b'{"a": [' + b"[]," * 270_000 + b"[]]}", f"/sessions/{session.id}/v1/chat/completions", 413),
                 *((half, f"/sessions/{session.id}/v1/completions", 400) for half in HALF_PAIRS),
                 (b"{}", "/v1/completions", 400),

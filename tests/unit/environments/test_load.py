@@ -30,16 +30,7 @@ def wrong_parameters(prompt: Prompt) -> list[Sample]:
     raise AssertionError("is never called")
 
 
-def synchronous(client: RolloutClient, prompt: Prompt, depth: int = 1) -> list[Sample]:
-    raise AssertionError("is never called")
-
-
-class SynchronousCall:
-    def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
-        raise AssertionError("is never called")
-
-
-class Exits(SynchronousCall):
+class Exits:
     def __init__(self) -> None:
         raise SystemExit("please set MY_DATA")
 
@@ -92,9 +83,6 @@ def test_a_name_that_is_no_environment_is_refused(name: str) -> None:
     [
         ("accepted", {"depht": 3}, r'environment_args has "depht", which .*:accepted does not take.* "depth"'),
         ("accepted", {"prompt": 3}, r'has "prompt", which .*:accepted does not take: it takes depth'),
-        ("synchronous", {}, r"synchronous\" \(.*test_load.py:\d+\) gives no coroutine: write it as `async def`"),
-        ("synchronous", {"depth": 3}, r"test_load.py:\d+\) gives no coroutine"),
-        ("SynchronousCall", {}, r"test_load.py:\d+\) gives no coroutine"),
         ("Exits", {}, r"raised SystemExit: please set MY_DATA \(.*test_load.py:\d+ in __init__\)"),
         ("Sums", {}, r"missing a required argument: 'largest'"),
         ("Sums", {"largest": 3, "sing": "-"}, r'has "sing", which .*:Sums does not take.* "sign"'),

@@ -155,6 +155,8 @@ class Endpoint:
             return await handler(request)
         except BadRequest as error:
             return _error(error.status, str(error), error.field)
+        except RecursionError:  # JSON that was read, and cannot be rendered, written or shown
+            return _error(400, "the request is nested too deeply")
         except SessionEnded:
             return _error(410, "the session has ended: its group is complete, was given up or came too late")
         except web.HTTPRequestEntityTooLarge:

@@ -10,7 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data
 from torchtitan.grpo.config.tables import table_title
 from torchtitan.grpo.errors import UserError, did_you_mean, renamed
-from torchtitan.grpo.import_path import import_function, is_async, load_function, source
+from torchtitan.grpo.import_path import import_function, load_function
 from torchtitan.grpo.rollouts.environment import ENDPOINT, KEY, Environment, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment, place
 from torchtitan.grpo.stopping import Stopped
@@ -66,7 +66,6 @@ def load_environment(name: str, arguments: dict[str, Any], template_arguments: d
     found = import_function(KEY, name)
     if inspect.isclass(found):
         return _made(found, name, **arguments)
-    _check_async(found, name)
     if not arguments:
         return load_function(KEY, name, "client", "prompt")
     _check_arguments(found, name, "client", "prompt", **arguments)
@@ -85,15 +84,7 @@ def _made(make: Callable[..., Any], name: str, *positional: Any, **arguments: An
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UserError(f'{KEY}: "{name}" raised {type(error).__name__}: {error} ({place(error)})') from error
     _check_arguments(environment, name, "client", "prompt")
-    _check_async(environment, name)
     return environment
-
-
-def _check_async(environment: Any, name: str) -> None:
-    """Refuse what gives its samples at once. It would stop every other group meanwhile."""
-    place = source(environment) or source(type(environment).__call__)
-    if place and not is_async(inspect.unwrap(environment)):
-        raise UserError(f'{KEY}: "{name}" ({place}) gives no coroutine: write it as `async def`')
 
 
 def _check_arguments(function: Any, name: str, *positional: Any, **arguments: Any) -> None:

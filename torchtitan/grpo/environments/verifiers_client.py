@@ -60,12 +60,12 @@ class Conversation:
                     rendered.token_ids, max_tokens=call.max_tokens, stop_token_ids=call.stop_token_ids, stop=call.stop
                 )
             [(completion, place)] = await answers
-        except (BadRequest, SessionEnded) as error:
+            if place is None:
+                raise ProviderError(NO_TOKENS_LEFT, status_code=400)
+            message = reply_message(cut_text(self.chat.decode(completion.token_ids), call.stop), call.tools)
+            session.said[digest_with(rendered.digest, message)] = place
+        except (BadRequest, SessionEnded, RecursionError) as error:  # RecursionError: nested deeply
             raise ProviderError(str(error), status_code=400) from error
-        if place is None:
-            raise ProviderError(NO_TOKENS_LEFT, status_code=400)
-        message = reply_message(cut_text(self.chat.decode(completion.token_ids), call.stop), call.tools)
-        session.said[digest_with(rendered.digest, message)] = place
         called = completion.finish_reason == "stop" and "tool_calls" in message
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if called else completion.finish_reason}
         counts = usage(len(rendered.token_ids), [completion])

@@ -17,43 +17,17 @@ import functools
 import importlib.util
 import inspect
 import re
-from collections import deque
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import import_function, load_function, source
+from torchtitan.grpo.rewards.final_number import DIGITS_MAX, TEXT_COMMAND, last_number
 
 RewardFunction = Callable[..., Any]
-_UNSIGNED = r"(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
-NUMBER = re.compile(
-    rf"(?<![\d.])(?<![A-Za-z)}}\\]/)(?:(?<![A-Za-z])|(?=[-+\\$€£¥]))"
-    rf"(?P<sign>[-+]?)(?:\\?[$€£¥]\s*(?P<second_sign>[-+]?))?"
-    rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<top>{_UNSIGNED})(?:\s?/\s?(?P<bottom>[-+]?{_UNSIGNED}))?"
-)
-"""A number, as in `-$1,234.50`, `10 000`, `2e-3`, `3/2` and `1 1/2`; not in `H2O` or `a/2`."""
-FRACTION = {"whole": "0", "top": "", "bottom": "1"}
-"""The parts of a number and what stands for one that is left out."""
-SPELLINGS = {"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "{,}": ",", "\\!": ""}
-SPELLINGS |= dict.fromkeys(["\N{NO-BREAK SPACE}", "\N{THIN SPACE}", "\N{NARROW NO-BREAK SPACE}", "\\,"], " ")
-"""What is read as something else."""
-FOOTNOTE = re.compile(r"(?<=[\d%°)}$.]) ?(?:\[\d{1,2}(?:, ?\d{1,2})*\] ?)+")
-"""Such as `72 [1]` and `72 apples.[1, 2]`."""
-LATEX = re.compile(r"\\[dtc]?frac(?![A-Za-z])|\^|(?<=[^\W_])_|(?<=[)}\]])_|\\(?!sqrt)[A-Za-z]+")
-"""A fraction, an exponent, an index, which `_72_` has not, or another command."""
-SIGNED = re.compile(rf"[-+]?{_UNSIGNED}")
-ARGUMENT = re.compile(r"\s*(\\[A-Za-z]+|[\w{])")
-EXPONENT = re.compile(r"[-+]?\w+|\([^()]*\)|{")
-HEADING = re.compile(r"\W*(?:\d+[.):]\s+\S|[A-Za-z])")
-"""A line behind `####` that is no final answer."""
-DIGITS_MAX = 1000
-"""Digits of a number, and size of its exponent, that numeric_match compares. Exact arithmetic on more costs time."""
-
 DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
 COMMAND = re.compile(r"\\[A-Za-z]")
-TEXT_COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 WORD = re.compile(r"(?<!\S)[A-Za-z]{2,}(?=[\s.,:;!?]|$)|[A-Za-z]:")
 
 
@@ -63,14 +37,15 @@ def exact_match(answer: str, prompt: Prompt) -> float:
 
 
 def numeric_match(answer: str, prompt: Prompt) -> float:
-    """1 if the last number in the answer equals the reference's: `$1,234.50` is `1234.5`, and `3/2` is `1.5`.
+    """1 if the answer's final number equals the reference's: `$1,234.50` is `1234.5`, and `3/2` is `1.5`.
 
-    A number of over DIGITS_MAX digits, or with such an exponent, is a wrong answer.
+    `final_number.py` finds it. An expression is a wrong answer, and so is a number of over
+    DIGITS_MAX digits, or with such an exponent.
     """
-    expected = _last_number(_reference(prompt))
+    expected = last_number(_reference(prompt))
     if expected is None:
         raise ValueError(f"the reference answer {prompt.answer!r} holds no number of up to {DIGITS_MAX} digits")
-    return float(_last_number(answer) == expected)
+    return float(last_number(answer) == expected)
 
 
 def math_verify(answer: str, prompt: Prompt) -> float:
@@ -203,88 +178,6 @@ def _reference(prompt: Prompt) -> str:
     if not prompt.answer:
         raise ValueError("the prompt has no reference answer: set [data] answer_column")
     return prompt.answer
-
-
-def _last_number(text: str) -> Fraction | None:
-    """The exact value of the final number; None if there is none or it is beyond DIGITS_MAX."""
-    for spelling, meaning in SPELLINGS.items():
-        text = text.replace(spelling, meaning)
-    text = _plain(_final(text))
-    last = _last(FOOTNOTE.sub(" ", text)) or _last(text)
-    if last is None:
-        return None
-    parts = last.groupdict(default="")
-    whole, top, bottom = (_exact(parts[name] or default) for name, default in FRACTION.items())
-    if whole is None or top is None or not bottom:
-        return None
-    return (whole + top / bottom) * (-1) ** (parts["sign"] + parts["second_sign"]).count("-")
-
-
-def _last(text: str) -> re.Match[str] | None:
-    return next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)
-
-
-def _final(text: str) -> str:
-    """What the last `\\boxed{}` holds, or the line behind a later `####`, if there is a digit; else all."""
-    boxed, marked = text.rfind(r"\boxed{"), text.rfind("####")
-    start = boxed + len(r"\boxed")
-    inside = text[start : _closing(text).get(start)] if boxed >= 0 else ""
-    line = text[marked + len("####") :].partition("\n")[0] if marked >= 0 else ""
-    line = "" if HEADING.match(line) else line
-    for final in (line, inside) if marked > boxed else (inside, line):
-        if any(map(str.isdigit, final)):
-            return final
-    return text
-
-
-def _closing(text: str) -> dict[int, int]:
-    """Where each `{` ends: the position of its `}`."""
-    opened: list[int] = []
-    closing = {}
-    for brace in re.finditer(r"(?<!\\)[{}]", text):
-        if brace[0] == "{":
-            opened.append(brace.start())
-        elif opened:
-            closing[opened.pop()] = brace.start()
-    return closing
-
-
-def _plain(text: str) -> str:
-    """LaTeX with `3/2` for fractions of numbers, and without other fractions, exponents, indices and commands."""
-    closing = _closing(text)
-    parts, done = [], 0
-
-    def argument(kind: re.Pattern[str]) -> str:
-        """Of the command that ends at `done`, which moves behind it."""
-        nonlocal done
-        found = kind.match(text, done)
-        if found is None or (found[0][-1] == "{" and found.end() - 1 not in closing):
-            return ""
-        start = found.start(kind.groups)
-        done = closing[start] + 1 if text[start] == "{" else found.end()
-        return text[start:done].strip("{} ")
-
-    for found in LATEX.finditer(text):
-        if found.start() < done:
-            continue
-        parts.append(text[done : found.start()])
-        done = found.end()
-        if found[0] in "^_":
-            argument(EXPONENT)
-        elif "frac" in found[0]:
-            top, bottom = argument(ARGUMENT), argument(ARGUMENT)
-            if SIGNED.fullmatch(top) and SIGNED.fullmatch(bottom):
-                parts.append(f" {top}/{bottom}" if parts[-1][-1:].isdigit() else f"{top}/{bottom}")  # 1 1/2
-                continue
-        parts.append("\\")
-    return "".join([*parts, text[done:]])
-
-
-def _exact(number: str) -> Fraction | None:
-    mantissa, _, exponent = number.replace(",", "").replace(" ", "").lower().partition("e")
-    if len(mantissa) > DIGITS_MAX or len(exponent) > 6 or abs(int(exponent or 0)) > DIGITS_MAX:
-        return None
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
 
 
 def _parse_math(text: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import math
 import re
 import sysconfig
@@ -14,6 +15,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed
+from torchtitan.grpo.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, GroupStart
 from torchtitan.tools.logging import logger
@@ -114,7 +116,8 @@ class GuardedEnvironment:
         try:
             async with self._place(start):
                 with renamed(KEY, self.key), self._counted():
-                    samples = await self._environment(client, prompt)
+                    returned = self._environment(client, prompt)
+                    samples = await returned if inspect.isawaitable(returned) else returned
         except (EngineError, FleetError, UserError) as error:
             if not isinstance(error, Refused) or self.is_single_turn or not self._has_worked:
                 raise
@@ -128,6 +131,9 @@ class GuardedEnvironment:
         oldest = -1 if self.is_single_turn else start.min_version()
         try:
             with renamed(KEY, self.key):
+                if samples is returned:  # not awaited: it would stop every other group meanwhile
+                    where = f"{KEY} = {self.name!r} ({source(self._environment)})"
+                    raise UserError(f"{where} gives no coroutine: write it as `async def`")
                 group = checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
         except ValueError as error:
             if isinstance(error, UserError) and not self._has_worked:
