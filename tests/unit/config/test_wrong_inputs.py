@@ -10,6 +10,7 @@ test_config.py has every type, range and contradiction of keys.
 import contextlib
 import http.server
 import json
+import os
 import shutil
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import grpo_train
@@ -555,6 +557,37 @@ def test_variables_of_no_launcher_are_refused_at_once(
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(grpo_train, "init_log_lines", lambda: pytest.fail("it reads RANK"))
     refused({}, tuple(words), capsys)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"MASTER_PORT": "tcp://10.0.0.1:80"},  # Kubernetes', beside a Service named "master"
+        {"LOCAL_RANK": "x"},
+        {"LOCAL_WORLD_SIZE": "auto"},
+        {"LOCAL_WORLD_SIZE": "8"},
+        {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "gone"},
+    ],
+)
+def test_without_rank_and_world_size_what_is_left_of_a_launcher_does_not_matter(
+    variables: dict[str, str], folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable)
+    alone = [part for each in SMALL.items() for part in each if part is not None]
+    expected = grpo_train.main([*alone, "--dry_run"]), capsys.readouterr().out
+    assert expected[0] == 0
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    ranks = []
+
+    def make(config: JobConfig) -> grpo_train.Trainer:
+        _, rank, world_size = next(dist.rendezvous("env://"))
+        ranks.append((rank, world_size, os.environ["LOCAL_RANK"], os.environ.get("LOCAL_WORLD_SIZE")))
+        raise EngineError("far enough")
+
+    assert (grpo_train.main([*alone, "--dry_run"]), capsys.readouterr().out) == expected
+    assert grpo_train.main(alone, make) == 1 and ranks == [(0, 1, "0", None)]
 
 
 @pytest.mark.parametrize(

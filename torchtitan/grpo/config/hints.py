@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.grpo.config.keys import keys, label, sections, shortened
-from torchtitan.grpo.config.other_trainers import entry_of
+from torchtitan.grpo.config.other_trainers import entry_of, part_of
 from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
 from torchtitan.grpo.errors import nearest
 
@@ -25,6 +25,8 @@ REFUSED = {
 
 _SHOWN = 20
 """Keys of another trainer's section in one message."""
+_TELLING = 6
+"""Letters of a key that is looked for in other sections than its own: `mode` and `freq` are names of anything."""
 
 
 def unknown_name(section: str, name: str, value: Any) -> str:
@@ -40,7 +42,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
         near = nearest(path, {key.section for key in honoured_keys()})
         hint = f"did you mean [{near}]?" if near else "docs/configuration.md lists all sections"
         if not near or not any(f"{near}.{name}" in keys() for name in table):
-            hint = _keys_in(table, path) or hint
+            part = part_of(path)
+            hint = _keys_in(table, path) or (f"no key is like it: {part[1]}" if part else hint)
         return f"unknown section [{shortened(path)}]: {hint}"
     if name in REFUSED:
         return f"{label(path) if section else name} {REFUSED[name]}"
@@ -51,7 +54,7 @@ def unknown_name(section: str, name: str, value: Any) -> str:
 def unknown_flag(flag: str) -> str:
     """Message for an unknown flag."""
     path = flag.removeprefix("--").replace("-", "_")
-    if (name := path.rpartition(".")[2]) in REFUSED:
+    if (name := path.rpartition(".")[2]) in REFUSED and _exact(path) is None:
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"
 
@@ -81,31 +84,60 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
     Args:
         shown: How to write a key, in a TOML file or as a flag.
     """
-    section, _, name = path.rpartition(".")
-    entry = entry_of(path)
-    if entry is not None:
-        meant, note = [entry[0]] if entry[0] else [], entry[1]
-    else:
-        meant, note = _similar(section, name), ""
+    section = path.rpartition(".")[0]
+    meant, note = _exact(path) or _similar(path)
     if meant:
         return f"did you mean {' or '.join(map(shown, meant))}{note and f' ({note})'}?"
     page = f"see {f'[{section}] in ' if section in sections() else ''}docs/configuration.md"
     return f"no key is like it: {note or page}"
 
 
-def _similar(section: str, name: str) -> list[str]:
-    """The keys, two at most, that a misspelt or misplaced one may be."""
-    of_name = _keys_by_name()
-    if own := nearest(name, [each for each, paths in of_name.items() if f"{section}.{each}" in paths], 0.82):
-        return [f"{section}.{own}"]
-    near = nearest(name, of_name, 0.92 if section in sections() else 0.85)
+def _exact(path: str) -> tuple[list[str], str] | None:
+    """The keys, two at most, that another trainer's name is, and a note; None if nothing is known of the name.
+
+    In sections that neither this project nor NAMES knows, only a name of several words says enough.
+    """
+    section, _, name = path.rpartition(".")
+    honoured = {key.path for key in honoured_keys()}
+    if (key := f"{_own_section(section)}.{name}") in honoured:
+        return [key], ""
+    if entry := entry_of(path):
+        return [entry[0]] if entry[0] else [], entry[1]
+    if not section or section in sections() or part_of(path):
+        return None
+    parts = section.split(".")
+    if inner := [key for start in range(len(parts)) if (key := ".".join([*parts[start:], name])) in honoured]:
+        return inner, ""
+    same = _keys_by_name().get(name, [])
+    return (same, "") if "_" in name and 0 < len(same) <= 2 and name not in REFUSED else None
+
+
+def _similar(path: str) -> tuple[list[str], str]:
+    """The keys, two at most, that a misspelt or misplaced one may be, and what to say if there are none."""
+    section, _, name = path.rpartition(".")
+    own, of_name = _own_section(section), _keys_by_name()
+    if near := nearest(name, [each for each, paths in of_name.items() if f"{own}.{each}" in paths], 0.82):
+        return [f"{own}.{near}"], ""
+    if section and section not in sections():
+        return [], (part_of(path) or ("", ""))[1]
+    telling = [each for each in of_name if len(each) >= _TELLING or (each == name and not section)]
+    near = nearest(name, telling, 0.92 if section else 0.85)
     if near and len(of_name[near]) <= 2:
-        return of_name[near]
+        return of_name[near], ""
+    if section:
+        return [], ""
+    if part := part_of(path):
+        return [], part[1]
+    found = nearest(path, [*itertools.chain(*of_name.values()), "dry_run", "help", "version"], 0.85)
+    return [found] if found else [], ""
+
+
+def _own_section(section: str) -> str:
+    """The section here that one of another trainer, or a misspelt one, is; else itself."""
     if section in sections():
-        return []
-    whole = [*itertools.chain(*of_name.values()), "dry_run", "help", "version"]
-    found = nearest(f"{section}.{name}".lstrip("."), whole, 0.85)
-    return [found] if found else []
+        return section
+    part = part_of(section)
+    return part[0] if part else nearest(section, sections(), 0.8) or section
 
 
 def _keys_by_name() -> dict[str, list[str]]:
@@ -118,14 +150,12 @@ def _keys_by_name() -> dict[str, list[str]]:
 
 def _keys_in(tables: dict[str, Any], section: str) -> str:
     """What the keys of another trainer's section are here, "" if none is known."""
-    of_name = _keys_by_name()
     paths = list(_leaves(tables))
     found = []
     for path in paths:
-        named = of_name.get(path.rpartition(".")[2], [])
-        key, note = entry_of(f"{section}.{path}") or (named[0] if len(named) == 1 else "", "")
-        if key:
-            found.append(f"{path} is {label(key)}" + (f" ({note})" if note else ""))
+        meant, note = _exact(f"{section}.{path}") or ([], "")
+        if len(meant) == 1:
+            found.append(f"{path} is {label(meant[0])}" + (f" ({note})" if note else ""))
     if not found:
         return ""
     others = len(paths) - len(found[:_SHOWN])

@@ -250,6 +250,9 @@ def check_ranks(config: JobConfig, world_size: int, job: Job) -> Iterator[str]:
 def check_launch(dry_run: bool = False) -> None:
     """Refuse variables of a launcher by which this process would wait for ranks that nobody starts.
 
+    Without RANK and WORLD_SIZE there is no launcher. Its other variables are then left over, or not its own: Kubernetes
+    sets MASTER_PORT beside a Service named "master". They are removed.
+
     Args:
         dry_run: WORLD_SIZE may then stand alone: it is the number of processes that the dry run is about.
 
@@ -257,7 +260,12 @@ def check_launch(dry_run: bool = False) -> None:
         UserErrorOfAllRanks: One is no whole number, some are missing, or RANK is not under WORLD_SIZE.
     """
     needed = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *(("LOCAL_RANK",) if torch.cuda.is_available() else ())
-    given = {name: value for name in {*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE"} if (value := os.environ.get(name))}
+    names = {*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    given = {name: value for name in names if (value := os.environ.get(name))}
+    if not {"RANK", "WORLD_SIZE"} & given.keys():
+        for name in names:
+            os.environ.pop(name, None)
+        return
     start = "start the ranks by torchrun, or unset RANK and WORLD_SIZE for a run of one process"
     for name in sorted(given.keys() - {"MASTER_ADDR"}):
         if not given[name].isdecimal():

@@ -60,6 +60,8 @@ TRL = {
     "max_steps": "training.steps",
     "max_tool_calling_iterations": ": an environment decides, see [rollout] environment",
     "metric_for_best_model": "checkpoint.keep_best",
+    "model": "model.hf_assets_path: a local folder",
+    "model_name": "model.hf_assets_path: a local folder",
     "model_name_or_path": "model.hf_assets_path: a local folder",
     "multi_objective_aggregation": ": rewards are summed by [reward] weights",
     "num_completions_to_print": "metrics.samples_per_step",
@@ -109,6 +111,7 @@ TRL = {
 }
 
 VERL = {
+    "actor.shuffle": ": [grpo] minibatches keep the batch's order",
     "adv_estimator": 'grpo.advantage_baseline: "leave_one_out" for "rloo"',
     "clip_ratio": "grpo.ratio_clip_max: the lower clip is ratio_clip_min",
     "clip_ratio_c": "grpo.ratio_clip_c",
@@ -159,6 +162,7 @@ VERL = {
     "response_length": "rollout.max_answer_tokens",
     "resume_mode": "checkpoint.resume",
     "reward_manager": "",
+    "rollout.mode": ": requests to servers are always asynchronous",
     "rollout.n": "grpo.group_size",
     "rollout.name": "rollout.engine",
     "rollout_is": "grpo.importance_level",
@@ -214,30 +218,63 @@ PRIME_RL = {
     "num_infer_gpus": "rollout.replicas: servers, of [rollout] gpus_per_server",
     "num_train_gpus": _RANKS,
     "optim.lr": "optimizer.lr",
+    "optim.type": "optimizer.name",
     "optim_cpu_offload": 'offload.optimizer_states: "host"',
     "oversampling_factor": "grpo.oversampling: the extra share, oversampling_factor - 1",
+    "parallel.tp": "rollout.gpus_per_server",
     "ratio_type": "grpo.importance_level",
     "reduce_dtype": "training.mixed_precision_reduce",
     "reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
     "resume_step": "checkpoint.load_step",
     "rollouts_per_example": "grpo.group_size",
+    "scheduler.type": "lr_scheduler.decay_type: set decay_ratio too",
     "strict_async_level": "",
     "tensor_parallel_size": "rollout.gpus_per_server",
     "token_batch_size": "",
     "wandb.group": "metrics.wandb_group",
     "wandb.name": "metrics.wandb_name",
     "wandb.project": ": the environment variable WANDB_PROJECT",
+    "weight_broadcast.type": "weight_sync.transport",
 }
 
-_COMMON = {"epochs": _STEPS, "lr": "optimizer.lr", "n_rollouts": "grpo.group_size"}
+_COMMON = {
+    "checkpoint.freq": "checkpoint.interval",
+    "epochs": _STEPS,
+    "lr": "optimizer.lr",
+    "n_rollouts": "grpo.group_size",
+    "seed": "debug.seed",
+    "validation.interval": "validation.freq",
+}
 NAMES = TRL | VERL | PRIME_RL | _COMMON
+
+_EVALUATION = "validation", "for held-out answers see [validation] in docs/configuration.md"
+_REWARD = "reward", "rewards are functions, see [reward] functions"
+_TEACHER = "distill", "teachers are servers, see [distill] teacher_urls"
+PARTS = {
+    "critic": ("", "GRPO has no critic"),
+    **dict.fromkeys(("eval", "evaluation", "val", "val_kwargs", "validation"), _EVALUATION),
+    **dict.fromkeys(("reward", "reward_manager", "reward_model"), _REWARD),
+    **dict.fromkeys(("distill", "distillation", "teacher", "teacher_inference", "teacher_model"), _TEACHER),
+}
+"""Sections of what is not the policy: their section here, "" for none, and what to say of keys that it does not have.
+
+A name of NAMES means something else in them: a critic's `model.path` is not the policy's.
+"""
+
+
+def part_of(path: str) -> tuple[str, str] | None:
+    """The entry of PARTS that holds for a name, the innermost one; None in other sections."""
+    return next((PARTS[name] for name in reversed(path.split(".")) if name in PARTS), None)
 
 
 def entry_of(path: str) -> tuple[str, str] | None:
     """(key or "", note) for a name of another trainer, with its section before it or not; None for an unknown name."""
+    own, reason = part_of(path) or (None, "")
     parts = path.split(".")
     for start in range(len(parts)):
         if (name := ".".join(parts[start:])) in NAMES:
             key, _, note = NAMES[name].partition(":")
-            return key, note.strip()
+            if own is None or (own and not key) or key.startswith(f"{own}."):
+                return key, note.strip() or ("" if key else reason)
+            return "", reason
     return None
