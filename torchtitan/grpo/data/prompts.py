@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.chat import joined_text
 from torchtitan.grpo.data.samples import Document, Prompt
-from torchtitan.grpo.data.sources import DatasetRow, key_of, load_rows
+from torchtitan.grpo.data.sources import DatasetRow, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import is_async, load_function, source
 from torchtitan.tools.logging import logger
@@ -210,7 +210,7 @@ class PromptSource:
 
     def keys(self) -> set[str]:
         """What its prompts ask, as one of `sources.row_keys`. Empty if nothing tells episodes apart."""
-        key = key_of(self._rows.rows, self._data)
+        key = self._rows.key
         return {key(self._rows.rows[i]) for i in self._positions} if key else set()
 
     def next(self, n: int) -> list[Prompt]:
