@@ -34,7 +34,8 @@ def write(path, rows):
 
 def source_of(tokenizer, path, seq_len=64, sft=None, **keys):
     data = Data(source="jsonl", path=path, **keys)
-    return ConversationSource(data, tokenizer, 0, sft=sft or Sft(), seq_len=seq_len, end_ids=[tokenizer.eos_token_id])
+    own = {"sft": sft or Sft(), "seq_len": seq_len, "end_ids": [tokenizer.eos_token_id], "vocab_size": 60}
+    return ConversationSource(data, tokenizer, 0, **own)
 
 
 def text(tokenizer, conversation):
@@ -92,6 +93,9 @@ def test_missing_columns_and_bad_rows_are_named(tokenizer, tmp_path):
         source_of(tokenizer, path, messages_column="messages", tools_column="fn")
     with pytest.raises(UserError, match=r"a\.jsonl:2: column 'messages' has no message of the assistant"):
         source_of(tokenizer, path, messages_column="messages")
+    said = [talk(1, 1), talk(1, 1)[:1] + [{"role": "assistant", "content": "W"}]]
+    with pytest.raises(UserError, match=r"a\.jsonl:2 has id 62 \('W'\).*embeddings for 60"):
+        source_of(tokenizer, write(tmp_path / "a.jsonl", [{"messages": each} for each in said]), messages_column="messages")
 
 
 def test_a_mixture_of_conversations_and_pairs_holds_out_its_own_rows(tokenizer, tmp_path, caplog):

@@ -128,7 +128,8 @@ class GuardedEnvironment:
         oldest = -1 if self.is_single_turn else start.min_version()
         try:
             with renamed(KEY, self.key):
-                group = checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
+                params = client.params
+                group = checked(samples, self.name, params.max_tokens, oldest, params.routes, params.vocab_size)
         except ValueError as error:
             if isinstance(error, UserError) and not self._has_worked:
                 raise
