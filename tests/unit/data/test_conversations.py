@@ -23,6 +23,9 @@ def tokenizer():
     return tokenizer
 
 
+SAYS_W = {"role": "assistant", "content": "W"}
+
+
 def talk(a: int, b: int) -> list[dict]:
     return [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": f"{a + b}"}]
 
@@ -93,9 +96,9 @@ def test_missing_columns_and_bad_rows_are_named(tokenizer, tmp_path):
         source_of(tokenizer, path, messages_column="messages", tools_column="fn")
     with pytest.raises(UserError, match=r"a\.jsonl:2: column 'messages' has no message of the assistant"):
         source_of(tokenizer, path, messages_column="messages")
-    said = [talk(1, 1), talk(1, 1)[:1] + [{"role": "assistant", "content": "W"}]]
+    write(tmp_path / "a.jsonl", [{"messages": talk(1, 1)}, {"messages": [*talk(1, 1), *talk(1, 1)[:1], SAYS_W]}])
     with pytest.raises(UserError, match=r"a\.jsonl:2 has id 62 \('W'\).*embeddings for 60"):
-        source_of(tokenizer, write(tmp_path / "a.jsonl", [{"messages": each} for each in said]), messages_column="messages")
+        source_of(tokenizer, path, messages_column="messages")
 
 
 def test_a_mixture_of_conversations_and_pairs_holds_out_its_own_rows(tokenizer, tmp_path, caplog):

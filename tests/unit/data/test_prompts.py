@@ -518,7 +518,8 @@ def test_tokens_without_an_embedding_may_be_there_if_no_text_has_them(tokenizer,
     assert "ids up to 63, and the model embeddings for 60" in caplog.text
     data = Data(arithmetic_max=3)
     prompts = PromptSource(data, tokenizer, 0, vocab_size=60).next(2)
-    assert end_token_ids(tokenizer, str(TINY_QWEN3), 60) == [2] and len(sft_pairs(prompts, data, "", tokenizer, 60)) == 2
+    assert end_token_ids(tokenizer, str(TINY_QWEN3), 60) == [2]
+    assert len(sft_pairs(prompts, data, "", tokenizer, 60)) == 2
     prompts = [replace(prompts[0], columns={"answer": "S"})]
     with pytest.raises(UserError, match=rf"target of prompt {prompts[0].index} has id 63 \('S'\)"):
         sft_pairs(prompts, data, "", tokenizer, 60)

@@ -82,8 +82,8 @@ def check_embeddings(ids: Iterable[int], where: str, tokenizer: PreTrainedTokeni
     if last >= vocab_size:
         highest = max(last, *tokenizer.get_vocab().values())
         raise UserError(
-            f"{where} has id {last} ({tokenizer.convert_ids_to_tokens(last)!r}): the tokenizer has ids up to {highest}, "
-            f"and the model embeddings for {vocab_size} (vocab_size of config.json). Save the model after "
+            f"{where} has id {last} ({tokenizer.convert_ids_to_tokens(last)!r}): the tokenizer has ids up to "
+            f"{highest}, and the model embeddings for {vocab_size} (vocab_size of config.json). Save the model after "
             f"resize_token_embeddings({highest + 1}) in transformers, or remove the tokens that were added"
         )
 

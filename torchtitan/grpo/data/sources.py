@@ -156,7 +156,7 @@ def key_of(rows: Sequence[DatasetRow], data: Data, kept: range, asked: Set[str])
         return question
     for key in (question, _whole):
         of_rows = [key(row) for row in rows]
-        if len(set(of_rows)) > 1 and not asked.union(of_rows[kept.start :]).issuperset(of_rows[: kept.start]):
+        if len(set(of_rows)) > 1 and not set(of_rows[: kept.start]) <= asked | set(of_rows[kept.start :]):
             return key
     return _whole if 1 < len(set(of_rows)) == len(rows) else None
 
