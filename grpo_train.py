@@ -32,7 +32,7 @@ from torchtitan.grpo.config.machine import check_launch
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.dry_run.describe import describe
 from torchtitan.grpo.dry_run.disk import check_disk
@@ -421,9 +421,17 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.training.steps
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
-        rollout, ends = self.config.rollout, (*self.end_token_ids, *self.config.rollout.stop_token_ids)
-        texts, routes = tuple(rollout.stop), self.source.routes if temperature else None  # held-out answers need none
-        return SamplingParams(n, temperature, rollout.max_answer_tokens, ends, self.seed, stop=texts, routes=routes)
+        rollout, source = self.config.rollout, self.source
+        return SamplingParams(
+            n,
+            temperature,
+            rollout.max_answer_tokens,
+            (*self.end_token_ids, *rollout.stop_token_ids),
+            self.seed,
+            stop=tuple(rollout.stop),
+            routes=source.routes if temperature else None,  # held-out answers need none
+            vocab_size=source.model_args.vocab_size,
+        )
 
     def _fixed_logprobs(self, batch: Batch) -> list[list[FixedLogprobs]]:
         """For each row (old policy's, reference's) log-probabilities, which stay fixed during the step's updates.
@@ -470,7 +478,8 @@ class Trainer:
         rows = None
         if self.is_rank0:
             prompts = self.prompts.next(self.config.sft.batch_size)
-            documents = sft_pairs(prompts, self.config.data, self.config.sft.target_column, self.tokenizer)
+            column, vocab_size = self.config.sft.target_column, self.source.model_args.vocab_size
+            documents = sft_pairs(prompts, self.config.data, column, self.tokenizer, vocab_size)
             rows = pack(supervised_samples(documents), self.row_tokens, self.data_ranks, self.row_multiple)
         return self.broadcast.rows(rows, self.data_rank)
 
@@ -480,16 +489,17 @@ class Trainer:
         config = self.config
         assets = config.model.hf_assets_path
         self.source = resolve_and_check(config)
-        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, self.source.model_args.vocab_size)
-        self.end_token_ids = end_token_ids(self.tokenizer, assets)
+        vocab_size = self.source.model_args.vocab_size
+        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, vocab_size)
+        self.end_token_ids = end_token_ids(self.tokenizer, assets, vocab_size)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
             rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
             self.rewards = self.resources.enter_context(rewards)
             self.environments = self.resources.enter_context(loaded_environments(config))
-            rows = self.environments.rows
-            self.held_out = load_held_out(config, self.tokenizer, rows=rows) if config.validation.enable else []
-            self.prompts = load_training(config, self.tokenizer, self.held_out, rows=rows)
+            rows, make = self.environments.rows, partial(PromptSource, vocab_size=vocab_size)
+            self.held_out = load_held_out(config, self.tokenizer, make, rows) if config.validation.enable else []
+            self.prompts = load_training(config, self.tokenizer, self.held_out, make, rows)
             self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
 
     def _init_distributed(self) -> None:

@@ -209,13 +209,14 @@ class SftTrainer(grpo_train.Trainer):
         self.nodes.job = "sft"
         config, assets = self.config, self.config.model.hf_assets_path
         self.source = resolve_and_check(config)
-        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, self.source.model_args.vocab_size)
-        self.end_token_ids = end_token_ids(self.tokenizer, assets)
+        vocab_size = self.source.model_args.vocab_size
+        self.tokenizer = load_tokenizer(assets, config.data.chat_template_file, vocab_size)
+        self.end_token_ids = end_token_ids(self.tokenizer, assets, vocab_size)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
             check_disk(config, self.source)
             own = {"sft": config.sft, "seq_len": config.training.seq_len, "end_ids": self.end_token_ids}
-            make = partial(ConversationSource, **own)
+            make = partial(ConversationSource, vocab_size=vocab_size, **own)
             self.held_out = load_held_out(config, self.tokenizer, make) if config.validation.enable else []
             self.conversations = load_training(config, self.tokenizer, self.held_out, make)
 

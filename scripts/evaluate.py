@@ -39,7 +39,7 @@ from torchtitan.grpo.engines.registry import ENGINES, make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config, model_folder
-from torchtitan.grpo.evaluation.results import RESULT, new_folder, table, write_answers, write_result
+from torchtitan.grpo.evaluation.results import RESULT, new_folder, remove_if_empty, table, write_answers, write_result
 from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model_identity import identity_of_folder
 from torchtitan.grpo.rewards.failures import check_failures
@@ -141,11 +141,12 @@ def evaluate(arguments: argparse.Namespace, flags: list[str], resources: context
     environments = resources.enter_context(loaded_environments(config))
     sets = load_held_out(config, tokenizer, rows=environments.rows)
     check_not_trained_on(config, sets, folder, tokenizer)
-    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout))
-    conversations = any(not environments.answering(each.name).is_single_turn for each in sets)
-    rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not conversations)
     name = (checkpoint_of(folder) or arguments.model.resolve()).name
     out = new_folder(arguments.out or Path(config.job.dump_folder) / "evaluation" / name)
+    resources.callback(remove_if_empty, out)
+    rewards = resources.enter_context(RewardRunner(config.reward, config.rollout, folder=str(out)))
+    conversations = any(not environments.answering(each.name).is_single_turn for each in sets)
+    rewards.check([p for each in sets for p in each.prompts[:2]], refuse=not conversations)
     began = time.time()
     urls = resources.enter_context(served(config, folder, out / LOG_FOLDER))
     answers, software = answer(config, urls, sets, rewards, environments, resources, out)

@@ -123,10 +123,15 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     assert [line["data/small/share"] for line in lines] == [0.75, 0.75]
 
     script, log, checkpoint = ROOT / "scripts" / "evaluate.py", tmp_path / "log", tmp_path / "run/checkpoint/step-2"
-    evaluation = Ranks(1, script, checkpoint, log=log, environment=environment(), found=False)
+    (tmp_path / "noisy.py").write_text("def score(answer, prompt):\n    print('judged')\n    return 1.0\n")
+    own = environment()
+    own["PYTHONPATH"] = f"{tmp_path}:{own.get('PYTHONPATH', '')}"
+    judged = "--reward.functions", "exact_match,numeric_match,noisy:score", "--reward.weights", "1,1,0"
+    evaluation = Ranks(1, script, checkpoint, *judged, log=log, environment=own, found=False)
     evaluation.check()
     results = tmp_path / "run" / "evaluation" / "step-2"
     result = json.loads((results / "result.json").read_text())
+    assert "judged" in (results / "rewards.log").read_text()
     of_run = {name: value for name, value in lines[-1].items() if name.startswith("validation/")}
     for of_set in ("small", "products"):
         metrics = result["sets"][of_set]["metrics"]

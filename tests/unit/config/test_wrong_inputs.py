@@ -290,8 +290,16 @@ MODELS = {
     "longer than the model": wrong({"--training.seq_len": "1024"}, "[training] seq_len = 1024", "maximum of 512"),
     "no tokenizer.json": wrong({}, "has no tokenizer.json", spoil=unlink("model/tokenizer.json")),
     "torn tokenizer.json": wrong({}, "tokenizer cannot be loaded", "again", spoil=write("model/tokenizer.json", '{"a')),
-    "tokens without embeddings": wrong(
-        {}, "ids up to 63", "embeddings for 60", "resize_token_embeddings(64)", spoil=edit(CONFIG, vocab_size=60)
+    "end token without an embedding": wrong(
+        {}, "end token has id 2 ('<eos>')", "for 2 (", "resize_token_embeddings(64)", spoil=edit(CONFIG, vocab_size=2)
+    ),
+    "a row's token without an embedding": wrong(
+        JSONL | {"--data.prompt_template": "Q:{prompt}"},
+        "rows.jsonl:1 has id 60 ('Q')",
+        "ids up to 63",
+        "embeddings for 60",
+        "resize_token_embeddings(64)",
+        spoil=lambda folder: (rows()(folder), edit(CONFIG, vocab_size=60)(folder)),
     ),
     "torn generation_config.json": wrong(
         {}, "generation_config.json is not a JSON object", spoil=write("model/generation_config.json", "{")

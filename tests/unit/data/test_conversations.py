@@ -23,6 +23,9 @@ def tokenizer():
     return tokenizer
 
 
+SAYS_W = {"role": "assistant", "content": "W"}
+
+
 def talk(a: int, b: int) -> list[dict]:
     return [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": f"{a + b}"}]
 
@@ -34,7 +37,8 @@ def write(path, rows):
 
 def source_of(tokenizer, path, seq_len=64, sft=None, **keys):
     data = Data(source="jsonl", path=path, **keys)
-    return ConversationSource(data, tokenizer, 0, sft=sft or Sft(), seq_len=seq_len, end_ids=[tokenizer.eos_token_id])
+    own = {"sft": sft or Sft(), "seq_len": seq_len, "end_ids": [tokenizer.eos_token_id], "vocab_size": 60}
+    return ConversationSource(data, tokenizer, 0, **own)
 
 
 def text(tokenizer, conversation):
@@ -91,6 +95,9 @@ def test_missing_columns_and_bad_rows_are_named(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"a\.jsonl:1 has no column 'fn': set \[data\] tools_column to one of"):
         source_of(tokenizer, path, messages_column="messages", tools_column="fn")
     with pytest.raises(UserError, match=r"a\.jsonl:2: column 'messages' has no message of the assistant"):
+        source_of(tokenizer, path, messages_column="messages")
+    write(tmp_path / "a.jsonl", [{"messages": talk(1, 1)}, {"messages": [*talk(1, 1), *talk(1, 1)[:1], SAYS_W]}])
+    with pytest.raises(UserError, match=r"a\.jsonl:2 has id 62 \('W'\).*embeddings for 60"):
         source_of(tokenizer, path, messages_column="messages")
 
 

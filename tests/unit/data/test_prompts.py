@@ -1,10 +1,12 @@
 """Prompt sources: real files in, rendered prompts out, exact continuation, and errors that say what to change."""
 
 import codecs
+import copy
 import gzip
 import json
+import pickle
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import datasets
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
+from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError
 
 
@@ -389,6 +392,28 @@ def test_a_curriculum_sees_the_whole_prompt(tokenizer):
     assert [asdict(prompt) for prompt in asked] == SEEN
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda prompt: replace(prompt, answer="x").token_ids,
+        lambda prompt: pickle.loads(pickle.dumps(prompt)),
+        copy.copy,
+        copy.deepcopy,
+        lambda prompt: dict(vars(prompt)),
+        repr,
+        lambda prompt: prompt == replace(prompt),
+        lambda prompt: (prompt.columns["question"], prompt.index, prompt.answer, isinstance(prompt, Prompt)),
+    ],
+)
+def test_a_curriculum_may_use_a_prompt_like_any_other(use, tokenizer):
+    source = PromptSource(Data(arithmetic_max=4), tokenizer, 3)
+    offered, (whole,) = source._offered(3), source.at([3])
+    assert use(offered) == use(whole)
+    assert offered.columns == whole.columns and offered == whole
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = offered.nothing
+
+
 def test_solved_prompts_are_not_asked_again(tokenizer):
     source = PromptSource(Data(arithmetic_max=1, curriculum=UNSOLVED), tokenizer, 0)
     first = source.next(4)
@@ -485,6 +510,19 @@ def test_sft_targets_end_with_the_end_token(tokenizer, tmp_path):
     assert tokenizer.decode(other.token_ids[other.trained].tolist()) == "1 1<eos>"
     with pytest.raises(UserError, match=r"no column 'stpes': set \[sft\] target_column to one of .*'steps'"):
         sft_pairs(prompts, data, "stpes", tokenizer)
+
+
+def test_tokens_without_an_embedding_may_be_there_if_no_text_has_them(tokenizer, tmp_path, caplog):
+    assert len(load_tokenizer(str(TINY_QWEN3), vocab_size=64)) == 64 and not caplog.text
+    load_tokenizer(str(TINY_QWEN3), vocab_size=60)
+    assert "ids up to 63, and the model embeddings for 60" in caplog.text
+    data = Data(arithmetic_max=3)
+    prompts = PromptSource(data, tokenizer, 0, vocab_size=60).next(2)
+    assert end_token_ids(tokenizer, str(TINY_QWEN3), 60) == [2]
+    assert len(sft_pairs(prompts, data, "", tokenizer, 60)) == 2
+    prompts = [replace(prompts[0], columns={"answer": "S"})]
+    with pytest.raises(UserError, match=rf"target of prompt {prompts[0].index} has id 63 \('S'\)"):
+        sft_pairs(prompts, data, "", tokenizer, 60)
 
 
 # Bad input

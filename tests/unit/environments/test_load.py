@@ -40,10 +40,11 @@ class Sums:
 
     closed = 0
 
-    def __init__(self, largest: int, sign: str = "+") -> None:
+    def __init__(self, largest: int, sign: str = "+", copies: int = 1) -> None:
         if sign != "+":
             raise OSError(f"no table of {sign}")
-        self.rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "i": i} for i in range(largest)]
+        rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "i": i} for i in range(largest)]
+        self.rows = [row | {"copy": copy} for copy in range(copies) for row in rows]
 
     async def __call__(self, client: RolloutClient, prompt: Prompt) -> list[Sample]:
         return []
@@ -154,31 +155,38 @@ def test_an_environment_may_bring_its_rows_and_is_closed(tmp_path: Path) -> None
         load_held_out(config, tokenizer, rows=environments.rows)
 
 
-def held_out_and_trained(folder: Path, text: str, column: str) -> tuple[list[list[int]], list[int]]:
-    """A column of each held-out set, and of the training data."""
+def held_out_and_trained(folder: Path, text: str, column: str) -> tuple[list[list[int]], list[int], int]:
+    """A column of each held-out set and of the training data, and by how many keys its rows are known."""
     config, tokenizer = config_of(folder, text), load_tokenizer(str(TINY_QWEN3))
     with loaded_environments(config) as environments:
         sets = load_held_out(config, tokenizer, rows=environments.rows)
         trained = load_training(config, tokenizer, sets, rows=environments.rows)
     columns = [[prompt.columns[column] for prompt in each.prompts] for each in sets]
-    return columns, [prompt.columns[column] for prompt in trained.first(99)]
+    return columns, [prompt.columns[column] for prompt in trained.first(99)], len(trained.keys())
 
 
 @pytest.mark.parametrize(
-    ("game", "held_out", "trained"),
+    ("rows", "held_out", "trained"),
     [
-        ("secrets = 5", [3, 4], [0, 1, 2]),
-        ("secrets = 1", [0], [0]),
-        ("secrets = 1, copies = 9", [0, 0], [0] * 9),
-        ("secrets = 3, copies = 4", [1, 2], [0, 1, 2] * 4),
+        ("Guess: secrets = 5", [3, 4], [0, 1, 2]),
+        ("Guess: secrets = 1", [0], [0]),
+        ("Guess: secrets = 1, copies = 9", [0, 0], [0] * 9),
+        ("Guess: secrets = 3, copies = 4", [1, 2], [0] * 4),
+        ("Guess: secrets = 2, copies = 2", [0, 1], [0, 1] * 2),
+        ("Sums: largest = 5, copies = 2", [3, 4], [0, 1, 2] * 2),
+        ("Sums: largest = 2, copies = 3", [0, 1], [0, 1] * 2),
     ],
 )
-def test_a_game_whose_rows_ask_the_same_has_held_out_rows(
-    game: str, held_out: list[int], trained: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_rows_of_environments_are_held_out_by_what_tells_them_apart(
+    rows: str, held_out: list[int], trained: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = OWN_ROWS.replace("Sums", "Guess").replace("largest = 5", game)
-    assert held_out_and_trained(tmp_path, text, "secret") == ([held_out], trained)
-    assert ("its rows are alike" in caplog.text) == bool(set(held_out) & set(trained)), "what is not held out is said"
+    name, arguments = rows.split(": ")
+    text = OWN_ROWS.replace("Sums", name).replace("largest = 5", arguments)
+    column = "secret" if name == "Guess" else "i"
+    *found, known = held_out_and_trained(tmp_path, text, column)
+    assert found == [[held_out], trained]
+    nothing_out = name == "Guess" and bool(set(held_out) & set(trained))
+    assert ("every row is like a held-out one" in caplog.text) == nothing_out == (known == 0)
 
 
 def test_an_openenv_server_has_held_out_seeds(tmp_path: Path) -> None:
@@ -187,7 +195,7 @@ def test_an_openenv_server_has_held_out_seeds(tmp_path: Path) -> None:
         of_set = f'source = "environment"\nenvironment = "openenv:{url}"\nenvironment_args = {{ episodes = 2 }}'
         text = text.replace("chat_template = false\n", "") + '[[validation.sets]]\nname = "last"\n'
         found = held_out_and_trained(tmp_path, text + f'[[validation.sets]]\nname = "first"\n{of_set}', "seed")
-    assert found == ([[4, 5], [0, 1]], [2, 3])
+    assert found == ([[4, 5], [0, 1]], [2, 3], 2)
 
 
 def test_held_out_sets_may_have_environments_of_their_own(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import socket
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT, TINY_QWEN3
+from torchtitan.grpo.config.job_config import Distill
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.load import load_held_out
@@ -75,6 +77,49 @@ def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path, mo
     assert (asked.rollout.replicas, asked.rollout.gpus_per_server) == (3, 2)
     given = config_of(*file, engine="sglang", urls=["http://c:1", "http://d:1"])
     assert (given.rollout.urls, given.rollout.replicas) == (["http://c:1", "http://d:1"], 0)
+
+
+OF_A_TRAINER = {
+    "checkpoint": 'keep_best = "validation/majority_at_4"\ninterval = 40',
+    "grpo": "overlong_buffer_tokens = 7",
+    "rollout": 'api_key_env = "NO_SUCH_KEY"\nserve_key_env = "NO_SUCH_KEY"\nserve_port = PORT\nmemory_share = 0.4',
+}
+TEACHER = '[distill]\nteacher_urls = ["http://t:1"]\nmode = "add"\napi_key_env = "NO_SUCH_KEY"\n'
+
+
+def test_what_only_a_trainer_reads_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    path, rows = tmp_path / "run.toml", tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
+    text = (ROOT / "train_configs" / "quickstart.toml").read_text()
+    for section, keys in OF_A_TRAINER.items():
+        text = text.replace(f"[{section}]\n", f"[{section}]\n{keys}\n")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        path.write_text(text.replace("PORT", str(port)).replace("interval = 1000", "") + TEACHER)
+        file = ["--job.config_file", str(path)]
+        sampled = config_of(*file, "--validation.samples_per_prompt", "16", "--rollout.max_answer_tokens", "5")
+        assert sampled.rollout.serve_port == 0 and sampled.distill == Distill() and sampled.checkpoint.keep_best == ""
+        config_of(*file, jsonl=[rows])
+        with pytest.raises(UserError, match=r"^\[rollout\] api_key_env .*: the variable is not set"):
+            config_of(*file, urls=["http://a:1"])
+        plays = ["--rollout.environment", "endpoint", "--data.chat_template"]
+        with pytest.raises(UserError, match=rf"serve_port = {port}: .* cannot be opened(.|\n)*serve_key_env"):
+            monkeypatch.setenv("RANK", "0")
+            config_of(*file, *plays)
+
+
+def test_a_checkpoint_of_supervised_training_needs_a_configuration(tmp_path):
+    step = tmp_path / "run" / "checkpoint" / "step-3"
+    shutil.copytree(TINY_QWEN3, step / "hf")
+    (step / "run_config.json").write_text("{}")
+    (step / "trainer.json").write_text(json.dumps({"step": 3, "conversations": {}}))
+    with pytest.raises(UserError, match=r"step-3 is of sft_train.py, .* give one by --job.config_file"):
+        evaluation_config([], step / "hf", "embedded", [])
+    config = evaluation_config(QUICKSTART, step / "hf", "embedded", [])
+    assert config.job.dump_folder == str(tmp_path / "run")
+    sft = ["--job.config_file", str(ROOT / "train_configs" / "sft_qwen3_0.6b_2gpu.toml"), "--training.seq_len", "2048"]
+    assert evaluation_config(sft, step / "hf", "embedded", []).validation.prompts == 256
 
 
 def test_its_servers_load_the_models_weights_and_have_the_first_gpus(monkeypatch):

@@ -11,7 +11,7 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.results import new_folder, table, write_answers, write_result
+from torchtitan.grpo.evaluation.results import new_folder, remove_if_empty, table, write_answers, write_result
 
 PROMPT = Prompt(3, [1], "1+1=", "2")
 
@@ -68,6 +68,11 @@ def test_the_result_has_every_metric_and_the_configuration_that_makes_it_again(t
 def test_results_never_overwrite_others(tmp_path):
     folders = [new_folder(tmp_path / "a" / "step-3").name for _ in range(3)]
     assert folders == ["step-3", "step-3-2", "step-3-3"]
+    remove_if_empty(tmp_path / "a" / "step-3-2")
+    assert new_folder(tmp_path / "a" / "step-3").name == "step-3-2"
+    (tmp_path / "a" / "step-3-2" / "answers.jsonl").write_text("")
+    remove_if_empty(tmp_path / "a" / "step-3-2")
+    assert (tmp_path / "a" / "step-3-2").is_dir()
     (tmp_path / "b").write_text("")
     with pytest.raises(UserError, match=r"results cannot be written to .*b/step-3 \(Not a directory\): give an --out"):
         new_folder(tmp_path / "b" / "step-3")

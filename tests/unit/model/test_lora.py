@@ -117,9 +117,9 @@ def test_adapters_without_their_base_are_no_model(part, tmp_path):
 
 
 def test_an_evaluation_sets_back_every_key():
-    set_back = [f"--{key}={value}" for key, value in OF_THE_RUN.items() if key.startswith("lora.")]
-    config = load_config([f"--model.hf_assets_path={TINY_QWEN3}", "--rollout.urls=http://127.0.0.1:1", *set_back])
-    assert config.lora == Lora()
+    of_run = {"lora.enable": True, "lora.rank": 4, "lora.target_modules": ["q_proj"], "lora.merge": True}
+    argv = [f"--model.hf_assets_path={TINY_QWEN3}", "--rollout.urls=http://127.0.0.1:1"]
+    assert load_config(argv, defaults=of_run, flags_only=lambda given: OF_THE_RUN).lora == Lora()
 
 
 def test_a_base_is_known_by_every_weight_and_its_adapters_by_their_keys():

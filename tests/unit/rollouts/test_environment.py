@@ -190,9 +190,10 @@ def test_what_an_episode_may_cause_costs_no_more_than_itself(bad: float) -> None
 
     [kept] = checked([sample(reward=0.5, rewards={"seconds": bad, "tests_passed": 3})], "m:f", 10)
     assert (kept.reward, kept.rewards) == (0.5, {"tests_passed": 3})
-    for samples, said in (([sample(reward=bad)], f"reward {bad!r}"), ([], "no sample")):
+    over = Sample(PROMPT, [1, 60], [0.1, 0.0], [1, 1], "stop", [True, False])
+    for samples, said in (([sample(reward=bad)], f"reward {bad!r}"), ([], "no sample"), ([over], "token 60")):
         with pytest.raises(ValueError, match=re.escape(said)) as raised:
-            checked(samples, "m:f", 10)
+            checked(samples, "m:f", 10, vocab_size=60)
         assert not isinstance(raised.value, UserError)
 
 

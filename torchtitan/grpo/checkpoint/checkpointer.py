@@ -22,7 +22,7 @@ from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
 from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
 from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE
 from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread, json_pieces
@@ -283,7 +283,7 @@ class Checkpointer:
         def rest() -> None:
             torch.save(random_states(self.device), content)
             if self.rank == 0:
-                texts["trainer.json"] = json_pieces(self.trainer_state.state_dict())  # text as it is written
+                texts[TRAINER_STATE] = json_pieces(self.trainer_state.state_dict())  # text as it is written
                 texts[RUN_CONFIG] = [json.dumps(self.run_config, indent=1)]
                 if self._validated[0] == step:
                     texts[VALIDATION] = [json.dumps(self._validated[1])]

@@ -16,7 +16,7 @@ from torchtitan.grpo.checkpoint.adapters import BASE
 from torchtitan.grpo.checkpoint.hyperparameters import kept
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, is_read_back, step_of
 from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, changes
 from torchtitan.grpo.checkpoint.states import collect
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.errors import UserError
@@ -162,7 +162,7 @@ class Loader:
     def _restore(self, path: Path, marker: Marker, states: dict[str, Stateful], read: dict[str, Any]) -> None:
         for name, content in read.items():
             states[name].load_state_dict(content)
-        self._trainer_state.load_state_dict(json.loads((path / "trainer.json").read_text(encoding="utf-8")))
+        self._trainer_state.load_state_dict(json.loads((path / TRAINER_STATE).read_text(encoding="utf-8")))
         rank, world_size = self._together.rank, self._together.world_size
         if marker.world_size == world_size:  # last, so that nothing draws random numbers in between
             set_random_states(torch.load(path / f"rng-rank-{rank}.pt", weights_only=True), self._device)

@@ -6,6 +6,8 @@ from torchtitan.grpo.config.keys import label, show
 
 RUN_CONFIG = "run_config.json"
 """In a checkpoint: `config.resolved.resolved`."""
+TRAINER_STATE = "trainer.json"
+"""In a checkpoint: what the trainer saves besides tensors."""
 
 OF_ONE_START = ("job", "ray", "checkpoint.resume", "checkpoint.load_step")
 """Sections and keys that say how a run is started, and nothing of what it does."""

@@ -54,8 +54,8 @@ def without_unread(given: dict[str, Any], job: Job) -> tuple[dict[str, Any], lis
     """What the job reads of the checked keys by path, and the other sections and keys, unless they have defaults."""
     names = {*_OF_TABLES[job], *(path.removeprefix("data.") for path in UNREAD[job] if path.startswith("data."))}
     changed = [path for path, value in given.items() if value != keys()[path].default]
-    left_out = {_covering(path, UNREAD[job]) for path in changed}
-    kept = {path: value for path, value in given.items() if not _covering(path, UNREAD[job])}
+    left_out = {covering(path, UNREAD[job]) for path in changed}
+    kept = {path: value for path, value in given.items() if not covering(path, UNREAD[job])}
     for path in TABLES:
         if path in kept:
             kept[path] = [{k: v for k, v in table.items() if k not in names} for table in kept[path]]
@@ -91,16 +91,21 @@ def check_job(given: dict[str, Any], job: Job) -> list[str]:
     return messages
 
 
+def job_of(state: dict[str, Any]) -> Job:
+    """Whose trainer saved this state. That of an SFT job has "conversations"."""
+    return "sft" if "conversations" in state else "grpo"
+
+
 def check_same_job(state: dict[str, Any], job: Job) -> None:
     """Refuse to resume from a checkpoint of the other job.
 
     Args:
-        state: What the trainer saved. That of an SFT job has "conversations".
+        state: What the trainer saved.
 
     Raises:
         UserError: It is of the other job.
     """
-    saved_by: Job = "sft" if "conversations" in state else "grpo"
+    saved_by = job_of(state)
     if saved_by != job:
         raise UserError(
             f"the checkpoint is of {saved_by}_train.py: start in another [job] dump_folder, with the checkpoint's "
@@ -108,5 +113,6 @@ def check_same_job(state: dict[str, Any], job: Job) -> None:
         )
 
 
-def _covering(path: str, entries: Iterable[str]) -> str:
+def covering(path: str, entries: Iterable[str]) -> str:
+    """Which of these sections and keys is or holds the key of this path; "" if none."""
     return next((entry for entry in entries if path == entry or path.startswith(f"{entry}.")), "")

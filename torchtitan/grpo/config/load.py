@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config.contradictions import check_contradictions
 from torchtitan.grpo.config.hints import unknown_flag, unknown_name, unknown_word
-from torchtitan.grpo.config.jobs import Job, check_job, without_unread
+from torchtitan.grpo.config.jobs import Job, check_job, covering, without_unread
 from torchtitan.grpo.config.keys import (
     MODULE,
     TABLES,
@@ -63,6 +63,7 @@ def load_config(
     job: Job = "grpo",
     world_size: int | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    flags_only: Callable[[Mapping[str, Any]], Iterable[str]] = lambda given: (),
 ) -> JobConfig:
     """Read, merge and check the configuration of a run.
 
@@ -73,6 +74,8 @@ def load_config(
         world_size: As for `check_machine`.
         defaults: Checked values by key, from `resolved`. What file and command line say replaces them. A key of another
             version of the program does not count.
+        flags_only: Gets all that is given, by key. What file and `defaults` say of the sections and keys that it
+            returns does not count.
 
     Returns:
         torchtitan's JobConfig with this project's sections. Every value is of its type and in its range.
@@ -89,13 +92,15 @@ def load_config(
         print(f"torchtitan-grpo {version('torchtitan-grpo')}")
         sys.exit(0)
     problems: list[str] = []
-    given = _read_flags(argv, problems)
-    path = given.get(CONFIG_FILE)
+    flags = _read_flags(argv, problems)
+    given, path = dict(flags), flags.get(CONFIG_FILE)
     for key, value in _read_toml(path, problems) if path else ():
         given.setdefault(key, value)
     for key, value in defaults.items():
         if key in keys() and value != keys()[key].default:
             given.setdefault(key, value)
+    left_out = list(flags_only(given))
+    given = {key: value for key, value in given.items() if key in flags or not covering(key, left_out)}
     problems += [*check_unsupported(given), *check_job(given, job), *_check_paths(given)]
     _raise(problems, path)
     given, unread = without_unread(given, job)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data, Sft
 from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
-from torchtitan.grpo.data.prompts import PromptSource, plain, sft_pairs
+from torchtitan.grpo.data.prompts import PromptSource, check_embeddings, plain, sft_pairs
 from torchtitan.grpo.data.samples import Conversation, Document, Prompt
 from torchtitan.grpo.data.sources import DatasetRow
 from torchtitan.grpo.errors import UserError
@@ -72,6 +72,11 @@ class ConversationSource(PromptSource):
 
     def _limit(self) -> tuple[str, int]:
         return "[training] seq_len", self._seq_len
+
+    def _check_embeddings(self, prompt: Prompt) -> None:
+        for document in self._documents[prompt.index]:
+            place = self._rows.place(prompt.index)
+            check_embeddings([int(document.token_ids.max())], place, self._tokenizer, self._vocab_size)
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
         if all(position in self._documents for position in positions):

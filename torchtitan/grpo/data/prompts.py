@@ -5,7 +5,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.chat import joined_text
-from torchtitan.grpo.data.samples import Document, Prompt
-from torchtitan.grpo.data.sources import DatasetRow, key_of, load_rows
+from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
+from torchtitan.grpo.data.sources import DatasetRow, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.import_path import is_async, load_function, source
 from torchtitan.tools.logging import logger
@@ -29,11 +29,10 @@ def load_tokenizer(folder: str, chat_template_file: str = "", vocab_size: int | 
 
     Args:
         chat_template_file: `[data] chat_template_file`, which replaces its chat template.
-        vocab_size: The model's, which every token id must be under. None: not checked.
+        vocab_size: The model's. A warning says if the tokenizer has more. None: not compared.
 
     Raises:
-        UserError: The folder or its tokenizer.json is missing or broken, or the file cannot be read. The model has no
-            embedding for a token.
+        UserError: The folder or its tokenizer.json is missing or broken, or the file cannot be read.
     """
     if not os.path.isdir(folder):
         raise UserError(
@@ -50,12 +49,11 @@ def load_tokenizer(folder: str, chat_template_file: str = "", vocab_size: int | 
             f"[model] hf_assets_path = {folder!r}: the tokenizer cannot be loaded ({_one_line(error)}): download the "
             "tokenizer files again"
         ) from error
-    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    last = max(tokenizer.get_vocab().values())
     if vocab_size is not None and last >= vocab_size:
-        raise UserError(
-            f"[model] hf_assets_path = {folder!r}: the tokenizer has ids up to {last} ({token!r}), and the model "
-            f"embeddings for {vocab_size} (vocab_size of config.json). Save the model after "
-            f"resize_token_embeddings({last + 1}) in transformers, or remove the tokens that were added"
+        logger.warning(
+            f"[model] hf_assets_path = {folder!r}: the tokenizer has ids up to {last}, and the model embeddings for "
+            f"{vocab_size} (vocab_size of config.json): a text with one of the others is refused"
         )
     if chat_template_file:
         try:
@@ -70,8 +68,32 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
-    """Ids of the tokens that end an answer: the tokenizer's end token, then those of generation_config.json."""
+def check_embeddings(ids: Iterable[int], where: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Refuse tokens that the model has no embedding for, as after `add_tokens` alone.
+
+    Args:
+        where: What has these ids, for the message.
+        vocab_size: The model's.
+
+    Raises:
+        UserError: An id is not under `vocab_size`.
+    """
+    last = max(ids, default=0)
+    if last >= vocab_size:
+        highest = max(last, *tokenizer.get_vocab().values())
+        raise UserError(
+            f"{where} has id {last} ({tokenizer.convert_ids_to_tokens(last)!r}): the tokenizer has ids up to "
+            f"{highest}, and the model embeddings for {vocab_size} (vocab_size of config.json). Save the model after "
+            f"resize_token_embeddings({highest + 1}) in transformers, or remove the tokens that were added"
+        )
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str, vocab_size: int = ANY_VOCAB) -> list[int]:
+    """Ids of the tokens that end an answer: the tokenizer's end token, then those of generation_config.json.
+
+    Raises:
+        UserError: There is none, or one that is not under `vocab_size`. generation_config.json is broken.
+    """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = os.path.join(folder, "generation_config.json")
     if os.path.isfile(path):
@@ -87,6 +109,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str) -> list[int]:
             f"{folder} names no end token: set eos_token in its tokenizer_config.json "
             "or eos_token_id in its generation_config.json"
         )
+    check_embeddings(ids, f"{folder}: an end token", tokenizer, vocab_size)
     turn_end = _turn_end(tokenizer)
     if turn_end not in (None, *ids):
         logger.warning(
@@ -112,19 +135,24 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 class _Offered(Prompt):
-    """A prompt as the curriculum gets it: what takes long is made only if it looks. It may refuse most prompts."""
+    """A prompt as the curriculum gets it, which may refuse most: what takes long is made once it looks.
+
+    A look at anything but what is at hand and the columns makes it a `Prompt` like any other.
+    """
 
     def __init__(self, at_hand: dict[str, Any], columns: Callable[[], Any], rendered: Callable[[], Prompt]) -> None:
-        vars(self).update(at_hand, _columns=columns, _rendered=rendered)
+        object.__getattribute__(self, "__dict__").update(at_hand, _columns=columns, _rendered=rendered)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "columns":
-            vars(self)["columns"] = self._columns()
-        elif name in ("text", "token_ids"):
-            vars(self).update(vars(self._rendered()))
-        else:
-            raise AttributeError(name)
-        return vars(self)[name]
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name == "columns" and name not in own:
+            own[name] = own["_columns"]()
+        if name not in own:
+            whole = vars(own["_rendered"]())
+            own.clear()
+            own.update(whole)
+            object.__setattr__(self, "__class__", Prompt)
+        return object.__getattribute__(self, name)
 
 
 class NothingToAsk(UserError):
@@ -149,6 +177,7 @@ class PromptSource:
         asked: What other held-out sets ask (`sources.row_keys`). It is not trained on.
         functions: `[reward] functions`, which `[data] reward_column` chooses from.
         of_environment: The rows of `[data] source = "environment"`.
+        vocab_size: The model's, which all token ids must be under.
 
     Raises:
         UserError: The data is missing, malformed or too long. The message names the file and row, or the key.
@@ -167,11 +196,13 @@ class PromptSource:
         asked: Set[str] = frozenset(),
         functions: Sequence[str] = (),
         of_environment: Sequence[DatasetRow] | None = None,
+        vocab_size: int = ANY_VOCAB,
     ):
         self._data = data
         self._tokenizer = tokenizer
         self._seed = seed
         self._functions = functions
+        self._vocab_size = vocab_size
         self._answer_regex = re.compile(data.answer_pattern) if data.answer_pattern else None
         self._curriculum = None
         if data.curriculum and not held_out:
@@ -210,7 +241,7 @@ class PromptSource:
 
     def keys(self) -> set[str]:
         """What its prompts ask, as one of `sources.row_keys`. Empty if nothing tells episodes apart."""
-        key = key_of(self._rows.rows, self._data)
+        key = self._rows.key
         return {key(self._rows.rows[i]) for i in self._positions} if key else set()
 
     def next(self, n: int) -> list[Prompt]:
@@ -323,6 +354,7 @@ class PromptSource:
                         f'= {limit} or set [data] overlong_prompts = "drop"'
                     )
                 if tokens <= limit:
+                    self._check_embeddings(prompt)
                     kept.append(prompt.index)
                     blank += not prompt.answer
                     digest.update(f"{prompt.index}\0{prompt.text}\0{prompt.answer}\0".encode())
@@ -341,6 +373,9 @@ class PromptSource:
             message = "%s: the answer of %d %ss is null, NaN or empty text"
             logger.warning(message, self._rows.name, blank, self.NOUN)
         return kept, digest.hexdigest()
+
+    def _check_embeddings(self, prompt: Prompt) -> None:
+        check_embeddings(prompt.token_ids, self._rows.place(prompt.index), self._tokenizer, self._vocab_size)
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
         rows = [self._rows.rows[position] for position in positions]
@@ -416,15 +451,20 @@ class PromptSource:
 
 
 def sft_pairs(
-    prompts: list[Prompt], data: Data, target_column: str, tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt],
+    data: Data,
+    target_column: str,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int = ANY_VOCAB,
 ) -> list[Document]:
     """Each prompt with its target, which is trained and ends with the tokenizer's end token.
 
     Args:
         target_column: `[sft] target_column`. "" is all of `[data] answer_column`, without `answer_pattern`.
+        vocab_size: The model's, which all token ids must be under.
 
     Raises:
-        UserError: A row lacks the column, or the tokenizer has no end token.
+        UserError: A row lacks the column, or has a token without an embedding. The tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("Supervised targets need an end token: set eos_token in the model's tokenizer_config.json")
@@ -437,6 +477,7 @@ def sft_pairs(
     targets = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     documents = []
     for prompt, target in zip(prompts, targets, strict=True):
+        check_embeddings(target, f"The target of prompt {prompt.index}", tokenizer, vocab_size)
         ids = np.array([*prompt.token_ids, *target, tokenizer.eos_token_id], np.int32)
         documents.append(Document(ids, np.arange(len(ids)) >= len(prompt.token_ids)))
     return documents

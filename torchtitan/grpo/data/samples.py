@@ -10,6 +10,8 @@ FinishReason = Literal["stop", "length", "abort"]
 IMPOSSIBLE = -1000.0
 """No token that was sampled has so low a log-probability, at any temperature: its probability would be 0 in float32.
 Servers write -9999 for -inf, and vLLM for NaN too."""
+ANY_VOCAB = 1 << 31
+"""Every token id is below this."""
 TEACHER = "teacher"
 """The name in `Sample.reward_failures` under which a teacher's failure stands."""
 

@@ -23,6 +23,8 @@ from torchtitan.tools.logging import logger
 
 DatasetRow = dict[str, Any]
 """Column name -> value."""
+Key = Callable[[DatasetRow], str]
+"""What a row is compared by."""
 OTHER_FILES = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet", ".arrow": "Arrow"}
 """Files of rows that `source = "hf"` reads, by the ends of their names."""
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -37,12 +39,14 @@ class DatasetRows:
         positions: Which of `rows` are selected.
         name: The dataset's file, folder or source, for messages.
         lines: Line number of each of `rows` in a JSONL file, else None.
+        key: What tells a row from others, see `key_of`. None if nothing does.
     """
 
     rows: Sequence[DatasetRow]
     positions: Sequence[int]
     name: str
     lines: Sequence[int] | None = None
+    key: Key | None = None
 
     def place(self, position: int) -> str:
         """A row's name in messages."""
@@ -77,14 +81,16 @@ def load_rows(
         rows = _of_environment(of_environment)
     else:
         rows = _load(data, data.path, data.split, "path", kept_back)
-    count, key = len(rows.rows), key_of(rows.rows, data)
+    count = len(rows.rows)
+    kept = range(max(0, count - kept_back), count)
+    key = key_of(rows.rows, data, kept, asked)
     if key is None:
         if held_out:
-            return replace(rows, positions=range(max(0, count - kept_back), count))
+            return replace(rows, positions=kept)
         if kept_back or asked:
             logger.warning(
-                "%s: its rows are alike, so training has those of the held-out sets, too: held-out rewards tell of new "
-                "episodes only if the environment begins each one differently",
+                "%s: every row is like a held-out one, so training has those of the held-out sets, too: held-out "
+                "rewards tell of new episodes only if the environment begins each one differently",
                 rows.name,
             )
         return rows
@@ -93,10 +99,9 @@ def load_rows(
             f"{rows.name} has {count} rows and [validation] prompts = {kept_back}, which leaves no row to train on: "
             "lower [validation] prompts or add data"
         )
-    kept = range(count - kept_back, count)
     if held_out:
         return replace(rows, positions=kept)
-    rows = replace(rows, positions=range(count - kept_back))
+    rows = replace(rows, positions=range(count - kept_back), key=key)
     asked = asked | {key(rows.rows[i]) for i in kept}
     return _without_repeats(rows, asked, key) if asked else rows
 
@@ -121,7 +126,7 @@ def _of_environment(rows: Sequence[DatasetRow] | None) -> DatasetRows:
     return DatasetRows(rows, range(len(rows)), name)
 
 
-def _without_repeats(rows: DatasetRows, asked: Set[str], key: Callable[[DatasetRow], str]) -> DatasetRows:
+def _without_repeats(rows: DatasetRows, asked: Set[str], key: Key) -> DatasetRows:
     """Leave out rows that ask what a held-out one asks, because generators and datasets repeat themselves."""
     positions = [i for i in rows.positions if key(rows.rows[i]) not in asked]
     repeats = len(rows.positions) - len(positions)
@@ -135,16 +140,25 @@ def _without_repeats(rows: DatasetRows, asked: Set[str], key: Callable[[DatasetR
     return replace(rows, positions=positions)
 
 
-def key_of(rows: Sequence[DatasetRow], data: Data) -> Callable[[DatasetRow], str] | None:
+def key_of(rows: Sequence[DatasetRow], data: Data, kept: range, asked: Set[str]) -> Key | None:
     """What tells one row of a source from another: its question.
 
-    In a game all rows may ask the same, and another column says which episode it is: then the whole row. If an
-    environment lists whole rows several times, or has a single one, nothing in a row tells its episodes apart: None.
+    In a game all rows may ask the same, and another column says which episode it is: then the whole row. An environment
+    may also list whole rows several times, or have a single one. If no row to train on is then unlike those held out,
+    nothing in a row tells its episodes apart: None.
+
+    Args:
+        kept: Positions of the last rows, which are held out.
+        asked: As for `load_rows`.
     """
-    keys = _question(data.question_column), _whole
+    question = _question(data.question_column)
     if data.source != "environment":
-        return keys[0]
-    return next((key for key in keys if len({key(row) for row in rows}) > max(1, len(rows) // 2)), None)
+        return question
+    for key in (question, _whole):
+        of_rows = [key(row) for row in rows]
+        if len(set(of_rows)) > 1 and not set(of_rows[: kept.start]) <= asked | set(of_rows[kept.start :]):
+            return key
+    return _whole if 1 < len(set(of_rows)) == len(rows) else None
 
 
 def row_keys(row: DatasetRow, column: str) -> set[str]:
@@ -152,7 +166,7 @@ def row_keys(row: DatasetRow, column: str) -> set[str]:
     return {_question(column)(row), _whole(row)}
 
 
-def _question(column: str) -> Callable[[DatasetRow], str]:
+def _question(column: str) -> Key:
     return lambda row: json.dumps(row.get(column), default=str)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import IMPOSSIBLE
+from torchtitan.grpo.data.samples import ANY_VOCAB, IMPOSSIBLE
 from torchtitan.grpo.engines.http_control import KEEPALIVE_S
 from torchtitan.grpo.engines.protocol import (
     Completion,
@@ -24,7 +24,6 @@ from torchtitan.grpo.engines.protocol import (
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.version_names import origin, version_of
 
-ANY_VOCAB = 1 << 31
 _ERROR_CHARS = 300
 LARGEST_LOGPROB = 1e-3
 Logprob = Annotated[float, msgspec.Meta(gt=IMPOSSIBLE, le=LARGEST_LOGPROB)]

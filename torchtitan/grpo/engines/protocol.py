@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import FinishReason
+from torchtitan.grpo.data.samples import ANY_VOCAB, FinishReason
 from torchtitan.grpo.errors import PlainError, UserError
 
 COHORT_HEADER = "X-Rollout-Cohort"
@@ -101,6 +101,7 @@ class SamplingParams:
         top_p: Keep the most likely tokens that have this probability together. 1 keeps all.
         min_p: Keep tokens at least this likely, as a share of the most likely one's probability. 0 keeps all.
         routes: Have each answer say which experts computed it, as routes of this shape. None: it need not.
+        vocab_size: The model's. No token that an environment puts in may be over it.
         first: Answer it before waiting requests that do not say so, where the server schedules by priority.
     """
 
@@ -115,6 +116,7 @@ class SamplingParams:
     min_p: float = 0.0
     routes: RouteShape | None = None
     first: bool = False
+    vocab_size: int = ANY_VOCAB
 
 
 @dataclass

@@ -4,14 +4,18 @@ import copy
 import json
 import re
 import shlex
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE
 from torchtitan.grpo.config.contradictions import check_contradictions
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
+from torchtitan.grpo.config.jobs import job_of
 from torchtitan.grpo.config.load import CONFIG_FILE, load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets
@@ -23,31 +27,39 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.hf_config import adapters_alone
 from torchtitan.tools.logging import logger
 
-OF_THE_RUN = {
-    "parallelism.data_parallel_replicate_degree": "1",
-    "parallelism.data_parallel_shard_degree": "-1",
-    "parallelism.tensor_parallel_degree": "1",
-    "compile.enable": "false",
-    "activation_checkpoint.mode": "none",
-    "metrics.enable_wandb": "false",
-    "metrics.prometheus_port": "0",
-    "ray.enable": "false",
-    "lora.enable": "false",
-    "lora.rank": "16",
-    "lora.alpha": "32",
-    "lora.target_modules": "all-linear",
-    "lora.merge": "false",
-    "weight_sync.transport": "auto",
-    "weight_sync.disk_folder": "",
-    "rollout.min_servers": "1",
-    "rollout.urls_file": "",
-    "rollout.colocate": "false",
-    "rollout.memory_share": "0.3",
-    "rollout.gpus_per_server": "1",
-    "rollout.server_python": "",
-    "rollout.server_flags": "",
-}
-"""Keys about a run's processes and servers. Those of its file do not count here, those of the command line do."""
+OF_THE_RUN = (
+    "grpo",
+    "async_grpo",
+    "sft",
+    "distill",
+    "offload",
+    "lora",
+    "optimizer",
+    "lr_scheduler",
+    "parallelism",
+    "compile",
+    "activation_checkpoint",
+    "checkpoint",
+    "ray",
+    "metrics.enable_wandb",
+    "metrics.prometheus_port",
+    "training.tokens_per_microbatch",
+    "weight_sync.transport",
+    "weight_sync.disk_folder",
+    "weight_sync.async_weight_update",
+    "weight_sync.cadence",
+    "rollout.min_servers",
+    "rollout.urls_file",
+    "rollout.colocate",
+    "rollout.sleep_while_training",
+    "rollout.memory_share",
+    "rollout.gpus_per_server",
+    "rollout.server_python",
+    "rollout.server_flags",
+)
+"""Sections and keys about a run's steps, processes and servers. Those of its file do not count here, those of the
+command line do."""
+_OF_THE_ENDPOINT = ("rollout.serve_port", "rollout.serve_host", "rollout.serve_key_env")
 
 
 def model_folder(path: Path) -> Path:
@@ -69,6 +81,12 @@ def checkpoint_of(folder: Path) -> Path | None:
     """The run's checkpoint that this Hugging Face folder is a part of."""
     step = folder.resolve().parent
     return step if (step / RUN_CONFIG).is_file() else None
+
+
+def _is_supervised(step: Path) -> bool:
+    """Whether this checkpoint is of `sft_train.py`."""
+    path = step / TRAINER_STATE
+    return path.is_file() and job_of(json.loads(path.read_text(encoding="utf-8"))) == "sft"
 
 
 def _run_config(step: Path | None) -> dict[str, Any]:
@@ -103,6 +121,11 @@ def evaluation_config(
     if "dry_run" in named:
         raise UserError("scripts/evaluate.py has no --dry_run: for a short evaluation, lower --validation.prompts")
     step = checkpoint_of(folder)
+    if step is not None and CONFIG_FILE not in named and _is_supervised(step):
+        raise UserError(
+            f"{step} is of sft_train.py, whose configuration names no prompts, lengths and rewards for answers: give "
+            "one by --job.config_file"
+        )
     run = _run_config(step)
     beside: dict[str, str] = {}
     if step is not None:  # its results are not for the folder of another run, which the TOML file may name
@@ -110,9 +133,10 @@ def evaluation_config(
         beside["job.dump_folder"] = str(step.parents[1] if among_others else step.parent)
         if CONFIG_FILE not in named:
             logger.info(f"The configuration is that of {step / RUN_CONFIG}")
-    given |= {key: value for key, value in (OF_THE_RUN | of_servers | beside).items() if key not in named}
+    given |= {key: value for key, value in (of_servers | beside).items() if key not in named}
     words = [*(f"--{key}={value}" for key, value in given.items()), *flags]
-    config = load_config(words, world_size=0, defaults={} if CONFIG_FILE in named else run)
+    defaults = {} if CONFIG_FILE in named else run
+    config = load_config(words, world_size=0, defaults=defaults, flags_only=partial(_of_the_run, own_servers=not urls))
     if jsonl:
         config.validation.sets = [
             held_out_set(config, {"name": _name(path), "source": "jsonl", "path": str(path), "prompts": 2**20})
@@ -140,6 +164,16 @@ def evaluation_config(
         )
     config.validation.enable = True
     return config
+
+
+def _of_the_run(given: Mapping[str, Any], own_servers: bool) -> Iterator[str]:
+    """OF_THE_RUN, its servers' key if others are started, and its endpoint unless an environment may need it."""
+    yield from OF_THE_RUN
+    if own_servers:
+        yield "rollout.api_key_env"
+    of_sets = [table.get("environment", NO_ENVIRONMENT) for table in given.get("validation.sets", [])]
+    if not given.get("rollout.environment") and set(of_sets) <= {NO_ENVIRONMENT}:
+        yield from _OF_THE_ENDPOINT
 
 
 def _name(path: Path) -> str:

@@ -31,6 +31,12 @@ def new_folder(wanted: Path) -> Path:
     raise UserError(f"{wanted}: too many results with this name: give another --out")
 
 
+def remove_if_empty(folder: Path) -> None:
+    """Of an evaluation that was refused: the next one gets its name."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def write_answers(folder: Path, answers: HeldOutAnswers, config: JobConfig) -> None:
     """Append the answers to one set to ANSWERS, so that they outlive a server that dies later."""
     with (folder / ANSWERS).open("a", encoding="utf-8", errors="backslashreplace") as file:

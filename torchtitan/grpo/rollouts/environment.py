@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import Group, Prompt, Sample
+from torchtitan.grpo.data.samples import ANY_VOCAB, Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
@@ -176,7 +176,12 @@ def rows_of(environment: Environment) -> Sequence[dict[str, Any]] | None:
 
 
 def checked(
-    samples: list[Sample], name: str, max_tokens: int, oldest: int = -1, routes: RouteShape | None = None
+    samples: list[Sample],
+    name: str,
+    max_tokens: int,
+    oldest: int = -1,
+    routes: RouteShape | None = None,
+    vocab_size: int = ANY_VOCAB,
 ) -> Group:
     """Check what an environment returned and cut each sample to `max_tokens`, which given tokens may exceed.
 
@@ -185,11 +190,13 @@ def checked(
     Args:
         oldest: The weight version of the server at the group's first request. -1: nothing to check.
         routes: The shape of the samples' routes. None: they need none.
+        vocab_size: The model's.
 
     Raises:
         UserError: It is not a list of samples, or a sample's columns differ in length from its tokens. Or it was
             sampled before the group began.
-        ValueError: An episode may be so: there is no sample, or a reward is no number that a step can use.
+        ValueError: An episode may be so: there is no sample, a reward is no number that a step can use, or a text had a
+            token that the model has no embedding for.
     """
     where = f"{KEY} = {name!r}"
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
@@ -218,6 +225,8 @@ def checked(
             )
         if routes is not None and tokens:
             _check_routes(sample, routes, where)
+        if tokens and max(sample.token_ids) >= vocab_size:
+            raise ValueError(f"a sample with token {max(sample.token_ids)}, and the model has {vocab_size}")
         if tokens > max_tokens:
             sample.finish_reason = "length"
             for column in (sample.token_ids, *columns):

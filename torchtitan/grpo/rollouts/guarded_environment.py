@@ -134,7 +134,8 @@ class GuardedEnvironment:
                 if samples is returned:  # not awaited: it would stop every other group meanwhile
                     where = f"{KEY} = {self.name!r} ({source(self._environment)})"
                     raise UserError(f"{where} gives no coroutine: write it as `async def`")
-                group = checked(samples, self.name, client.params.max_tokens, oldest, client.params.routes)
+                params = client.params
+                group = checked(samples, self.name, params.max_tokens, oldest, params.routes, params.vocab_size)
         except ValueError as error:
             if isinstance(error, UserError) and not self._has_worked:
                 raise

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.data.samples import IMPOSSIBLE, TopTokens
-from torchtitan.grpo.engines.http_client import ANY_VOCAB, LARGEST_LOGPROB, HttpClient
+from torchtitan.grpo.data.samples import ANY_VOCAB, IMPOSSIBLE, TopTokens
+from torchtitan.grpo.engines.http_client import LARGEST_LOGPROB, HttpClient
 from torchtitan.grpo.engines.sglang import GENERATE_ROUTE
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
