@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.broadcast import Broadcaster, patience_s
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.run_folder import own_folder
+from torchtitan.grpo.checkpoint.save_when_stopped import Ending
 from torchtitan.grpo.config.batch import requests_at_once, row_tokens
 from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.load import load_config, take_dry_run
@@ -42,7 +43,7 @@ from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
-from torchtitan.grpo.errors import PlainError, in_words, refuse
+from torchtitan.grpo.errors import PlainError, refuse
 from torchtitan.grpo.joining import store_of_this_attempt
 from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model.lora import without_adapters
@@ -118,8 +119,6 @@ class Trainer:
     def __init__(self, config: JobConfig) -> None:
         self.config = config
         self.step = 0
-        self.trained: int | None = 0  # see `save_when_stopped`
-        self.failure: Exception | None = None
         self.packed_ahead: Batch | None = None
         self.seed = config.debug.seed or 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
@@ -156,7 +155,7 @@ class Trainer:
     def begin(self) -> None:
         """Resume, or warm start. Publish the first weights."""
         config = self.config
-        self.step = self.trained = self.checkpointer.load_latest()
+        self.step = self.ending.trained = self.checkpointer.load_latest()
         if self.step >= config.training.steps:
             logger.warning(f"Nothing is left to do: the run ended at step {self.step}. Raise [training] steps to go on")
         if self.step == 0:
@@ -175,56 +174,24 @@ class Trainer:
         self.garbage_collection.run(self.step)
         batch = self.packed_ahead or self.pack(self.collect(self.step), self.step)
         on_device = self.update(batch)
-        with self.failing_later():
+        with self.ending.later():
             self.publish()
         self.packed_ahead = self.pack_ahead()
         metrics = batch.metrics | self.learned(batch, *on_device)
-        with self.failing_later():
+        with self.ending.later():
             metrics |= self.validate()
-        with self.failing_later():
+        with self.ending.later():
             self.log(metrics, batch)
         self.save()
 
     def finish(self) -> None:
         """Wait until every server has the last weights, and the last checkpoint is written."""
-        with self.rank0_alone():
+        with self.ending.rank0_alone():
             if self.is_rank0:
                 self.weight_sync.drain()
         self.broadcast.barrier()  # the other ranks' sync threads serve rank 0's pushes until it is done
-        if self.failure is not None:
-            raise self.failure
+        self.ending.check()
         self.checkpointer.report()
-
-    @contextlib.contextmanager
-    def failing_later(self) -> Iterator[None]:
-        """What fails inside ends the run before it packs another step: this one is logged and saved first.
-
-        No other rank may wait for this one inside, but for a push: `request_stop` ends that wait.
-        """
-        try:
-            yield
-        except Exception as error:
-            self.failure = self.failure or error
-            self.broadcast.request_stop(f"rank {dist.get_rank()}: {in_words(error)}")
-
-    @contextlib.contextmanager
-    def rank0_alone(self) -> Iterator[None]:
-        """Rank 0's part of the work, for which the others wait. What fails inside, or failed before, stops all ranks.
-
-        Raises:
-            StopRequested: On rank 0. On the others, where they wait.
-        """
-        try:
-            if self.is_rank0 and self.failure is not None:
-                raise self.failure
-            yield
-        except Exception as error:
-            if not self.is_rank0:
-                raise
-            if not isinstance(error, StopRequested):
-                self.failure = error
-            self.broadcast.stop_all(self.failure)
-            raise StopRequested from None
 
     def warm_start(self) -> None:
         """`[sft]`: supervised steps on pairs of prompt and reference answer."""
@@ -238,7 +205,7 @@ class Trainer:
         """A step's scored groups on rank 0, none elsewhere. With `[async_grpo]` their rollouts began earlier."""
         if not self.is_rank0:
             return []
-        with self.rank0_alone():
+        with self.ending.rank0_alone():
             with self.ledger.stage("rollout"):
                 groups = self.rollouts.take(step - 1)
                 self.own_servers.sleep()
@@ -254,7 +221,7 @@ class Trainer:
         if not ahead:  # ahead, this step's activations may still need the memory
             self.offload.prefetch()
         with self.ledger.stage("pack"):
-            with self.rank0_alone():
+            with self.ending.rank0_alone():
                 shaped = [[shaped_reward(s, grpo, limit) for s in group] for group in groups]
                 metrics = rollout_metrics(groups, shaped, step - 1, self.max_age)
                 servers = self.sampler_check.servers(groups, step - 1)
@@ -265,7 +232,7 @@ class Trainer:
             for part in split(len(advantages), grpo.minibatches):
                 rows = None
                 if self.is_rank0:
-                    with self.rank0_alone():
+                    with self.ending.rank0_alone():
                         own = [groups[i] for i in part], [advantages[i] for i in part]
                         # The sampler's log-probabilities meet a policy that the first minibatch has changed.
                         compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
@@ -290,7 +257,7 @@ class Trainer:
         if not self.config.async_grpo.enabled or last or self._saves() or self._validates():
             return None
         with contextlib.suppress(StopRequested):  # this step comes first: the next `collect` stops the run
-            with self.rank0_alone():
+            with self.ending.rank0_alone():
                 is_ready = self.is_rank0 and self.rollouts.is_ready()
             if self.broadcast.json(is_ready):
                 return self.pack(self.collect(self.step + 1), self.step + 1)
@@ -328,11 +295,11 @@ class Trainer:
                     self.optimizer_step()
             batch.metrics["train/lr"] = next(iter(self.optimizers)).param_groups[0]["lr"]
             self.lr_schedulers.step()
-            self.trained = self.step
+            self.ending.trained = self.step
         return sums | {"loss": sums["loss"] / len(norms)}, torch.stack(norms)
 
     def optimizer_step(self) -> None:
-        self.trained = None  # until the whole step is
+        self.ending.trained = None  # until the whole step is
         self.offload.step()
 
     def learned(self, batch: Batch, sums: dict[str, torch.Tensor], norms: torch.Tensor) -> dict[str, float]:
@@ -341,7 +308,7 @@ class Trainer:
         summed, servers = self._sum(sums | peaks), list(batch.servers)
         own = {"train/grad_norm": norms.mean().item(), "train/grad_norm_max": norms.max().item()}
         own |= self.finite_steps.metrics() | highest_peaks(summed)
-        with self.failing_later():
+        with self.ending.later():
             self.finite_steps.check()
             self.sampler_check.after_step(servers, summed)
         return policy_metrics(summed, servers) | own
@@ -354,7 +321,7 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Answer held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
-        if not (self.is_rank0 and self._validates()) or self.failure is not None:
+        if not (self.is_rank0 and self._validates()) or self.ending.failure:
             return {}
         with self.ledger.stage("validate"), self.weight_sync.hurry(), self.collector.unless_stopped():
             # `self.step` is the oldest version that may answer: wait for servers that do not have it yet.
@@ -522,6 +489,7 @@ class Trainer:
         self.ledger = Ledger(self.device)
         self.progress = Progress(self.ledger)
         self.broadcast = self.resources.enter_context(Broadcaster(self.progress, patience_s(config)))
+        self.ending = Ending(self.broadcast)
         self.max_age = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
 
     def _start_servers(self) -> None:

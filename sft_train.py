@@ -79,7 +79,7 @@ class SftTrainer(grpo_train.Trainer):
 
     def begin(self) -> None:
         """Resume, or begin with the weights of `[model]`."""
-        self.step = self.trained = self.checkpointer.load_latest()
+        self.step = self.ending.trained = self.checkpointer.load_latest()
         if self.step >= self.config.training.steps:
             logger.warning(f"Nothing is left to do: the run ended at step {self.step}. Raise [training] steps to go on")
         self.offload.settle()
@@ -101,24 +101,23 @@ class SftTrainer(grpo_train.Trainer):
         with contextlib.suppress(StopRequested):  # this step comes first: `stop_if_asked` stops the run
             self.ahead = self.next_batch() if self.step < self.config.training.steps else None
         metrics = batch.metrics | self.token_metrics(sums, grad_norm)
-        with self.failing_later():
+        with self.ending.later():
             self.finite_steps.check()
         metrics |= self.validate()
-        with self.failing_later():
+        with self.ending.later():
             self.log(metrics)
         self.save()
 
     def finish(self) -> None:
-        with self.rank0_alone():
+        with self.ending.rank0_alone():
             pass  # what failed in the last step is raised here
         self.broadcast.barrier()
-        if self.failure is not None:
-            raise self.failure
+        self.ending.check()
         self.checkpointer.report()
 
     def stop_if_asked(self) -> None:
         """After a signal or an error, every rank leaves here: before a step, with the one before it to be saved."""
-        with self.rank0_alone():
+        with self.ending.rank0_alone():
             if self.is_rank0 and self.servers.asked_to_stop.is_set():
                 raise StopRequested
         self.broadcast.barrier()
@@ -128,7 +127,7 @@ class SftTrainer(grpo_train.Trainer):
         rows, metrics, position = None, {}, None
         with self.ledger.stage("pack"):
             if self.is_rank0:
-                with self.rank0_alone():
+                with self.ending.rank0_alone():
                     rows = self.rows_by_rank(self.conversations.next(self.config.sft.batch_size))
                     position = self.conversations.state_dict()
                     metrics = packing_metrics([rows], self.attention_tokens) | self.usage.work([rows])
@@ -143,7 +142,7 @@ class SftTrainer(grpo_train.Trainer):
             result = supervised_step(self.model, batch.rows, *how)
             batch.metrics["train/lr"] = next(iter(self.optimizers)).param_groups[0]["lr"]
             self.lr_schedulers.step()
-        self.position, self.trained = batch.position, self.step
+        self.position, self.ending.trained = batch.position, self.step
         return result
 
     def token_metrics(self, sums: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:

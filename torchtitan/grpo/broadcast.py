@@ -51,12 +51,13 @@ class Broadcaster:
         silence_s: Longest time without a word from rank 0's thread, because its process or machine is stopped.
 
     Attributes:
-        ranks: How many there are.
+        rank, ranks: This one's number, and how many there are.
         on_stop: Called on every rank, in a thread, when one has called `request_stop`; on rank 0 with its error.
     """
 
     def __init__(self, progress: Progress, limit_s: float, silence_s: float = 60.0) -> None:
-        self.is_source, self.ranks = dist.get_rank() == 0, dist.get_world_size()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.is_source = self.rank == 0
         self._progress, self._limit_s, self._silence_s = progress, limit_s, silence_s
         self.on_stop: Callable[[str], None] = lambda why: None
         self._stops = False

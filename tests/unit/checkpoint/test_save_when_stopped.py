@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.helpers.checkpoint_worker import TinyTrainer, slow_disk
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
+from torchtitan.grpo.checkpoint.save_when_stopped import Ending, save_when_stopped
 from torchtitan.grpo.checkpoint.writing import Writer
 from torchtitan.grpo.disk_full import is_disk_full
 from torchtitan.grpo.engines.protocol import EngineError
@@ -31,12 +31,12 @@ def one_rank() -> Iterator[None]:
 
 
 class Run(TinyTrainer):
-    is_rank0, failure, rollouts, weight_sync = True, None, SimpleNamespace(), SimpleNamespace()
-    trained = 0
+    is_rank0, rollouts, weight_sync = True, SimpleNamespace(), SimpleNamespace()
 
     def __init__(self, dump: Path, **checkpoint) -> None:
         super().__init__(dump, **checkpoint)
         self.broadcast = Broadcaster(Progress(Ledger(torch.device("cpu"))), 10)
+        self.ending = Ending(self.broadcast)
 
     def write_checkpoint(self, last: bool) -> None:
         self.checkpointer.save(self.step, last)
@@ -46,7 +46,7 @@ class Run(TinyTrainer):
         with save_when_stopped(self):
             while self.step < step:
                 self.train_step()
-                self.trained = self.step
+                self.ending.trained = self.step
                 if self.step == step and self.checkpointer.cfg.interval == 1:
                     self.checkpointer.save(step)
             self.step += 1

@@ -16,19 +16,66 @@ from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import logger
 
 
+class Ending:
+    """What a trainer knows of the end of its run, and how errors take it there.
+
+    Attributes:
+        trained: The newest step of which all is here: weights, optimizer and schedule. None amid its optimizer steps.
+        failure: The error that ends the run on this rank, if it is known before all ranks stop.
+    """
+
+    def __init__(self, broadcast: Broadcaster) -> None:
+        self.trained: int | None = 0
+        self.failure: Exception | None = None
+        self._broadcast = broadcast
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """What fails inside ends the run before it packs another step: this one is logged and saved first.
+
+        No other rank may wait for this one inside, but for a push: `request_stop` ends that wait.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
+            self._broadcast.request_stop(f"rank {self._broadcast.rank}: {in_words(error)}")
+
+    @contextlib.contextmanager
+    def rank0_alone(self) -> Iterator[None]:
+        """Rank 0's part of the work, for which the others wait. What fails inside, or failed before, stops all ranks.
+
+        Raises:
+            StopRequested: On rank 0. On the others, where they wait.
+        """
+        if not self._broadcast.is_source:
+            yield
+            return
+        try:
+            self.check()
+            yield
+        except Exception as error:
+            if not isinstance(error, StopRequested):
+                self.failure = error
+            self._broadcast.stop_all(self.failure)
+            raise StopRequested from None
+
+    def check(self) -> None:
+        """Raise what has failed."""
+        if self.failure is not None:
+            raise self.failure
+
+
 class Run(Protocol):
     """What is asked of the trainer.
 
     Attributes:
         step: The step that is under way; 0 before the first.
-        trained: The newest step of which all is here: weights, optimizer and schedule. None amid its optimizer steps.
-        failure: The error that ends the run on this rank, if it is known before all ranks stop.
         rollouts: On rank 0.
     """
 
     step: int
-    trained: int | None
-    failure: Exception | None
+    ending: Ending
     is_rank0: bool
     broadcast: Broadcaster
     rollouts: RolloutStream
@@ -51,7 +98,7 @@ def save_when_stopped(run: Run) -> Iterator[None]:
     3. Every rank saves the step before.
 
     An error of rank 0 for which the others wait takes the same way from 2 on, and is raised after the save. So does one
-    of any rank that can wait until the step is done (`Trainer.failing_later`). Where there is one rank only, that holds
+    of any rank that can wait until the step is done (`Ending.later`). Where there is one rank only, that holds
     for every error.
 
     The time after a signal is bounded (`stopping.SAVING_SHARE`), and a second one ends it. Then nothing is saved: what
@@ -65,8 +112,8 @@ def save_when_stopped(run: Run) -> Iterator[None]:
     asked = threading.Event()
 
     def on_stop(why: str) -> None:
-        if why and run.failure is None:  # another rank's
-            run.failure = PlainError(why)
+        if why and run.ending.failure is None:  # another rank's
+            run.ending.failure = PlainError(why)
         run.weight_sync.stop_waiting()
         if run.is_rank0:
             run.rollouts.stop()
@@ -89,12 +136,12 @@ def save_when_stopped(run: Run) -> Iterator[None]:
                 yield
                 return
             except StopRequested as stop:
-                failure = run.failure
+                failure = run.ending.failure
                 if failure is None and stop.why:
                     words = f"error on rank 0: {stop.why}"
                     failure = UserErrorOfAllRanks(stop.why) if stop.refused else stopped(1, words)
             except Exception as error:
-                first = run.failure or error
+                first = run.ending.failure or error
                 if asked.is_set() or run.broadcast.ranks > 1:
                     raise first from first.__cause__
                 failure = first
@@ -117,8 +164,8 @@ def save_when_stopped(run: Run) -> Iterator[None]:
 
 def _save(run: Run) -> None:
     """The newest whole step becomes the run's. A step that was saved is not saved again."""
-    if run.trained is not None:
-        run.step = run.trained
+    if run.ending.trained is not None:
+        run.step = run.ending.trained
         if run.step and run.checkpointer.cfg.enable:
             run.write_checkpoint(last=True)
 
@@ -126,7 +173,7 @@ def _save(run: Run) -> None:
 def _save_failed(run: Run) -> None:
     """The same for a run that failed: an error here must not hide what ended it."""
     said = logger.warning if run.is_rank0 else logger.debug
-    if run.trained is None:
+    if run.ending.trained is None:
         return said(_words(run, f"the run ends amid the optimizer's part of step {run.step}, so no step can be saved"))
     try:
         _save(run)
