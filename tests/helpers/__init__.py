@@ -1,10 +1,8 @@
 """What several test files share: processes, servers, runs. Nothing here is collected as a test."""
 
-import signal
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository."""
 TINY_QWEN3 = ROOT / "train_configs" / "tiny_qwen3"
 """A folder with a small Qwen3's config and tokenizer, and no weights."""
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # processes of the tests inherit it, also under nohup

@@ -75,7 +75,8 @@ class ServerThread:
         for site in list(self.runner.sites):
             await site.stop()
         for connection in list(self.runner.server.connections):
-            connection.transport.abort()
+            if connection.transport is not None:  # else it has just ended
+                connection.transport.abort()
 
     def close(self) -> None:
         if self.loop.is_running():
