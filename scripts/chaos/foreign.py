@@ -45,7 +45,7 @@ OUTAGES_S = (1, 1, 1, 1, 3, 3, 3, 10, 10, 30)
 FALL_S, NEXT_S = 60.0, 120.0
 """Until a fault falls, and until the run has trained the next step after it."""
 DISK_MIB = 192
-FAILED_WRITE = "metrics.jsonl cannot be written"
+FAILED_WRITE = "No space left on device"
 
 
 class Terminal:
