@@ -140,13 +140,17 @@ class Foreign:
             kinds.remove(FULL)
         order = [kinds[i % len(kinds)] for i in range(self.faults - 1)]
         self.random.shuffle(order)
-        after = [kind for kind in order[len(order) * 3 // 4 :] if kind != FULL]  # the log shows that a write failed
-        return [*order[: len(order) * 3 // 4], *[FULL] * (len(order) // 4 - len(after)), GONE, *after]
+        cut = len(order) * 3 // 4
+        after = [kind for kind in order[cut:] if kind != FULL]  # the log shows that a write failed
+        return [*order[:cut], *[FULL] * (len(order) - cut - len(after)), GONE, *after]
 
     def _run(self, url: str, model: Path) -> None:
         run = (self.disk or self.folder) / "run"
         log = self.folder / "log.txt"
         os.environ["CHAOS_FOREIGN"] = str(self.scratch)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(
+            self.scratch / "error.json"
+        )  # where an error is, without a terminal
         with (
             Terminal(log) as terminal,
             Trainer(run, self._flags(url, model), self.folder / "scratch", log=terminal.path) as trainer,
@@ -200,13 +204,14 @@ class Foreign:
             if gap_s > self.gap_limit_s:
                 self.wrong.append(f"a thread of rank 0 stood still for {gap_s:.2f} s at {kind!r}")
 
-    @staticmethod
-    def _until(what: str, trainer: Trainer, ready: Any, limit_s: float) -> None:
+    def _until(self, what: str, trainer: Trainer, ready: Any, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while not ready():
             status = trainer.status()
             if status is not None:
-                raise Broken(f"the run ended with {status} before: {what}\n{trainer.log[-4000:]}")
+                error = self.scratch / "error.json"
+                said = error.read_text() if error.exists() else ""
+                raise Broken(f"the run ended with {status} before: {what}\n{said}\n{trainer.log[-4000:]}")
             if time.monotonic() > deadline:
                 raise Broken(f"not within {limit_s:g} s: {what}\n{trainer.log[-4000:]}")
             time.sleep(0.05)
