@@ -52,6 +52,14 @@ def test_an_outage_is_waited_for_whatever_share_of_failures_is_allowed(limit: fl
     assert run.outage.take() == []
 
 
+def test_a_group_that_failed_earlier_in_the_step_does_not_make_an_outage_end_the_run() -> None:
+    run = Run()
+    run.works()
+    run.fails()
+    run.works()
+    assert [run.fails() for _ in range(2 * B)][-1] > 0 and run.outage.is_on
+
+
 def test_only_time_without_rewards_adds_up() -> None:
     run = Run(longest_s=600.0)
     run.works()

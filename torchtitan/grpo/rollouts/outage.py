@@ -63,7 +63,7 @@ class Outage:
         if not self.is_on:
             self._counted.append(group)
             row, counted = len(self._row), len(self._counted)
-            proven = row >= min(ROW_MIN, self._per_step) and (row > self._per_step or self._is_over(row))
+            proven = row >= min(ROW_MIN, self._per_step) and (row > self._per_step or self._is_over(counted))
             if not self.has_worked or not proven:
                 if self.has_worked and row == counted < min(ROW_MIN, self._per_step):
                     return 0.0  # perhaps an outage begins
