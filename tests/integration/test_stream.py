@@ -600,6 +600,32 @@ def test_an_outage_is_waited_for_and_counts_for_nothing(make_run, caplog, ahead,
     assert 2 <= len(said) <= 5 and all("failed on" in each for each in said)
 
 
+def test_a_group_that_fails_after_an_outage_is_one_of_a_step_whose_groups_were_under_way_in_it(make_run) -> None:
+    worked = 0
+
+    async def tool(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        nonlocal worked
+        samples = await single_turn(client, prompt)
+        if time.monotonic() < back_at:
+            raise ConnectionError("the tool is away")
+        worked += 1
+        if worked == 2 * B + 1:  # the first group that is requested after the outage
+            raise ValueError("once")
+        return samples
+
+    back_at = -math.inf
+    run = make_run(ahead=ahead_by(1), environment=tool)
+    run.stream.take(0)
+    wait_until(run.rests)
+    back_at, worked = time.monotonic() + 0.5, 0
+    for version in (1, 2):
+        run.publish(version)
+        run.stream.take(version)
+    run.publish(3)
+    wait_until(lambda: worked > 2 * B + 1)
+    assert len(run.stream.take(3)) == B, "1 of the step's groups failed, not 1 of 1"
+
+
 @pytest.mark.parametrize("what", ["environment", "reward"])
 def test_what_never_works_again_ends_the_run_by_time_and_is_named(make_run, what) -> None:
     tool = Tool()

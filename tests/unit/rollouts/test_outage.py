@@ -1,5 +1,7 @@
 """Which groups without a reward are an outage, how long it is waited for, and what ends the run."""
 
+from dataclasses import replace
+
 import pytest
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
@@ -80,7 +82,12 @@ def test_a_passed_outage_counts_for_nothing_nor_does_what_was_under_way_in_it() 
     run.works(under_way=20)
     assert run.outage.is_on, "it was requested before"
     run.works()
-    assert not run.outage.is_on and not run.outage.counts(run.asked) and run.outage.counts(run.asked + 1)
+    assert not run.outage.is_on
+    failed, scored = lost(0)[0], replace(lost(0)[0], reward=1.0)
+    assert run.outage.counted(run.asked, [failed, scored]) == [scored], (
+        "else a step of such groups is no answers at all"
+    )
+    assert run.outage.counted(run.asked + 1, [failed, scored]) == [failed, scored]
     assert [run.fails(under_way=1) for _ in range(3 * B)] == [0.0] * 3 * B
     assert run.outage.take() == []
 

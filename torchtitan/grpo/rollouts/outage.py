@@ -92,9 +92,9 @@ class Outage:
             self.is_on, self._ended, self._excused = False, now, next_number
         self._row.clear()
 
-    def counts(self, number: int) -> bool:
-        """Whether failed answers of this group count."""
-        return number >= self._excused
+    def counted(self, number: int, group: Group) -> Group:
+        """The answers of a group with rewards that count: not the failed ones, if it was under way in an outage."""
+        return [sample for sample in group if sample.reward is not None or number >= self._excused]
 
     def take(self) -> list[Group]:
         """A step ends: its failed groups that count."""

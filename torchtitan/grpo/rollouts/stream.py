@@ -293,7 +293,7 @@ class RolloutStream:
             assert entry.group is not None  # the buffer gives complete groups only
             groups.append(entry.group)
         ended = [*zip(taken, groups, strict=True), *replaced]
-        counted = [group for entry, group in ended if self._outage.counts(entry.number)] + failed
+        counted = [self._outage.counted(entry.number, group) for entry, group in ended] + failed
         now = clock()
         if self._pace is not None:
             longest = [max((len(sample.token_ids) for sample in group), default=0) for group in groups]
