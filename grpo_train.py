@@ -44,8 +44,6 @@ from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import PlainError, refuse
-from torchtitan.grpo.joining import store_of_this_attempt
-from torchtitan.grpo.log_lines import init_log_lines
 from torchtitan.grpo.model.lora import without_adapters
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model, parallel_dims
@@ -60,6 +58,9 @@ from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradient
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import supervised_samples, supervised_steps
+from torchtitan.grpo.process.joining import store_of_this_attempt
+from torchtitan.grpo.process.log_lines import init_log_lines
+from torchtitan.grpo.process.stopping import FAILED_S, StopRequested, end_within, leave_process_groups, run_and_exit
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.step_metrics import (
@@ -82,7 +83,6 @@ from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.running import running
 from torchtitan.grpo.servers.own import OwnServers
-from torchtitan.grpo.stopping import FAILED_S, StopRequested, end_within, leave_process_groups, run_and_exit
 from torchtitan.grpo.teachers.connect import connect_teachers
 from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype

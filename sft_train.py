@@ -30,10 +30,10 @@ from torchtitan.grpo.model.source import resolve_and_check
 from torchtitan.grpo.policy.packing import pack, packing_metrics
 from torchtitan.grpo.policy.rows import Microbatch, PackedRow
 from torchtitan.grpo.policy.sft import summed, supervised_loss, supervised_samples, supervised_step, token_metrics
+from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
 from torchtitan.grpo.reporting.console import SFT_FIELDS
 from torchtitan.grpo.reporting.usage import highest_peaks
 from torchtitan.grpo.reporting.watchdog import Watchdog
-from torchtitan.grpo.stopping import StopRequested, run_and_exit
 from torchtitan.tools.logging import logger
 
 

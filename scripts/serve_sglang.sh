@@ -22,4 +22,4 @@ done
 if [ $# = 0 ]; then usage >&2; exit 2; fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # The flags are in that file. -I: no folder of this checkout is imported in place of an installed package.
-exec "${SGLANG_PYTHON:-python3}" -I "$root/torchtitan/grpo/server_commands.py" sglang "$@"
+exec "${SGLANG_PYTHON:-python3}" -I "$root/torchtitan/grpo/process/server_commands.py" sglang "$@"

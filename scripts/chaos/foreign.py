@@ -29,7 +29,7 @@ from chaos.proxy import GENERATE, Proxy, Reply
 from chaos.report import Row, row
 from tests.helpers.ranks import free_port
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.stopping import STOPPED
+from torchtitan.grpo.process.stopping import STOPPED
 
 FULL, GONE = "a full disk", "a terminal that goes away"
 GROUPS = {

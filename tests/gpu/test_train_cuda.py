@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.trainer_runs import BACKGROUND, endless, servers_of, train
-from torchtitan.grpo.stopping import GRACE_S
+from torchtitan.grpo.process.stopping import GRACE_S
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 BF16 = {"--training.mixed_precision_param": "bfloat16"}

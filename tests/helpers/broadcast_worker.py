@@ -15,9 +15,9 @@ from torchtitan.grpo import broadcast
 from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.config.job_config import Debug
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
-from torchtitan.grpo.stopping import StopRequested
 
 LIMIT_S, SILENCE_S = 4.0, 3.0
 BEAT_S = 0.2

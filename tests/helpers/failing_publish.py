@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 import grpo_train
-from torchtitan.grpo.stopping import run_and_exit
+from torchtitan.grpo.process.stopping import run_and_exit
 
 STEP = 2
 

@@ -20,7 +20,7 @@ from tests.helpers.ranks import free_port
 from tests.helpers.tiny_models import with_biases
 from tests.helpers.trainer_runs import processes_of
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.server_commands import PYTHON_VARIABLE
+from torchtitan.grpo.process.server_commands import PYTHON_VARIABLE
 from torchtitan.grpo.servers.plan import PlannedServer, launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 

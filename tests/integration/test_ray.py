@@ -22,7 +22,7 @@ from tests.helpers.trainer_runs import (
     train,
     without_times,
 )
-from torchtitan.grpo.stopping import STOPPED
+from torchtitan.grpo.process.stopping import STOPPED
 
 ray = pytest.importorskip("ray", reason="needs the ray package: pip install '.[ray]'")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its two nodes have no GPUs: trains on the CPU")

@@ -23,13 +23,13 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.pace import LOST_STEPS
 from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.stream import RolloutStream
-from torchtitan.grpo.stopping import StopRequested
 from torchtitan.grpo.version_names import version_name
 
 B = 4

@@ -34,7 +34,7 @@ from tests.helpers.trainer_runs import (
     train,
 )
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.stopping import STOPPED
+from torchtitan.grpo.process.stopping import STOPPED
 
 SYNC: dict[str, str | None] = {}
 

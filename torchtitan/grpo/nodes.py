@@ -21,8 +21,8 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import this_machine
 from torchtitan.grpo.dry_run.copies import choose_copies
 from torchtitan.grpo.errors import UserErrorOfAllRanks
-from torchtitan.grpo.joining import tell_waiting_ranks
-from torchtitan.grpo.stopping import stop
+from torchtitan.grpo.process.joining import tell_waiting_ranks
+from torchtitan.grpo.process.stopping import stop
 from torchtitan.grpo.weight_wire.transport import in_thread
 from torchtitan.tools.logging import logger
 

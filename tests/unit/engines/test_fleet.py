@@ -13,7 +13,7 @@ from torchtitan.grpo.config.urls import read_urls, url_problem
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.server_commands import http_url
+from torchtitan.grpo.process.server_commands import http_url
 
 A, B, C = "http://a:8000", "http://b:8000", "https://c:8001"
 

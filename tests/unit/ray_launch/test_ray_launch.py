@@ -13,9 +13,9 @@ from tests.helpers import ROOT
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.stopping import STOPPED, Stopped
 from torchtitan.grpo.ray_launch.driver import drive
 from torchtitan.grpo.ray_launch.outcome import RanksFailed, error_of, outcome_of
-from torchtitan.grpo.stopping import STOPPED, Stopped
 
 TINY = ["--model.hf_assets_path", str(ROOT / "train_configs" / "tiny_qwen3"), "--ray.enable", "--ray.ranks", "2"]
 

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import ROOT
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.log_lines import LineFormatter, init_log_lines
+from torchtitan.grpo.process.log_lines import LineFormatter, init_log_lines
 from torchtitan.grpo.reporting.console import LINE_CHARS, Console, duration, fitted, step_warnings
 
 STEP = {

@@ -25,12 +25,12 @@ from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.environments.load import load_environment
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.collector import Ask, Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
 from torchtitan.grpo.rollouts.silence import LOOK_S, REPLY_S
-from torchtitan.grpo.stopping import StopRequested
 
 VERSION = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)

@@ -29,7 +29,7 @@ from torchtitan.grpo.data.routes import RouteShape  # noqa: E402
 from torchtitan.grpo.data.samples import Prompt  # noqa: E402
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams  # noqa: E402
 from torchtitan.grpo.errors import UserError  # noqa: E402
-from torchtitan.grpo.import_path import import_function  # noqa: E402
+from torchtitan.grpo.process.import_path import import_function  # noqa: E402
 from torchtitan.grpo.rollouts.environment import RolloutClient  # noqa: E402
 
 

@@ -12,7 +12,7 @@ from tests.helpers import ROOT
 from tests.helpers.trainer_runs import processes_of
 
 SBATCH = ROOT / "scripts" / "slurm_grpo.sbatch"
-LAUNCH, SERVERS = "torchtitan.grpo.launch", "torchtitan.grpo.servers"
+LAUNCH, SERVERS = "torchtitan.grpo.process.launch", "torchtitan.grpo.servers"
 STAND_INS = {
     "srun": """
         number=1

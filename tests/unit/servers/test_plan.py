@@ -10,7 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.server_commands import ALL_LINEAR, ServerCommand, visible_devices
+from torchtitan.grpo.process.server_commands import ALL_LINEAR, ServerCommand, visible_devices
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.servers.plan import plan_lines, planned_servers

@@ -31,5 +31,4 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     best.py            `[checkpoint] keep_best`
     save_when_stopped.py   signals and errors save the last step
     run_folder.py      the dump folder: whether a run may begin in it
-    folder_lock.py     one run at a time in it
 """

@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.grpo.checkpoint.folder_lock import only_run_in
 from torchtitan.grpo.checkpoint.marker import candidates, step_of
 from torchtitan.grpo.config.job_config import Checkpoint
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.folder_lock import only_run_in
 
 RECORDS = ("metrics.jsonl", "samples.jsonl", "validation_samples.jsonl")
 """What a run writes step by step, and a new run in its folder would drop."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.grpo.disk_full import is_disk_full
 from torchtitan.grpo.errors import UserError, in_words
+from torchtitan.grpo.process.disk_full import is_disk_full
 
 Result = TypeVar("Result")
 

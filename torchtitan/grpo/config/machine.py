@@ -19,7 +19,7 @@ from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
-from torchtitan.grpo.server_commands import ServerCommandError, engine_folder, engine_python
+from torchtitan.grpo.process.server_commands import ServerCommandError, engine_folder, engine_python
 
 LOOPBACK = "127.0.0.1"
 """Where `[metrics] prometheus_port` is."""

@@ -10,7 +10,7 @@ from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import keys, show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
-from torchtitan.grpo.server_commands import OWN_FLAGS, is_loopback
+from torchtitan.grpo.process.server_commands import OWN_FLAGS, is_loopback
 
 _INSTEAD = {
     "api-key": "ps shows it to everyone; name its variable in [rollout] api_key_env",

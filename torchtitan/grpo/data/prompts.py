@@ -17,7 +17,7 @@ from torchtitan.grpo.data.chat import joined_text
 from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
 from torchtitan.grpo.data.sources import DatasetRow, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.import_path import is_async, load_function, source
+from torchtitan.grpo.process.import_path import is_async, load_function, source
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024

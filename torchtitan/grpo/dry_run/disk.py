@@ -9,9 +9,9 @@ import torch
 
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.checkpoint.marker import markers
-from torchtitan.grpo.disk_full import is_disk_full
 from torchtitan.grpo.dry_run.memory import adapter_parameters
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.disk_full import is_disk_full
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import

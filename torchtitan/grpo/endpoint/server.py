@@ -21,9 +21,9 @@ from torchtitan.grpo.endpoint.requests import Asked, BadRequest
 from torchtitan.grpo.endpoint.sessions import Place, Session, SessionEnded
 from torchtitan.grpo.engines.protocol import Completion
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.server_commands import http_url
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
-from torchtitan.grpo.server_commands import http_url
 from torchtitan.tools.logging import logger
 
 SESSION_HEADER = "X-Session-ID"

@@ -10,10 +10,10 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data
 from torchtitan.grpo.config.tables import table_title
 from torchtitan.grpo.errors import UserError, did_you_mean, renamed
-from torchtitan.grpo.import_path import import_function, load_function
+from torchtitan.grpo.process.import_path import import_function, load_function
+from torchtitan.grpo.process.stopping import Stopped
 from torchtitan.grpo.rollouts.environment import ENDPOINT, KEY, Environment, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment, place
-from torchtitan.grpo.stopping import Stopped
 
 
 @contextlib.contextmanager

@@ -18,12 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from torchtitan.grpo.config.job_config import Ray
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.server_commands import LOOPBACK
+from torchtitan.grpo.process.stopping import AT_ONCE_S, end_within
 from torchtitan.grpo.ray_launch import actors
 from torchtitan.grpo.ray_launch.outcome import RanksFailed
 from torchtitan.grpo.ray_launch.servers import Servers
-from torchtitan.grpo.server_commands import LOOPBACK
 from torchtitan.grpo.servers.launched import TOKEN
-from torchtitan.grpo.stopping import AT_ONCE_S, end_within
 
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 200 * 2**20

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.grpo.errors import REFUSED, PlainError, UserError
-from torchtitan.grpo.stopping import Stopped
+from torchtitan.grpo.process.stopping import Stopped
 
 FAILED = 1
 

@@ -20,8 +20,8 @@ import ray
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.import_path import import_function
-from torchtitan.grpo.log_lines import init_log_lines
+from torchtitan.grpo.process.import_path import import_function
+from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.ray_launch.outcome import outcome_of
 from torchtitan.grpo.ray_launch.supervised import KEPT_FROM_RAY
 from torchtitan.grpo.running import running

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.log_lines import on_terminal
+from torchtitan.grpo.process.log_lines import on_terminal
 from torchtitan.grpo.reporting.ledger import verdict
 from torchtitan.tools.logging import logger
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Self
 
 from torchtitan.grpo.config.job_config import Debug
+from torchtitan.grpo.process.stopping import stop
 from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.grpo.stopping import stop
 
 _LOOK_S = 1.0
 

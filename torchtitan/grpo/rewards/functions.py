@@ -22,7 +22,7 @@ from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.import_path import import_function, load_function, source
+from torchtitan.grpo.process.import_path import import_function, load_function, source
 from torchtitan.grpo.rewards.final_number import DIGITS_MAX, TEXT_COMMAND, last_number
 
 RewardFunction = Callable[..., Any]

@@ -24,7 +24,7 @@ from pathlib import Path
 from torchtitan.grpo.config.job_config import Distill, Reward, Rollout
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.import_path import is_async, source
+from torchtitan.grpo.process.import_path import is_async, source
 from torchtitan.grpo.rewards.functions import is_instant, is_safe, resolve, takes_group
 from torchtitan.grpo.rewards.process import RewardWorker, WorkerLog
 from torchtitan.grpo.rewards.worker import SECRET, Call, Function, Score

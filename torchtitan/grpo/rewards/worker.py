@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.import_path import is_async, source
+from torchtitan.grpo.process.import_path import is_async, source
 from torchtitan.grpo.rewards.functions import (
     BUILT_IN,
     PACKAGES,

@@ -18,10 +18,10 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
-from torchtitan.grpo.stopping import StopRequested
 from torchtitan.grpo.teachers.teachers import Teachers
 
 T = TypeVar("T")

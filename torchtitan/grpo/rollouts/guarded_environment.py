@@ -15,7 +15,7 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParams
 from torchtitan.grpo.errors import UserError, renamed
-from torchtitan.grpo.import_path import source
+from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.router import AnyFrom, GroupStart
 from torchtitan.tools.logging import logger

@@ -16,13 +16,13 @@ from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
-from torchtitan.grpo.stopping import StopRequested
 from torchtitan.grpo.teachers.teachers import Teachers
 from torchtitan.tools.logging import logger
 

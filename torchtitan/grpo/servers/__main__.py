@@ -13,8 +13,8 @@ from pathlib import Path
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.log_lines import init_log_lines
-from torchtitan.grpo.server_commands import ServerCommandError, check_exposure
+from torchtitan.grpo.process.log_lines import init_log_lines
+from torchtitan.grpo.process.server_commands import ServerCommandError, check_exposure
 from torchtitan.grpo.servers.plan import LOG_FOLDER, PlannedServer, launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 

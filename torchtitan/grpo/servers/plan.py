@@ -10,7 +10,7 @@ from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.engines.embedded.spawn import embedded_command, server_environment, without_torchrun
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.server_commands import (
+from torchtitan.grpo.process.server_commands import (
     ALL_LINEAR,
     KEY_VARIABLE,
     LOOPBACK,

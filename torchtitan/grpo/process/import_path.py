@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.grpo.errors import UserError, did_you_mean
-from torchtitan.grpo.stopping import Stopped
+from torchtitan.grpo.process.stopping import Stopped
 
 logger = logging.getLogger(__name__)
 """Not torchtitan's, whose import loads torch: a reward worker has none."""

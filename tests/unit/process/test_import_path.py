@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
-from torchtitan.grpo import import_path
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.import_path import load_function
+from torchtitan.grpo.process import import_path
+from torchtitan.grpo.process.import_path import load_function
 from torchtitan.grpo.rewards.runner import RewardRunner
 
 
@@ -19,7 +19,7 @@ def test_a_script_given_by_its_path_finds_the_users_modules(tmp_path):
     """Python puts the script's folder on the path, not the one that the user is in."""
     (tmp_path / "beside_me.py").write_text("def reward(answer, prompt):\n    return 1.0\n")
     code = "import sys; sys.path[:] = [p for p in sys.path if p]\n"
-    code += "import torchtitan_overlay\nfrom torchtitan.grpo.import_path import load_function\n"
+    code += "import torchtitan_overlay\nfrom torchtitan.grpo.process.import_path import load_function\n"
     code += "print(load_function('[reward] functions', 'beside_me:reward', 'answer', 'prompt')('', None))"
     (tmp_path / "elsewhere").mkdir()
     script = tmp_path / "elsewhere" / "script.py"
@@ -72,7 +72,8 @@ def test_a_module_that_ends_the_process_says_what_it_wanted(tmp_path, monkeypatc
 def test_a_signal_during_an_import_is_not_the_modules_fault(tmp_path):
     """Nor does the status change."""
     (tmp_path / "is_stopped.py").write_text("import os, time\nos.kill(os.getpid(), 15)\ntime.sleep(30)\n")
-    code = "from torchtitan.grpo.stopping import run_and_exit, stop_in_time\nfrom torchtitan.grpo import import_path\n"
+    code = "from torchtitan.grpo.process.stopping import run_and_exit, stop_in_time\n"
+    code += "from torchtitan.grpo.process import import_path\n"
     code += "stop_in_time()\nrun_and_exit(lambda: import_path.import_function('key', 'is_stopped:f'))"
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=60)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 """Of the checkout, or site-packages."""
 LOOPBACK = "127.0.0.1"
 PYTHON_VARIABLE = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}

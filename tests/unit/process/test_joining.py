@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.joining import agree, store_of_this_attempt, tell_waiting_ranks
+from torchtitan.grpo.process.joining import agree, store_of_this_attempt, tell_waiting_ranks
 
 LIMIT = timedelta(seconds=20)
 

@@ -15,9 +15,9 @@ import pytest
 
 import grpo_train
 from tests.helpers import ROOT
-from torchtitan.grpo.checkpoint.folder_lock import LOCK, only_run_in
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.folder_lock import LOCK, only_run_in
 
 HOLDER = rf"\(host {socket.gethostname()}, process {os.getpid()}, since \d{{4}}-\d\d-\d\d .*\)"
 
@@ -55,7 +55,7 @@ def test_a_process_that_the_run_leaves_behind_does_not_hold_the_folder(tmp_path)
 
 
 def test_a_killed_run_holds_nothing(tmp_path):
-    program = "import os, sys; from torchtitan.grpo.checkpoint.folder_lock import only_run_in\n"
+    program = "import os, sys; from torchtitan.grpo.process.folder_lock import only_run_in\n"
     program += "with only_run_in(sys.argv[1]): print('held', flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert killed.stdout == "held\n" and killed.returncode == -9, killed.stderr

@@ -1,4 +1,4 @@
-"""torchrun with clean ends: `python -m torchtitan.grpo.launch [torchrun's flags] grpo_train.py [arguments ...]`.
+"""torchrun with clean ends: `python -m torchtitan.grpo.process.launch [torchrun's flags] grpo_train.py [arguments]`.
 
 Flags, agent and rendezvous are torchrun's own. Three things differ:
 
@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from torchtitan.grpo.errors import REFUSED
-from torchtitan.grpo.stopping import STATUS_FOLDER, STOPPED
+from torchtitan.grpo.process.stopping import STATUS_FOLDER, STOPPED
 
 _FAILED = 1
 

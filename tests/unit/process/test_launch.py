@@ -1,4 +1,4 @@
-"""`python -m torchtitan.grpo.launch`: torchrun whose end is the run's."""
+"""`python -m torchtitan.grpo.process.launch`: torchrun whose end is the run's."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from tests.helpers.ranks import Ranks
 SCRIPT = """
 import os, sys, time
 from torchtitan.grpo.errors import UserError, refuse
-from torchtitan.grpo.stopping import run_and_exit, stop_in_time, STOPPED, Stopped
+from torchtitan.grpo.process.stopping import run_and_exit, stop_in_time, STOPPED, Stopped
 def main():
     ends, rank = sys.argv[1], os.environ["RANK"]
     if ends == "refused":
@@ -37,11 +37,11 @@ run_and_exit(main)
 NOHUP = """
 import runpy, signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-runpy.run_module("torchtitan.grpo.launch", run_name="__main__", alter_sys=True)
+runpy.run_module("torchtitan.grpo.process.launch", run_name="__main__", alter_sys=True)
 """
 
 
-def launched(folder: Path, ends: str, *flags: str, module: str | Path = "torchtitan.grpo.launch") -> Ranks:
+def launched(folder: Path, ends: str, *flags: str, module: str | Path = "torchtitan.grpo.process.launch") -> Ranks:
     (folder / "script.py").write_text(SCRIPT)
     words = ["--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", *flags, folder / "script.py", ends]
     environment = {name: value for name, value in os.environ.items() if name != "LOGLEVEL"}

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.helpers import ROOT
-from torchtitan.grpo.log_lines import LineFormatter
+from torchtitan.grpo.process.log_lines import LineFormatter
 
 PROGRAM = """
 import logging, warnings
-from torchtitan.grpo.log_lines import init_log_lines
+from torchtitan.grpo.process.log_lines import init_log_lines
 init_log_lines()
 logging.getLogger("a").info("one")
 logging.getLogger("torchtitan.grpo.b").warning("two")
@@ -59,8 +59,8 @@ def test_other_ranks_do_not_repeat_what_rank_0_says():
 
 UNREAD = """
 import logging, sys
-from torchtitan.grpo.log_lines import init_log_lines
-from torchtitan.grpo.stopping import run_and_exit
+from torchtitan.grpo.process.log_lines import init_log_lines
+from torchtitan.grpo.process.stopping import run_and_exit
 def main():
     init_log_lines()
     print("first", flush=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import free_port
-from torchtitan.grpo.stopping import leave_process_groups
+from torchtitan.grpo.process.stopping import leave_process_groups
 
 GRACE_S = 1.0
 UNTIL_IN_C_S = 1.0
@@ -36,7 +36,7 @@ finally:
 
 
 def start(body: str, launcher: str = "", grace_s: float = GRACE_S, **environment: str) -> subprocess.Popen:
-    program = f"from torchtitan.grpo.stopping import stop_in_time\nstop_in_time({grace_s}){body}"
+    program = f"from torchtitan.grpo.process.stopping import stop_in_time\nstop_in_time({grace_s}){body}"
     command = [sys.executable, "-c", program]
     if launcher:
         command = [sys.executable, "-c", launcher, *command]
@@ -75,7 +75,7 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored():
 
 ASKED = """
 import time
-from torchtitan.grpo import stopping
+from torchtitan.grpo.process import stopping
 stopping.ECHO_S = 0.3
 def ask(number):
     print("asked", number, flush=True)
@@ -120,7 +120,7 @@ def test_an_echo_of_the_first_signal_does_not_interrupt_but_a_second_one_does():
 
 @pytest.mark.parametrize("closes_in_s", [0, 60])
 def test_the_last_line_of_a_stopped_run_is_what_it_has_to_say(closes_in_s):
-    body = "import time\nfrom torchtitan.grpo.stopping import end_within, run_and_exit, stopped\ndef main():\n"
+    body = "import time\nfrom torchtitan.grpo.process.stopping import end_within, run_and_exit, stopped\ndef main():\n"
     body += "    end_within(1.5)\n    try:\n        raise stopped(75, 'stopped at step 24')\n"
     body += f"    finally:\n        time.sleep({closes_in_s})\n"
     process = start(f"\n{body}run_and_exit(main)")
@@ -148,7 +148,7 @@ def test_a_process_whose_launcher_died_while_it_was_imported_ends():
 
 
 def test_a_process_that_closes_after_an_error_still_says_which():
-    closes = "from torchtitan.grpo.stopping import end_within\nend_within(60)\nprint('waits', flush=True)\n"
+    closes = "from torchtitan.grpo.process.stopping import end_within\nend_within(60)\nprint('waits', flush=True)\n"
     process = start(f"\nimport time\n{closes}time.sleep({GRACE_S / 2})\nprint('error', flush=True)")
     assert process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGTERM)
@@ -158,7 +158,7 @@ def test_a_process_that_closes_after_an_error_still_says_which():
 
 @pytest.mark.parametrize(("body", "closed"), [(CLOSES_IN_TIME, "closed\n"), (WAITS_IN_C, "")])
 def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed):
-    ends = "import threading\nfrom torchtitan.grpo.stopping import stop\n"
+    ends = "import threading\nfrom torchtitan.grpo.process.stopping import stop\n"
     process = start(f"\n{ends}threading.Timer(0.5, stop, (75, {GRACE_S / 2})).start()\n{body}")
     printed, _ = process.communicate(timeout=30)
     assert (process.returncode, printed) == (75, f"waits\n{closed}")
@@ -174,7 +174,7 @@ def test_a_thread_ends_the_process_with_a_status_of_its_own(body, closed):
     ],
 )
 def test_a_process_ends_without_waiting_for_its_threads(ends, status, says):
-    body = "import sys, threading, time\nfrom torchtitan.grpo.stopping import run_and_exit\n"
+    body = "import sys, threading, time\nfrom torchtitan.grpo.process.stopping import run_and_exit\n"
     body += f"threading.Thread(target=time.sleep, args=(60,)).start()\ndef main():\n    print('closed')\n    {ends}\n"
     process = start(f"\n{body}run_and_exit(main)")
     printed, said = process.communicate(timeout=30)
@@ -198,7 +198,7 @@ def test_without_its_launcher_a_process_ends():
 
 
 def test_a_later_call_does_not_give_more_time():
-    body = "\nfrom torchtitan.grpo.stopping import end_within\nend_within(0.5)\nend_within(60)"
+    body = "\nfrom torchtitan.grpo.process.stopping import end_within\nend_within(0.5)\nend_within(60)"
     process = start(body + WAITS_IN_C)
     began = time.monotonic()
     process.communicate(timeout=30)

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from torchtitan.grpo.disk_full import disk_full_in_one_line, is_disk_full
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.disk_full import disk_full_in_one_line, is_disk_full
 
 TORCH = RuntimeError(
     "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nframe #0: ...\nframe #1: ..."

@@ -1,0 +1,11 @@
+"""What a process needs around its work, trainer or server: to begin, to speak, to end. Imports no other room.
+
+launch.py            torchrun with clean ends
+joining.py           how ranks find one another, and hear of a rank 0 that has failed
+stopping.py          signals and errors: a process ends in bounded time
+log_lines.py         how a line of the log looks
+disk_full.py         a full disk in one line
+folder_lock.py       one run at a time in a folder
+import_path.py       functions that the configuration names
+server_commands.py   the command lines of servers
+"""
