@@ -22,10 +22,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.grpo.broadcast import Broadcaster, patience_s
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
-from torchtitan.grpo.checkpoint.run_folder import own_folder
-from torchtitan.grpo.checkpoint.save_when_stopped import Ending
 from torchtitan.grpo.config.batch import requests_at_once, row_tokens
 from torchtitan.grpo.config.jobs import Job, check_same_job
 from torchtitan.grpo.config.load import load_config, take_dry_run
@@ -48,7 +45,6 @@ from torchtitan.grpo.model.lora import without_adapters
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model, parallel_dims
 from torchtitan.grpo.model.source import load_hf_weights, resolve_and_check, write_hf_config
-from torchtitan.grpo.nodes import Nodes
 from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.policy import losses
 from torchtitan.grpo.policy.advantages import less_penalties, reward_advantages
@@ -72,7 +68,6 @@ from torchtitan.grpo.reporting.step_metrics import (
     validation_metrics,
 )
 from torchtitan.grpo.reporting.usage import Usage, highest_peaks
-from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rewards.runner import RewardRunner
@@ -81,7 +76,12 @@ from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
-from torchtitan.grpo.running import running
+from torchtitan.grpo.run.broadcast import Broadcaster, patience_s
+from torchtitan.grpo.run.nodes import Nodes
+from torchtitan.grpo.run.run_folder import own_folder
+from torchtitan.grpo.run.running import running
+from torchtitan.grpo.run.save_when_stopped import Ending
+from torchtitan.grpo.run.watchdog import Progress, Watchdog
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.teachers.connect import connect_teachers
 from torchtitan.grpo.weight_sync.published import published_weights
@@ -619,7 +619,7 @@ def main(argv: list[str], make: Callable[[JobConfig], Trainer] = Trainer, job: J
             print(describe(config, dry_run=dry_run, job=job) if os.environ.get("RANK", "0") == "0" else "", end="")
             return 0
         if config.ray.enable:
-            from torchtitan.grpo.ray_launch.driver import drive  # only now: it imports Ray
+            from torchtitan.grpo.run.ray.driver import drive  # only now: it imports Ray
 
             return drive(argv, config, make, job)
         with running(config, make) as trainer:

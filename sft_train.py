@@ -18,7 +18,6 @@ import torch
 
 import grpo_train
 from torchtitan.config import JobConfig
-from torchtitan.grpo.checkpoint.run_folder import own_folder
 from torchtitan.grpo.config.jobs import check_same_job
 from torchtitan.grpo.config.tables import held_out_sets
 from torchtitan.grpo.data.conversations import ConversationSource
@@ -33,7 +32,8 @@ from torchtitan.grpo.policy.sft import summed, supervised_loss, supervised_sampl
 from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
 from torchtitan.grpo.reporting.console import SFT_FIELDS
 from torchtitan.grpo.reporting.usage import highest_peaks
-from torchtitan.grpo.reporting.watchdog import Watchdog
+from torchtitan.grpo.run.run_folder import own_folder
+from torchtitan.grpo.run.watchdog import Watchdog
 from torchtitan.tools.logging import logger
 
 

@@ -21,9 +21,9 @@ from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.engines.fleet import Keeper
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import run_and_exit
-from torchtitan.grpo.reporting.watchdog import Watchdog
 from torchtitan.grpo.rollouts.replay import Replay
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
+from torchtitan.grpo.run.watchdog import Watchdog
 from torchtitan.tools.logging import logger
 
 

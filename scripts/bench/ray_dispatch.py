@@ -65,10 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
 def measure(ranks: int, steps: int) -> list[dict[str, Any]]:
     import ray
 
-    from torchtitan.grpo.ray_launch.attempts import import_path
-    from torchtitan.grpo.ray_launch.cluster import Cluster
-    from torchtitan.grpo.ray_launch.dispatch import RemoteCalls, compiled_or_remote
-    from torchtitan.grpo.ray_launch.rank import BEGIN
+    from torchtitan.grpo.run.ray.attempts import import_path
+    from torchtitan.grpo.run.ray.cluster import Cluster
+    from torchtitan.grpo.run.ray.dispatch import RemoteCalls, compiled_or_remote
+    from torchtitan.grpo.run.ray.rank import BEGIN
 
     argv = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]
     argv += ["--ray.enable", "--ray.ranks", str(ranks), "--grpo.prompts_per_step", "128"]

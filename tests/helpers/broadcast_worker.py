@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_overlay  # noqa: F401  before torchtitan
-from torchtitan.grpo import broadcast
-from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.config.job_config import Debug
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
+from torchtitan.grpo.run import broadcast
+from torchtitan.grpo.run.broadcast import Broadcaster
+from torchtitan.grpo.run.watchdog import Progress, Watchdog
 
 LIMIT_S, SILENCE_S = 4.0, 3.0
 BEAT_S = 0.2

@@ -30,11 +30,11 @@ from tests.helpers import TINY_QWEN3
 from tests.helpers.ranks import free_port
 from tests.helpers.weight_senders import changed
 from torchtitan.config import JobConfig
-from torchtitan.grpo import running
 from torchtitan.grpo.checkpoint.marker import Marker
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.process import folder_lock
+from torchtitan.grpo.run import running
 from torchtitan.grpo.weight_sync.link import WeightSyncError
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]

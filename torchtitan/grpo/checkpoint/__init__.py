@@ -29,6 +29,4 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     hyperparameters.py   the configuration's learning rate, not the checkpoint's
     run_config.py      the configuration in a checkpoint, and which keys have changed since
     best.py            `[checkpoint] keep_best`
-    save_when_stopped.py   signals and errors save the last step
-    run_folder.py      the dump folder: whether a run may begin in it
 """

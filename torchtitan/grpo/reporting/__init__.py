@@ -1,7 +1,6 @@
 """What a run reports: where its seconds went, what its samples say, and the files and dashboards that hold it.
 
     ledger.py          `Ledger`: seconds by stage of one step; `verdict`: what bounds the step
-    watchdog.py        `Progress`: since when nothing was done; `Watchdog`: what every part waits for then
     step_metrics.py    groups, loss sums (over all ranks), servers and pushes -> flat metrics
       estimates.py     held-out answers -> means, pass@k and majority@k with their standard errors
     usage.py           `Usage`: tokens and FLOPs a second, GPU memory, GPU hours

@@ -16,12 +16,12 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.machine import check_ranks
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import SAVING_SHARE, Stopped, asks_first, stop_in_time
-from torchtitan.grpo.ray_launch.cluster import NO_PLAN, Cluster, Ranks
-from torchtitan.grpo.ray_launch.dispatch import MARGIN_S, Dispatch, RemoteCalls, compiled_or_remote
-from torchtitan.grpo.ray_launch.outcome import FAILED, RanksFailed, error_of
-from torchtitan.grpo.ray_launch.rank import BEGIN, FINISH, WARM_UP
-from torchtitan.grpo.ray_launch.servers import Servers
-from torchtitan.grpo.ray_launch.watch import Watch
+from torchtitan.grpo.run.ray.cluster import NO_PLAN, Cluster, Ranks
+from torchtitan.grpo.run.ray.dispatch import MARGIN_S, Dispatch, RemoteCalls, compiled_or_remote
+from torchtitan.grpo.run.ray.outcome import FAILED, RanksFailed, error_of
+from torchtitan.grpo.run.ray.rank import BEGIN, FINISH, WARM_UP
+from torchtitan.grpo.run.ray.servers import Servers
+from torchtitan.grpo.run.ray.watch import Watch
 
 logger = logging.getLogger(__name__)
 _CLOSING_S = 10.0

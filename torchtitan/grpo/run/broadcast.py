@@ -16,7 +16,7 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.errors import UserError, in_words
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow
 from torchtitan.grpo.process.stopping import StopRequested
-from torchtitan.grpo.reporting.watchdog import Progress
+from torchtitan.grpo.run.watchdog import Progress
 from torchtitan.grpo.weight_sync.sync_thread import PHASES
 
 BEAT_S = 1.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.ray_launch.dispatch import CompiledGraph
+from torchtitan.grpo.run.ray.dispatch import CompiledGraph
 
 _STACKS_S = 1.0
 """How long a rank's threads may take to write their stacks."""

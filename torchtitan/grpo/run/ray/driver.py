@@ -32,6 +32,6 @@ def drive(argv: list[str], config: JobConfig, make: Callable[[JobConfig], Any], 
         )
     for name, value in (_FOR_RAY | ({} if config.ray.address else _FOR_OWN_CLUSTER)).items():
         os.environ.setdefault(name, value)
-    from torchtitan.grpo.ray_launch.attempts import train_in_attempts
+    from torchtitan.grpo.run.ray.attempts import train_in_attempts
 
     return train_in_attempts(argv, config, make, job)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from torchtitan.grpo.nodes import watch
+from torchtitan.grpo.run.nodes import watch
 
 
 class Head:

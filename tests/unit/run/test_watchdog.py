@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.grpo.config.job_config import Debug
 from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.grpo.reporting.watchdog import Progress, Watchdog
+from torchtitan.grpo.run.watchdog import Progress, Watchdog
 
 AFTER_S = 0.3
 

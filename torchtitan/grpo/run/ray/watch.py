@@ -9,7 +9,7 @@ from typing import Any, Self
 import ray
 
 from torchtitan.grpo.config.job_config import Ray
-from torchtitan.grpo.ray_launch.outcome import RanksFailed, error_of
+from torchtitan.grpo.run.ray.outcome import RanksFailed, error_of
 
 POLL_S = 0.5
 OTHERS_S = 10.0

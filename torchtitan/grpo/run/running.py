@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.checkpoint.save_when_stopped import save_when_stopped
 from torchtitan.grpo.config.machine import default_to_one_process, one_cpu_thread, raise_file_limit
 from torchtitan.grpo.process.disk_full import disk_full_in_one_line
 from torchtitan.grpo.process.stopping import stop_in_time
+from torchtitan.grpo.run.save_when_stopped import save_when_stopped
 
 T = TypeVar("T", bound=Any)
 

@@ -20,9 +20,9 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import LOOPBACK
 from torchtitan.grpo.process.stopping import AT_ONCE_S, end_within
-from torchtitan.grpo.ray_launch import actors
-from torchtitan.grpo.ray_launch.outcome import RanksFailed
-from torchtitan.grpo.ray_launch.servers import Servers
+from torchtitan.grpo.run.ray import actors
+from torchtitan.grpo.run.ray.outcome import RanksFailed
+from torchtitan.grpo.run.ray.servers import Servers
 from torchtitan.grpo.servers.launched import TOKEN
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import STOPPED, Stopped
-from torchtitan.grpo.ray_launch.driver import drive
-from torchtitan.grpo.ray_launch.outcome import RanksFailed, error_of, outcome_of
+from torchtitan.grpo.run.ray.driver import drive
+from torchtitan.grpo.run.ray.outcome import RanksFailed, error_of, outcome_of
 
 TINY = ["--model.hf_assets_path", str(ROOT / "train_configs" / "tiny_qwen3"), "--ray.enable", "--ray.ranks", "2"]
 
@@ -25,7 +25,7 @@ def place(node: str, address: str, *gpus: str) -> dict:
 
 
 def test_ranks_of_a_node_are_neighbours_in_order_of_their_gpus_and_the_drivers_node_comes_first():
-    cluster = pytest.importorskip("torchtitan.grpo.ray_launch.cluster", exc_type=ImportError)
+    cluster = pytest.importorskip("torchtitan.grpo.run.ray.cluster", exc_type=ImportError)
     places = [
         place("far", "10.0.0.10", "0"),
         place("near", "10.0.0.9", "10"),
@@ -39,7 +39,7 @@ def test_ranks_of_a_node_are_neighbours_in_order_of_their_gpus_and_the_drivers_n
 
 
 def test_a_server_needs_gpus_only_where_it_has_some():
-    servers = pytest.importorskip("torchtitan.grpo.ray_launch.servers", exc_type=ImportError)
+    servers = pytest.importorskip("torchtitan.grpo.run.ray.servers", exc_type=ImportError)
     vllm = ["--rollout.engine", "vllm", "--rollout.replicas", "2", "--rollout.gpus_per_server", "4"]
     made = servers.Servers(load_config([*TINY, *vllm]))
     assert made.count == 2 and made.variables
@@ -51,7 +51,7 @@ def test_a_server_needs_gpus_only_where_it_has_some():
 
 
 def test_a_restart_replaces_what_the_command_line_says_of_the_checkpoint():
-    attempts = pytest.importorskip("torchtitan.grpo.ray_launch.attempts", exc_type=ImportError)
+    attempts = pytest.importorskip("torchtitan.grpo.run.ray.attempts", exc_type=ImportError)
     given = [
         "--checkpoint.no-resume",
         "--grpo.group_size",
@@ -68,7 +68,7 @@ def test_a_restart_replaces_what_the_command_line_says_of_the_checkpoint():
 
 
 def test_the_class_travels_by_its_name():
-    attempts = pytest.importorskip("torchtitan.grpo.ray_launch.attempts", exc_type=ImportError)
+    attempts = pytest.importorskip("torchtitan.grpo.run.ray.attempts", exc_type=ImportError)
     assert attempts.import_path(grpo_train.Trainer) == "grpo_train:Trainer"
 
 
@@ -90,7 +90,7 @@ def test_the_first_failure_is_the_run_s_and_counts_more_than_a_stop():
 
 
 def test_the_driver_sleeps_until_every_rank_has_rung_or_one_has_died():
-    dispatch = pytest.importorskip("torchtitan.grpo.ray_launch.dispatch", exc_type=ImportError)
+    dispatch = pytest.importorskip("torchtitan.grpo.run.ray.dispatch", exc_type=ImportError)
     rang = []
 
     def ring_late() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.checkpoint.marker import Marker
-from torchtitan.grpo.checkpoint.run_folder import check_folder, own_folder
 from torchtitan.grpo.config.job_config import Checkpoint
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.folder_lock import only_run_in
+from torchtitan.grpo.run.run_folder import check_folder, own_folder
 
 STEP = '{"step": 1, "reward/mean": 0.5}\n'
 

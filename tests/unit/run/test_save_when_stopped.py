@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checkpoint_worker import TinyTrainer, slow_disk
-from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.checkpoint.save_when_stopped import Ending, save_when_stopped
 from torchtitan.grpo.checkpoint.writing import Writer
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.disk_full import is_disk_full
 from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.grpo.reporting.watchdog import Progress
+from torchtitan.grpo.run.broadcast import Broadcaster
+from torchtitan.grpo.run.save_when_stopped import Ending, save_when_stopped
+from torchtitan.grpo.run.watchdog import Progress
 
 
 @pytest.fixture(scope="module", autouse=True)

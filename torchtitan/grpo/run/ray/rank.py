@@ -22,9 +22,9 @@ from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.process.import_path import import_function
 from torchtitan.grpo.process.log_lines import init_log_lines
-from torchtitan.grpo.ray_launch.outcome import outcome_of
-from torchtitan.grpo.ray_launch.supervised import KEPT_FROM_RAY
-from torchtitan.grpo.running import running
+from torchtitan.grpo.run.ray.outcome import outcome_of
+from torchtitan.grpo.run.ray.supervised import KEPT_FROM_RAY
+from torchtitan.grpo.run.running import running
 
 BEGIN, FINISH, WARM_UP = 0, -1, -2
 """Orders besides the numbers of steps, which start at 1."""

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
-from torchtitan.grpo.broadcast import Broadcaster
 from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.marker import step_of
 from torchtitan.grpo.errors import PlainError, UserErrorOfAllRanks, in_words
 from torchtitan.grpo.process.stopping import STOPPED, Stopped, StopRequested, asks_first, stopped
 from torchtitan.grpo.rollouts.stream import RolloutStream
+from torchtitan.grpo.run.broadcast import Broadcaster
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.tools.logging import logger
 

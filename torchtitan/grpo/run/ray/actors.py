@@ -26,7 +26,7 @@ class RankActor:
         paths, *arguments = common
         sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
         import torchtitan_overlay  # noqa: F401  before torchtitan
-        from torchtitan.grpo.ray_launch.rank import Rank
+        from torchtitan.grpo.run.ray.rank import Rank
 
         self.rank = Rank(*own, *arguments)
         return self.rank.start()
@@ -56,7 +56,7 @@ class AgentActor:
     def start(self, paths: list[str]) -> None:
         sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
         import torchtitan_overlay  # noqa: F401  before torchtitan
-        from torchtitan.grpo.ray_launch.node import NodeAgent
+        from torchtitan.grpo.run.ray.node import NodeAgent
 
         self.agent = NodeAgent()
 
@@ -72,7 +72,7 @@ class ServerActor:
         paths, *arguments = common
         sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
         import torchtitan_overlay  # noqa: F401  before torchtitan
-        from torchtitan.grpo.ray_launch.supervised import SupervisedServer
+        from torchtitan.grpo.run.ray.supervised import SupervisedServer
 
         self.server = SupervisedServer(*own, *arguments)
 
