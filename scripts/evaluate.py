@@ -40,7 +40,6 @@ from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config, model_folder
 from torchtitan.grpo.evaluation.results import RESULT, new_folder, remove_if_empty, table, write_answers, write_result
-from torchtitan.grpo.model_identity import identity_of_folder
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.stopping import FAILED_S, end_within, run_and_exit, stop_in_time
 from torchtitan.grpo.rewards.failures import check_failures
@@ -50,6 +49,7 @@ from torchtitan.grpo.rollouts.guarded_environment import Environments
 from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.servers.plan import LOG_FOLDER, run_launches
 from torchtitan.grpo.servers.supervisor import Supervisor
+from torchtitan.grpo.weight_wire.model_identity import identity_of_folder
 from torchtitan.tools.logging import logger
 
 

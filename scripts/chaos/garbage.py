@@ -53,7 +53,7 @@ def span(**changes: Any) -> Change:
 
 
 def version(number: int) -> Change:
-    """The first span is of this version of the same run; see `torchtitan.grpo.version_names`."""
+    """The first span is of this version of the same run; see `torchtitan.grpo.weight_wire.version_names`."""
 
     def change(reply: dict[str, Any], _: random.Random) -> None:
         own = first(reply)["weight_versions"][0]

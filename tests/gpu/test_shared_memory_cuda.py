@@ -14,7 +14,6 @@ from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.version_names import own_run, version_name
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink
 from torchtitan.grpo.weight_wire.buckets import (
     Bucket,
@@ -28,6 +27,7 @@ from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
 from torchtitan.grpo.weight_wire.transport import Group, wait
+from torchtitan.grpo.weight_wire.version_names import own_run, version_name
 
 CUDA = torch.device("cuda:0")
 BYTES = 256 << 20

@@ -13,7 +13,7 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
-from torchtitan.grpo.version_names import version_name
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 
 @functools.cache

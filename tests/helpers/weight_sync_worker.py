@@ -38,12 +38,12 @@ from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
-from torchtitan.grpo.version_names import version_of
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.grpo.weight_wire.buckets import TRAILER_BYTES
 from torchtitan.grpo.weight_wire.transport import Group
+from torchtitan.grpo.weight_wire.version_names import version_of
 
 send = Group.broadcast
 post = ServerLink._post

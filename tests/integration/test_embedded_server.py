@@ -33,11 +33,11 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import own_run, version_name
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, combine_checksums, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.rendezvous import host_store
 from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
+from torchtitan.grpo.weight_wire.version_names import own_run, version_name
 
 LONG = 900
 """Answer tokens of a request that is still running when the test does something else: about 1 s."""

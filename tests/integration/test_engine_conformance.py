@@ -28,7 +28,6 @@ from tests.helpers.served_logprobs import answer_logprobs
 from tests.helpers.servers import ONE_PROCESS, save_tiny_qwen2, server_pids, supervised
 from tests.helpers.trainer_runs import embedded_server, train
 from tests.helpers.weight_senders import CPU, SYNC, changed, trainer_of, weights_of
-from torchtitan.grpo import version_names
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -38,8 +37,9 @@ from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
 from torchtitan.grpo.servers.supervisor import Supervisor
 from torchtitan.grpo.teachers.connect import check_tokenizer, served_by, vocabulary_probes
 from torchtitan.grpo.teachers.scorers import SCORERS, Scores
-from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_wire import version_names
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 TINY = ROOT / "train_configs" / "tiny_qwen3"
 EXACT = 1e-4

@@ -22,12 +22,12 @@ from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync import worker
 from torchtitan.grpo.weight_sync.disk import DiskFeed
 from torchtitan.grpo.weight_sync.link import WeightSyncError
 from torchtitan.grpo.weight_sync.published import PublishedWeights
 from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.sglang

@@ -30,7 +30,7 @@ from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEn
 from torchtitan.grpo.rollouts.pace import LOST_STEPS
 from torchtitan.grpo.rollouts.router import AnyFrom
 from torchtitan.grpo.rollouts.stream import RolloutStream
-from torchtitan.grpo.version_names import version_name
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 B = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)

@@ -21,9 +21,9 @@ from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import resolve_model
-from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync import worker
 from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 OTHER_TRAINER = """
 import sys, threading, torch
@@ -31,7 +31,7 @@ from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
-from torchtitan.grpo.version_names import own_run
+from torchtitan.grpo.weight_wire.version_names import own_run
 
 plan = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
 for url in sys.argv[1:]:

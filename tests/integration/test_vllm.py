@@ -51,10 +51,10 @@ from torchtitan.grpo.engines.vllm import GENERATE_ROUTE, VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import load_hf_weights
-from torchtitan.grpo.version_names import own_run, version_name
 from torchtitan.grpo.weight_sync.link import WeightSyncError
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+from torchtitan.grpo.weight_wire.version_names import own_run, version_name
 
 pytestmark = pytest.mark.vllm
 

@@ -19,9 +19,9 @@ from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.published import PublishedWeights
 from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.vllm

@@ -15,7 +15,7 @@ from torchtitan.grpo.data.routes import RouteShape, to_npy
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.version_names import version_name
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 VOCAB, HAD, NEWEST = 1000, 3, 5
 

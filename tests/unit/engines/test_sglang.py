@@ -13,7 +13,7 @@ from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sam
 from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import _run_of_process, own_run, version_name
+from torchtitan.grpo.weight_wire.version_names import _run_of_process, own_run, version_name
 
 URL = "http://127.0.0.1:9"
 

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
-from torchtitan.grpo.version_names import version_name
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from torchtitan.grpo.inside_vllm import served_model
-from torchtitan.grpo.model_identity import KEY, identity, identity_of_folder
+from torchtitan.grpo.weight_wire.model_identity import KEY, identity, identity_of_folder
 
 
 class Card(pydantic.BaseModel):

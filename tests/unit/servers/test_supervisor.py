@@ -22,7 +22,7 @@ from torchtitan.grpo.servers import kept_server, restarts
 from torchtitan.grpo.servers.kept_server import Launch, with_temporary_folder
 from torchtitan.grpo.servers.ports import PORTS
 from torchtitan.grpo.servers.supervisor import Supervisor
-from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
+from torchtitan.grpo.weight_wire.version_names import FOLDER_PREFIX, MEMORY, own_run
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
 

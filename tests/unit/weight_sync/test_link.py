@@ -11,10 +11,10 @@ import torch
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.version_names import own_run
 from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
+from torchtitan.grpo.weight_wire.version_names import own_run
 
 CPU = torch.device("cpu")
 PLAN = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import ROOT
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_wire.bucket_files import bucket_path, check_bucket, read_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Checksum, TensorSpec, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL, Receiver
+from torchtitan.grpo.weight_wire.version_names import FOLDER_PREFIX, MEMORY, own_run
 
 SPECS = [
     TensorSpec("a", torch.bfloat16, (3, 5)),

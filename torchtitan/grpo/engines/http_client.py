@@ -22,7 +22,7 @@ from torchtitan.grpo.engines.protocol import (
     raise_if_local,
 )
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import origin, version_of
+from torchtitan.grpo.weight_wire.version_names import origin, version_of
 
 _ERROR_CHARS = 300
 LARGEST_LOGPROB = 1e-3

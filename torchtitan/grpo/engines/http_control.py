@@ -12,7 +12,7 @@ import urllib3
 
 from torchtitan.grpo.engines.protocol import EngineError, error_text, key_hint, raise_if_local
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model_identity import ModelIdentity
+from torchtitan.grpo.weight_wire.model_identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

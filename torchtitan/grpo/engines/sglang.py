@@ -12,7 +12,7 @@ from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, fitting
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
-from torchtitan.grpo.version_names import version_of
+from torchtitan.grpo.weight_wire.version_names import version_of
 
 GENERATE_ROUTE = "/generate"
 ABORT_ROUTE = "/abort_request"

@@ -14,8 +14,8 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.engines.sglang import SglangClient, _Meta
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model_identity import ModelIdentity
-from torchtitan.grpo.version_names import version_name, version_of
+from torchtitan.grpo.weight_wire.model_identity import ModelIdentity
+from torchtitan.grpo.weight_wire.version_names import version_name, version_of
 
 _FUSED = {
     "q_proj": "qkv_proj",

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model_identity import ModelIdentity, identity, identity_of_folder
-from torchtitan.grpo.version_names import lives, other_run, owned_by
+from torchtitan.grpo.weight_wire.model_identity import ModelIdentity, identity, identity_of_folder
+from torchtitan.grpo.weight_wire.version_names import lives, other_run, owned_by
 
 OLDEST = (0, 5, 15)
 """The oldest supported version. Older ones need torch versions that torchtitan 0.2.2 does not run on."""

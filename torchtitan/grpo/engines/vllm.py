@@ -8,7 +8,7 @@ import msgspec
 from torchtitan.grpo.data.samples import FinishReason
 from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, fitting
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, SamplingParams
-from torchtitan.grpo.version_names import version_of
+from torchtitan.grpo.weight_wire.version_names import version_of
 
 GENERATE_ROUTE = "/inference/v1/generate"
 _FINAL_ONLY = 2

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.backend import BACKEND
-from torchtitan.grpo.model_identity import KEY, ModelIdentity, identity, identity_of_folder
-from torchtitan.grpo.refusals import ADAPTERS, ELSEWHERE
-from torchtitan.grpo.version_names import OWNED
+from torchtitan.grpo.weight_wire.model_identity import KEY, ModelIdentity, identity, identity_of_folder
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS, ELSEWHERE
+from torchtitan.grpo.weight_wire.version_names import OWNED
 
 logger = logging.getLogger(__name__)
 

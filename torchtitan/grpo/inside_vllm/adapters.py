@@ -15,8 +15,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from torchtitan.grpo.inside_vllm.adapter_requests import ID
-from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, adapted_layers
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS
 
 _ZEROS_RANK = 8
 _served: "ServedAdapters | None" = None

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader import get_model_loader
 
-from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire.adapters import fingerprint
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS
 
 
 def base_fingerprints(vllm_config: Any, model: torch.nn.Module, device: torch.device) -> dict[str, str]:

@@ -7,7 +7,7 @@ import functools
 import logging
 from typing import Any
 
-from torchtitan.grpo.model_identity import KEY, identity
+from torchtitan.grpo.weight_wire.model_identity import KEY, identity
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from torchtitan.grpo.inside_vllm.replies import with_field
-from torchtitan.grpo.version_names import version_name
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 

@@ -27,10 +27,10 @@ from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
 from torchtitan.grpo.inside_vllm.load_recording import loaded_name
 from torchtitan.grpo.inside_vllm.plugin import end_with_parent
-from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire import receiver
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
 from torchtitan.grpo.weight_wire.buckets import Bucket
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS
 
 logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 

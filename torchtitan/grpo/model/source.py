@@ -27,8 +27,8 @@ from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.shards import fill, whole
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 from torchtitan.grpo.model.weight_files import check_headers, not_finite, opened, weight_files
-from torchtitan.grpo.model_identity import ModelIdentity, identity
 from torchtitan.grpo.policy.finite import bad_weights
+from torchtitan.grpo.weight_wire.model_identity import ModelIdentity, identity
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.ports import ReservedPort
 from torchtitan.grpo.servers.restarts import Restarts
 from torchtitan.grpo.servers.state import ServerState
-from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, own_run
+from torchtitan.grpo.weight_wire.version_names import FOLDER_PREFIX, MEMORY, own_run
 
 if TYPE_CHECKING:  # it imports this module
     from torchtitan.grpo.servers.supervisor import Supervisor

@@ -26,12 +26,12 @@ from typing import TextIO
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import FOLDER_PREFIX, MEMORY, lives, own_run
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, block_layers, peft_config
 from torchtitan.grpo.weight_wire.bucket_files import check_bucket, write_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket
+from torchtitan.grpo.weight_wire.version_names import FOLDER_PREFIX, MEMORY, lives, own_run
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import PlainError, UserError
-from torchtitan.grpo.version_names import origin, own_run, version_name, version_of
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous, address_towards
 from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
+from torchtitan.grpo.weight_wire.version_names import origin, own_run, version_name, version_of
 
 _CHECK_S = 0.05
 _DRAIN_CHECK_S = 0.25

@@ -21,12 +21,12 @@ from safetensors import safe_open
 
 from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.refusals import ADAPTERS
-from torchtitan.grpo.version_names import lives, other_run, owned_by, version_name, version_of
 from torchtitan.grpo.weight_sync.disk import DiskFeed
 from torchtitan.grpo.weight_sync.sglang_link import SglangLink
 from torchtitan.grpo.weight_wire.adapters import ENDS, PREFIX, AdapterInfo, adapted_layers, block_layers, fingerprint
 from torchtitan.grpo.weight_wire.buckets import Bucket, TensorSpec, plan_from_json
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS
+from torchtitan.grpo.weight_wire.version_names import lives, other_run, owned_by, version_name, version_of
 
 _ONE_READS = threading.Lock()
 

@@ -15,13 +15,13 @@ import torch
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import version_name
 from torchtitan.grpo.weight_sync.disk import DiskFeed
 from torchtitan.grpo.weight_sync.link import ServerLink
 from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 from torchtitan.grpo.weight_wire.transport import in_thread, wait
+from torchtitan.grpo.weight_wire.version_names import version_name
 
 _DRAIN_LOOK_S = 0.02
 

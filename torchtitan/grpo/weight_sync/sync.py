@@ -16,7 +16,6 @@ import torch
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.version_names import own_run
 from torchtitan.grpo.weight_sync.board import Board, Mode
 from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
@@ -32,6 +31,7 @@ from torchtitan.grpo.weight_wire.buckets import bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
 from torchtitan.grpo.weight_wire.transport import in_thread
+from torchtitan.grpo.weight_wire.version_names import own_run
 
 logger = logging.getLogger(__name__)
 

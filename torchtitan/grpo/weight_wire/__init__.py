@@ -9,6 +9,9 @@
     receiver.py        the server's end: receive buckets, verify each, hand the tensors to the engine, acknowledge
     adapters.py        LoRA: how adapters apply, and fingerprints of the weights that they belong to
     bucket_files.py    a bucket as a safetensors file, for transport "disk"
+    version_names.py   what a version is called, which no other run's is
+    model_identity.py  what both ends tell of their model, and whether it is the same
+    refusals.py        how a server says why it refuses, if the user can mend it
 
 The trainer computes the plan once and sends it when it connects. A version is then its buckets, in order, and one
 acknowledgement. The trainer's end is weight_sync/. The server's end is in inside_vllm/ and engines/embedded/.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire.buckets import ALIGNMENT_BYTES, Checksum, combine_checksums
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS
 
 PREFIX = "base_model.model."
 """In front of each module's name in PEFT's names."""

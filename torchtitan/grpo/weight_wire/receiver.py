@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.version_names import lives, owned_by
 from torchtitan.grpo.weight_wire.bucket_files import read_bucket
 from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_from_json
 from torchtitan.grpo.weight_wire.rendezvous import address_towards, join_store
 from torchtitan.grpo.weight_wire.shared_memory import Shared
 from torchtitan.grpo.weight_wire.transport import Group, wait
+from torchtitan.grpo.weight_wire.version_names import lives, owned_by
 
 PROTOCOL = 3
 ACK_FIELDS = 5

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.refusals import ELSEWHERE
+from torchtitan.grpo.weight_wire.refusals import ELSEWHERE
 from torchtitan.grpo.weight_wire.shared_buffers import allocate, export, is_shared, open_shared, place, same_place
 
 _PLACE, _ABANDONED = "place", "abandoned"

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchtitan.grpo.model.lora import Lora, LoraLinear, is_adapter
-from torchtitan.grpo.refusals import ADAPTERS
 from torchtitan.grpo.weight_wire.adapters import PREFIX, AdapterInfo, adapted_layers, fingerprint
+from torchtitan.grpo.weight_wire.refusals import ADAPTERS
 
 
 def check_adapters(model: PreTrainedModel, name: str, info: AdapterInfo, names: Iterable[str]) -> None:

@@ -22,8 +22,8 @@ from torchtitan.grpo.engines.embedded.scoring import completions, token_logprobs
 from torchtitan.grpo.engines.embedded.sleep import sleep_routes
 from torchtitan.grpo.engines.embedded.worker import PAUSE_MODES, GenerationWorker
 from torchtitan.grpo.engines.protocol import COHORT_HEADER
-from torchtitan.grpo.model_identity import KEY, identity
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
+from torchtitan.grpo.weight_wire.model_identity import KEY, identity
 
 logger = logging.getLogger(__name__)
 

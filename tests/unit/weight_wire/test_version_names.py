@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo import version_names
-from torchtitan.grpo.version_names import lives, other_run, own_run, version_name, version_of
+from torchtitan.grpo.weight_wire import version_names
+from torchtitan.grpo.weight_wire.version_names import lives, other_run, own_run, version_name, version_of
 
 OTHER = "gpu-01-4711-5f3a2c"
 
