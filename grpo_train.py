@@ -41,11 +41,11 @@ from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import PlainError, refuse
+from torchtitan.grpo.host_memory.offloading import Offloading
 from torchtitan.grpo.model.lora import without_adapters
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model, parallel_dims
 from torchtitan.grpo.model.source import load_hf_weights, resolve_and_check, write_hf_config
-from torchtitan.grpo.offload.offloading import Offloading
 from torchtitan.grpo.policy import losses
 from torchtitan.grpo.policy.advantages import less_penalties, reward_advantages
 from torchtitan.grpo.policy.batch import FixedLogprobs, has_signal, kl_by_sample, shaped_reward, split, training_samples
@@ -76,6 +76,7 @@ from torchtitan.grpo.rollouts.held_out import answer_held_out
 from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
+from torchtitan.grpo.rollouts.teachers.connect import connect_teachers
 from torchtitan.grpo.run.broadcast import Broadcaster, patience_s
 from torchtitan.grpo.run.nodes import Nodes
 from torchtitan.grpo.run.run_folder import own_folder
@@ -83,7 +84,6 @@ from torchtitan.grpo.run.running import running
 from torchtitan.grpo.run.save_when_stopped import Ending
 from torchtitan.grpo.run.watchdog import Progress, Watchdog
 from torchtitan.grpo.servers.own import OwnServers
-from torchtitan.grpo.teachers.connect import connect_teachers
 from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.tools.logging import logger

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchtitan  # noqa: F401  the overlay's shims come first
-from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
-from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
-from torchtitan.grpo.offload.pinned import local_tensor
+from torchtitan.grpo.host_memory.host_copy import HostCopy
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.host_memory.pinned import local_tensor
 
 DEVICE = torch.device("cuda", 0)
 BUSY_CYCLES = 200_000_000

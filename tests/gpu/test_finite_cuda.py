@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed.utils import clip_grad_norm_
-from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates
-from torchtitan.grpo.offload.pinned import local_tensor
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates
+from torchtitan.grpo.host_memory.pinned import local_tensor
 from torchtitan.grpo.policy.finite import FiniteSteps
 
 DEVICE = torch.device("cuda", 0)

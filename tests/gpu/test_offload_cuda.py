@@ -12,9 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import torchtitan  # noqa: F401  the overlay's shims come first
 from tests.helpers.hosted import on_device
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.grpo.offload.offloading import HostedWeights
-from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
-from torchtitan.grpo.offload.pinned import local_tensor
+from torchtitan.grpo.host_memory.offloading import HostedWeights
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.host_memory.pinned import local_tensor
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtitan.grpo.offload.offloading import HostedWeights
+from torchtitan.grpo.host_memory.offloading import HostedWeights
 
 
 @contextmanager

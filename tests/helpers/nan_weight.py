@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import grpo_train
-from torchtitan.grpo.offload.pinned import local_tensor
+from torchtitan.grpo.host_memory.pinned import local_tensor
 from torchtitan.grpo.process.stopping import run_and_exit
 
 STEP = 3

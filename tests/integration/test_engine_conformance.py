@@ -34,9 +34,9 @@ from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
+from torchtitan.grpo.rollouts.teachers.connect import check_tokenizer, served_by, vocabulary_probes
+from torchtitan.grpo.rollouts.teachers.scorers import SCORERS, Scores
 from torchtitan.grpo.servers.supervisor import Supervisor
-from torchtitan.grpo.teachers.connect import check_tokenizer, served_by, vocabulary_probes
-from torchtitan.grpo.teachers.scorers import SCORERS, Scores
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.grpo.weight_wire import version_names
 from torchtitan.grpo.weight_wire.version_names import version_name

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
-from torchtitan.grpo.offload.pinned import local_tensor
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.host_memory.pinned import local_tensor
 
 from .contenders import Contender, ours
 from .measure import GIB, Stopwatch, allocated, device_name, peak_allocated, reset_peak, synchronize, update

@@ -11,8 +11,8 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates
-from torchtitan.grpo.offload.pinned import local_tensor
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates
+from torchtitan.grpo.host_memory.pinned import local_tensor
 from torchtitan.grpo.policy.finite import SKIPPED_IN_A_ROW_MAX, FiniteSteps, check_finite
 
 CPU = torch.device("cpu")

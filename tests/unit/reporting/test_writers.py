@@ -31,7 +31,7 @@ from torchtitan.grpo.reporting.meanings import meaning
 from torchtitan.grpo.reporting.sample_log import SampleLog, given_text
 from torchtitan.grpo.reporting.step_metrics import policy_metrics, rollout_metrics, validation_metrics
 from torchtitan.grpo.reporting.writers import MetricsLogger
-from torchtitan.grpo.teachers.teachers import Teachers
+from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 
 @functools.cache

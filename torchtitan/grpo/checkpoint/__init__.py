@@ -19,7 +19,6 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     writing.py         what is saved of one step, and its files: stage by stage, the marker last
     states.py          what DCP writes and reads: weights, optimizer state, learning-rate schedule
     loading.py         which checkpoint a run continues from, and its state
-    host_copy.py       `[checkpoint] async_mode`: weights and optimizer state in host memory, while a thread writes them
     parallel_writer.py   DCP's files, several at the same time
     export.py          the Hugging Face folder from DCP's files
     adapters.py        `[lora]`: adapters as they are saved, and which frozen weights they belong to

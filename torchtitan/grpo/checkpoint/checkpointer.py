@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
-from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
 from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
 from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
@@ -26,6 +25,7 @@ from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE
 from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread, json_pieces
+from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.logging import logger
 

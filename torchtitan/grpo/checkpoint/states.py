@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.checkpoint.adapters import BASE, AdapterState, BaseState
-from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.together import Together
+from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.lora import Lora
 
 

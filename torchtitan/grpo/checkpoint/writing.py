@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.grpo.checkpoint.export import read_full, read_hf
-from torchtitan.grpo.checkpoint.host_copy import HostCopy
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured
 from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
+from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
 from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.offload.pinned import local_tensor
+from torchtitan.grpo.host_memory.pinned import local_tensor
 
 SKIPPED_IN_A_ROW_MAX = 5
 """Optimizer steps without a finite gradient after which a run ends: by then it is not one bad batch."""

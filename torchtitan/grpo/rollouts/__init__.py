@@ -14,6 +14,7 @@
     held_out.py      answers to held-out sets, for validation and evaluation
     record.py        `RolloutRecord`: what each step was trained on, in compressed files
     replay.py        `Replay`: those files in place of a `RolloutStream`
+    teachers/        on-policy distillation: other models' servers score a group's answers
     sampler_check.py  whether each server samples from the policy that is trained
 
 stream -> collector -> environment -> router -> engines/. The main thread calls `take`; the rest runs on one event loop.

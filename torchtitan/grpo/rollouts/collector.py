@@ -22,7 +22,7 @@ from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
-from torchtitan.grpo.teachers.teachers import Teachers
+from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 T = TypeVar("T")
 

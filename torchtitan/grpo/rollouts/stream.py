@@ -23,7 +23,7 @@ from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
-from torchtitan.grpo.teachers.teachers import Teachers
+from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 from torchtitan.tools.logging import logger
 
 VALIDATION_S = 10.0

@@ -13,8 +13,8 @@ from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import served_identity
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.teachers.scorers import SCORERS, Scorer
-from torchtitan.grpo.teachers.teachers import Teachers, about_teachers
+from torchtitan.grpo.rollouts.teachers.scorers import SCORERS, Scorer
+from torchtitan.grpo.rollouts.teachers.teachers import Teachers, about_teachers
 from torchtitan.grpo.weight_wire.model_identity import ModelIdentity
 from torchtitan.tools.logging import logger
 

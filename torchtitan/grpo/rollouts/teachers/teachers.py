@@ -7,7 +7,7 @@ from statistics import fmean
 from torchtitan.grpo.data.samples import TEACHER, Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.teachers.scorers import Asked, Scorer, Scores
+from torchtitan.grpo.rollouts.teachers.scorers import Asked, Scorer, Scores
 from torchtitan.tools.logging import logger
 
 RETRY_S = 1.0

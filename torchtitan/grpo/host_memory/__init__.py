@@ -1,4 +1,4 @@
-"""`[offload]`: optimizer state and reference weights in pinned host memory.
+"""`[offload]` and `[checkpoint] async_mode`: optimizer state and weights in pinned host memory.
 
     offloading.py          `Offloading`: the whole section as one object for the trainer; `HostedWeights`: the
                            reference model's weights on the host between uses
@@ -6,6 +6,7 @@
                            `HostOptimizerStates`: the state lives on the host and streams through each step
     pinned.py              `CopyStream`: copies beside the compute stream, and their seconds; `PinnedTwin`: device
                            storages and their host memory
+    host_copy.py           what an async checkpoint saves, in host memory while a thread writes it
 
 grpo_train.py -> offloading -> optimizer_states -> pinned. Storages are emptied and filled again, so tensors stay the
 same objects and results stay bitwise the same. Device events order the copies.

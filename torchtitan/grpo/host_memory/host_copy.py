@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchtitan.grpo.offload.pinned import CopyStream, local_tensor
+from torchtitan.grpo.host_memory.pinned import CopyStream, local_tensor
 
 _ALIGN = 512
 

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.config.job_config import Offload
-from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload
-from torchtitan.grpo.offload.pinned import CopyStream, PinnedTwin, local_tensor
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload
+from torchtitan.grpo.host_memory.pinned import CopyStream, PinnedTwin, local_tensor
 
 
 class HostedWeights:

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan.grpo.checkpoint.host_copy import HostCopy
+from torchtitan.grpo.host_memory.host_copy import HostCopy
 
 
 def test_each_tensor_of_the_copy_has_a_storage_of_its_own_size() -> None:

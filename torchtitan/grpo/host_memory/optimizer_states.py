@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.grpo.offload.pinned import FLAT_BYTES, CopyStream, PinnedTwin, local_tensor, put_together
+from torchtitan.grpo.host_memory.pinned import FLAT_BYTES, CopyStream, PinnedTwin, local_tensor, put_together
 
 _POLL_S = 0.001
 

@@ -27,9 +27,9 @@ from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 from torchtitan.grpo.inside_vllm.prompt_scores import ARGUMENT
-from torchtitan.grpo.teachers.connect import check_top_k, connect_teachers
-from torchtitan.grpo.teachers.scorers import EmbeddedScorer, Scores, SglangScorer, VllmScorer
-from torchtitan.grpo.teachers.teachers import Teachers
+from torchtitan.grpo.rollouts.teachers.connect import check_top_k, connect_teachers
+from torchtitan.grpo.rollouts.teachers.scorers import EmbeddedScorer, Scores, SglangScorer, VllmScorer
+from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 PROMPTS = [[5, 9, 30, 17], [8, 6]]
 ANSWERS = [[7, 3, 11, 60, 2], [14]]

@@ -5,6 +5,6 @@
     scorers.py     the requests: token ids in, the log-probability of each answer token out, and the likeliest tokens;
                    one class per engine
 
-rollouts/ calls `Teachers` when a group's answers are there. What the scores do to advantages is in
+`Collector` calls `Teachers` when a group's answers are there. What the scores do to advantages is in
 policy/distillation.py. What a teacher is asked never changes it: nothing here sends weights.
 """

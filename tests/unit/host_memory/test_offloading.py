@@ -20,10 +20,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.offload import pinned
-from torchtitan.grpo.offload.offloading import HostedWeights
-from torchtitan.grpo.offload.optimizer_states import HostOptimizerStates, OptimizerStateOffload, Phase
-from torchtitan.grpo.offload.pinned import CopyStream, PinnedTwin, local_tensor, put_together
+from torchtitan.grpo.host_memory import pinned
+from torchtitan.grpo.host_memory.offloading import HostedWeights
+from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates, OptimizerStateOffload, Phase
+from torchtitan.grpo.host_memory.pinned import CopyStream, PinnedTwin, local_tensor, put_together
 
 CPU = torch.device("cpu")
 TINY = ["--model.hf_assets_path", str(TINY_QWEN3)]
