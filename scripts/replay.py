@@ -8,6 +8,7 @@ The loop, the losses and the flags are those of grpo_train.py. docs/replay.md sa
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,41 +19,59 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo_train
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import Data, Reward
-from torchtitan.grpo.engines.fleet import Keeper
+from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.stopping import run_and_exit
+from torchtitan.grpo.reporting.ledger import Ledger
+from torchtitan.grpo.reporting.sample_log import SampleLog
+from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rollouts.replay import Replay
-from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
-from torchtitan.grpo.run.watchdog import Watchdog
+from torchtitan.grpo.run.rollouts import Absent, Rollouts, RowsByRank, Taken, packed
+from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.tools.logging import logger
 
 
-class NoServers:
-    """In place of fleet, collector and weight sync: there is nobody to ask, to measure or to send weights to."""
-
-    servers = ()
-    keeper = Keeper()
-
-    def publish(self, version: int, wait: bool = False) -> None: ...
+class NoSync:
+    """In place of weight sync: there is nobody to send weights to."""
 
     def order_writes_after(self) -> None: ...
 
-    def drain(self) -> None: ...
-
-    def stop_waiting(self) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def make_room(self, optimizers: Any) -> None: ...
-
-    def finished(self) -> list[Any]:
+    def finished(self) -> list[SyncReport]:
         return []
 
-    def idle(self) -> bool:
+
+class Replayed(Absent):
+    """Recorded groups in place of rollouts, packed as this run's configuration says.
+
+    Args:
+        inputs: What the warm start learns from.
+    """
+
+    def __init__(self, replay: Replay, inputs: Rollouts) -> None:
+        super().__init__(inputs.config)
+        self.replay, self.inputs = replay, inputs
+        self.groups: dict[int, list[Group]] = {}
+        replay.fit(inputs.config, inputs.vocab_size, inputs.source.routes)
+
+    def connect(self, ledger: Ledger, layout: Layout, metrics: MetricsLogger, newest: Callable[[], int]) -> None:
+        self.ledger, self.inputs.layout = ledger, layout
+        self.samples = SampleLog(self.config, self.config.job.dump_folder, metrics, self.inputs.tokenizer)
+        self.inputs.resources.callback(self.samples.close)
+
+    def pairs(self) -> RowsByRank:
+        return self.inputs.pairs()
+
+    def take(self, step: int) -> Taken:
+        groups = self.groups[step] = self.replay.take(step - 1)
+        with self.ledger.stage("pack"):
+            return packed(groups, step - 1, self.config, self.check, self.inputs.layout)
+
+    def is_ready(self) -> bool:
         return True
 
-    def take_busy_seconds(self) -> dict[str, float]:
-        return {}
+    def log(self, step: int, advantages: list[list[float]]) -> None:
+        self.samples.log(step, self.groups.pop(step), advantages)
 
 
 class ReplayTrainer(grpo_train.Trainer):
@@ -88,30 +107,41 @@ class ReplayTrainer(grpo_train.Trainer):
             config.data, config.validation.enable = Data(chat_template=False, size=1), False
         super().__init__(config)
 
-    def _start_servers(self) -> None:
-        """None. The run ends with the record, on every rank at the same step, and its schedule stays as it is."""
-        config, self.own_servers = self.config, NoServers()
+    def set_up(self) -> None:
+        config = self.config
+        self.read_model()
+        self.rollouts = Absent(config)
         if self.is_rank0:
-            self.replay.fit(config, self.source.model_args.vocab_size, self.source.routes)
+            inputs = Rollouts(config, self.source, self.tokenizer, self.end_token_ids, self.resources)
+            self.rollouts = Replayed(self.replay, inputs)
+        self.rollouts.check.is_due = False  # a replay may well begin with other weights than those that sampled
+        self.join()
+        # The run ends with the record, on every rank at the same step, and its schedule stays as it is.
         config.lr_scheduler.total_steps = config.lr_scheduler.total_steps or config.training.steps
-        last = self.broadcast.json(self.replay.last_step)
-        config.training.steps = min(config.training.steps, last)
-
-    def _connect_servers(self) -> None:
-        self.fleet = self.collector = self.weight_sync = NoServers()
-        self.rollouts = self.replay
-        self.sampler_check = SamplerCheck(self.config, None)
-        self.sampler_check.is_due = False  # a replay may well begin with other weights than those that sampled
+        config.training.steps = min(config.training.steps, self.broadcast.json(self.replay.last_step))
+        self.build()
+        self.rollouts.connect(self.ledger, self.layout, self.metrics, lambda: self.step)
+        self.weight_sync = NoSync()
         self.metrics.show_stage(self.ledger.now)
-        self.resources.enter_context(Watchdog(self.config.debug, self.progress, [self.broadcast.describe]))
+        self.watch(self.broadcast.describe)
         if self.is_rank0:
-            logger.info(f"{self.replay.describe()}; metrics go to {self.config.job.dump_folder}")
+            logger.info(f"{self.replay.describe()}; metrics go to {config.job.dump_folder}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.config.checkpoint.enable = False  # the run's checkpoints are read, and never written
 
-    def _validates(self) -> bool:
+    def publish(self, wait: bool = False) -> None:
+        """To nobody."""
+
+    def drain(self) -> None:
+        """Nobody is owed anything."""
+
+    def stop(self) -> None:
+        """Nothing is under way."""
+
+    @property
+    def validates(self) -> bool:
         return False
 
     def train(self) -> None:

@@ -18,7 +18,7 @@ class Trainer(grpo_train.Trainer):
         fails = os.environ["FAILS"]
         if self.step == STEP and fails == "server" and self.is_rank0:
             os.kill(int(os.environ["SERVER"]), signal.SIGKILL)
-            while not self.fleet.servers[0].lost:
+            while not self.rollouts.fleet.servers[0].lost:
                 time.sleep(0.05)
         if self.step == STEP and fails == str(dist.get_rank()):
             raise RuntimeError("no memory is left")

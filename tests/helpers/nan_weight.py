@@ -18,7 +18,7 @@ class Trainer(grpo_train.Trainer):
         learned = super().update(batch)
         if self.step == STEP and dist.get_rank() == dist.get_world_size() - 1:
             with torch.no_grad():
-                local_tensor(next(self.model.parameters())).view(-1)[-1] = torch.nan
+                local_tensor(next(self.policy.model.parameters())).view(-1)[-1] = torch.nan
         return learned
 
 

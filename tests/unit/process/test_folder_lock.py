@@ -18,6 +18,7 @@ from tests.helpers import ROOT
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.folder_lock import LOCK, only_run_in
+from torchtitan.grpo.run import run
 
 HOLDER = rf"\(host {socket.gethostname()}, process {os.getpid()}, since \d{{4}}-\d\d-\d\d .*\)"
 
@@ -89,7 +90,7 @@ def test_a_folder_that_cannot_be_made_is_refused():
 
 
 def test_a_trainer_holds_its_folder_before_it_writes_anything(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_train, "end_within", lambda seconds: None)
+    monkeypatch.setattr(run, "end_within", lambda seconds: None)
     monkeypatch.chdir(ROOT)
     config = load_config(["--job.config_file", "train_configs/quickstart.toml", "--job.dump_folder", str(tmp_path)])
     with only_run_in(tmp_path), pytest.raises(UserError, match="another run uses"):

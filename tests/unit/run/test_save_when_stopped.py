@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +18,8 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.disk_full import is_disk_full
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.run.broadcast import Broadcaster
-from torchtitan.grpo.run.save_when_stopped import Ending, save_when_stopped
+from torchtitan.grpo.run.ending import Ending
+from torchtitan.grpo.run.save_when_stopped import save_when_stopped
 from torchtitan.grpo.run.watchdog import Progress
 
 
@@ -31,7 +31,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Run(TinyTrainer):
-    is_rank0, rollouts, weight_sync = True, SimpleNamespace(), SimpleNamespace()
+    is_rank0 = True
 
     def __init__(self, dump: Path, **checkpoint) -> None:
         super().__init__(dump, **checkpoint)

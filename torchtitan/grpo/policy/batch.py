@@ -4,11 +4,12 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Distill, Grpo
 from torchtitan.grpo.data.samples import Group, Sample
-from torchtitan.grpo.policy.advantages import overlong_penalty, zero_variance
+from torchtitan.grpo.policy.advantages import less_penalties, overlong_penalty, reward_advantages, zero_variance
 from torchtitan.grpo.policy.distillation import teacher_advantages
 from torchtitan.grpo.policy.losses import KLEstimator, kl_estimate, token_weights
 from torchtitan.grpo.policy.rows import Microbatch, PackedSample
@@ -102,6 +103,38 @@ def training_samples(
         for (sample, advantage), weight in zip(answers, weights, strict=True)
         if weight or grpo.kl_placement == "reward"  # a sample without weight costs nothing, unless KL needs its place
     ]
+
+
+def subtract_kl(
+    rewards: Sequence[Sequence[float | None]],
+    minibatches: Sequence[Sequence[Microbatch]],
+    fixed: Sequence[Sequence[FixedLogprobs]],
+    grpo: Grpo,
+    distill: Distill,
+    group: dist.ProcessGroup | None,
+) -> list[list[float]]:
+    """Advantages of rewards less `kl_coef` times the KL estimate of each answer, which the rows get. Collective.
+
+    Args:
+        rewards: By group and sample, of the whole step on every rank.
+        minibatches, fixed: This rank's rows of each minibatch, and their log-probabilities.
+        group: The data-parallel ranks; None if this rank is the only one.
+
+    Returns:
+        The advantages by group and sample.
+    """
+    result: list[list[float]] = []
+    for part, rows, own in zip(split(len(rewards), len(minibatches)), minibatches, fixed, strict=True):
+        of_part = [rewards[i] for i in part]
+        kl = kl_by_sample(rows, own, sum(map(len, of_part)), grpo.kl_estimator)
+        if group is not None:
+            dist.all_reduce(kl, group=group)
+        by_group = reward_advantages(less_penalties(of_part, (grpo.kl_coef * kl).tolist()), grpo, distill)
+        advantages = torch.tensor([a for own in by_group for a in own], device=kl.device)
+        for row in rows:
+            row.advantages = advantages[row.samples[row.sample_ids]]
+        result += by_group
+    return result
 
 
 def kl_by_sample(

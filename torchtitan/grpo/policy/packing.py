@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -70,6 +71,20 @@ def pack(
         [_build(samples, rows[turn * num_ranks + rank], pad_multiple, layout, k) for turn in range(turns)]
         for rank in range(num_ranks)
     ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run's rows are cut: the arguments of `pack`."""
+
+    row_tokens: int
+    ranks: int
+    multiple: int
+    attention_tokens: float
+    share_prompts: bool
+
+    def pack(self, samples: list[PackedSample]) -> list[list[PackedRow]]:
+        return pack(samples, self.row_tokens, self.ranks, self.multiple, self.attention_tokens, self.share_prompts)
 
 
 def packing_metrics(minibatches: list[list[list[PackedRow]]], attention_tokens: float = math.inf) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""Supervised fine-tuning: conversations as samples, their loss, one optimizer step.
-
-The warm start of a GRPO run and `sft_train.py` share all of it.
-"""
+"""Supervised fine-tuning: conversations as samples, and their loss. The warm start of a GRPO run uses them too."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -13,7 +10,7 @@ from torchtitan.grpo.config.job_config import Sft
 from torchtitan.grpo.data.samples import Document
 from torchtitan.grpo.policy.finite import FiniteSteps
 from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
-from torchtitan.grpo.policy.rows import Microbatch, PackedRow, PackedSample
+from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
 
 def supervised_samples(documents: Sequence[Document]) -> list[PackedSample]:
@@ -38,31 +35,6 @@ def supervised_loss(model: nn.Module, row: Microbatch) -> tuple[Tensor, dict[str
     }
 
 
-def supervised_step(
-    model: nn.Module,
-    rows: Sequence[Microbatch],
-    max_norm: float,
-    finite_steps: FiniteSteps,
-    step: Callable[[], None],
-    reduce_once: bool,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """One optimizer step, from zeroed gradients. Nothing here waits for the device.
-
-    Args:
-        rows: This rank's, with the global normaliser in their weights.
-        step: The optimizer's.
-        reduce_once: See `accumulate_gradients`.
-
-    Returns:
-        Sums over this rank's rows, and the gradient norm of all ranks. Both are still on the device.
-    """
-    sums = accumulate_gradients(model, rows, lambda _, row: supervised_loss(model, row), reduce_once)
-    norm = clip_gradients(model, max_norm)
-    if finite_steps.allow(norm):
-        step()
-    return sums, norm
-
-
 def token_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Loss in nats per trained token, and the share of them that were the likeliest, from sums over all ranks."""
     return {"loss": sums["loss"], "token_accuracy": sums["right"] / max(sums["tokens"], 1.0)}
@@ -77,7 +49,7 @@ def summed(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def supervised_steps(
-    model: nn.Module, next_rows: Callable[[], list[PackedRow]], sft: Sft, max_norm: float, device: torch.device
+    model: nn.Module, next_rows: Callable[[], list[Microbatch]], sft: Sft, max_norm: float, device: torch.device
 ) -> Iterator[Tensor]:
     """`sft.steps` AdamW steps at a constant learning rate, with an optimizer of their own.
 
@@ -93,8 +65,9 @@ def supervised_steps(
     ahead = next_rows() if sft.steps else []
     for left in reversed(range(sft.steps)):
         optimizer.zero_grad()
-        rows = [row.to(device) for row in ahead]
-        sums, _ = supervised_step(model, rows, max_norm, finite_steps, optimizer.step, False)
+        sums = accumulate_gradients(model, ahead, lambda _, row: supervised_loss(model, row), reduce_once=False)
+        if finite_steps.allow(clip_gradients(model, max_norm)):
+            optimizer.step()
         ahead = next_rows() if left else []  # while the device computes
         finite_steps.check()
         yield sums["loss"]

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,11 @@ class Usage:
         if self._on_gpu and tells_host_bound(config, model, name, self._peak_flops):
             self._host_bound = HostBound(row_tokens(config), config.compile.enable, memory_gib(config, self._device))
 
-    def work(self, minibatches: list[list[list[PackedRow]]]) -> dict[str, float]:
-        """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`."""
+    def work(self, packed: Sequence[list[list[PackedRow]] | None]) -> dict[str, float]:
+        """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`; {} where none are."""
+        minibatches = [rows_by_rank for rows_by_rank in packed if rows_by_rank]
+        if not minibatches:
+            return {}
         rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
         self._rows = max((len(rows) for rows_by_rank in minibatches for rows in rows_by_rank), default=0)
         lengths, shared = ([n for row in rows for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))

@@ -1,7 +1,6 @@
 """A run's recorded steps in place of servers."""
 
 from pathlib import Path
-from typing import Any
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.routes import RouteShape
@@ -96,23 +95,3 @@ class Replay:
             wrong = f"[model] hf_assets_path: {path} has token {int(top.ids.max())}, which this model does not have"
         if wrong:
             raise UserError(f"{wrong}: use the configuration of the run that was recorded")
-
-    # ------------------------------------------------------------------- the rest of what a trainer asks of a stream
-
-    def take_scoring_seconds(self) -> float:
-        return 0.0
-
-    def is_ready(self) -> bool:
-        return True
-
-    def stop(self) -> None:
-        """Nothing is under way."""
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def state_dict(self, version: int) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The recorded run's stream had a place in the data and groups ahead. Both are in the record already."""

@@ -1,10 +1,16 @@
 """What every run has, whatever it trains and whoever started its processes.
 
-running.py             a trainer inside what its process needs around it
-nodes.py               what nodes owe one another: the same folder, the same mesh, a sign of life
-broadcast.py           from rank 0 to every rank: packed rows, small values, and that the run ends
-save_when_stopped.py   signals and errors save the last step
-run_folder.py          the dump folder: whether a run may begin in it
-watchdog.py            `Progress`: since when nothing was done; `Watchdog`: what every part waits for then
-ray/                   `[ray]`: its processes are actors
+    run.py                 `Run`: process group, mesh, checkpoints, metrics; the base of every trainer
+    policy.py              `Policy`: the model, its reference, and what changes them
+    rollouts.py            `Rollouts`: all that rank 0 alone owns, from prompts to packed rows
+    running.py             a run inside what its process needs around it; `run_job`, the script of it
+    nodes.py               what nodes owe one another: the same folder, the same mesh, a sign of life
+    broadcast.py           from rank 0 to every rank: packed rows, small values, and that the run ends
+    ending.py              `Ending`: how errors take a run to its end
+    save_when_stopped.py   signals and errors save the last step
+    run_folder.py          the dump folder: whether a run may begin in it
+    watchdog.py            `Progress`: since when nothing was done; `Watchdog`: what every part waits for then
+    ray/                   `[ray]`: its processes are actors
+
+grpo_train.py, sft_train.py and scripts/replay.py are `Run`s. Nothing else in the package imports this room.
 """

@@ -4,85 +4,12 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Protocol
 
-from torchtitan.grpo.checkpoint.checkpointer import Checkpointer
 from torchtitan.grpo.checkpoint.marker import step_of
 from torchtitan.grpo.errors import PlainError, UserErrorOfAllRanks, in_words
 from torchtitan.grpo.process.stopping import STOPPED, Stopped, StopRequested, asks_first, stopped
-from torchtitan.grpo.rollouts.stream import RolloutStream
-from torchtitan.grpo.run.broadcast import Broadcaster
-from torchtitan.grpo.weight_sync.sync import WeightSync
+from torchtitan.grpo.run.run import Run
 from torchtitan.tools.logging import logger
-
-
-class Ending:
-    """What a trainer knows of the end of its run, and how errors take it there.
-
-    Attributes:
-        trained: The newest step of which all is here: weights, optimizer and schedule. None amid its optimizer steps.
-        failure: The error that ends the run on this rank, if it is known before all ranks stop.
-    """
-
-    def __init__(self, broadcast: Broadcaster) -> None:
-        self.trained: int | None = 0
-        self.failure: Exception | None = None
-        self._broadcast = broadcast
-
-    @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
-        """What fails inside ends the run before it packs another step: this one is logged and saved first.
-
-        No other rank may wait for this one inside, but for a push: `request_stop` ends that wait.
-        """
-        try:
-            yield
-        except Exception as error:
-            self.failure = self.failure or error
-            self._broadcast.request_stop(f"rank {self._broadcast.rank}: {in_words(error)}")
-
-    @contextlib.contextmanager
-    def rank0_alone(self) -> Iterator[None]:
-        """Rank 0's part of the work, for which the others wait. What fails inside, or failed before, stops all ranks.
-
-        Raises:
-            StopRequested: On rank 0. On the others, where they wait.
-        """
-        if not self._broadcast.is_source:
-            yield
-            return
-        try:
-            self.check()
-            yield
-        except Exception as error:
-            if not isinstance(error, StopRequested):
-                self.failure = error
-            self._broadcast.stop_all(self.failure)
-            raise StopRequested from None
-
-    def check(self) -> None:
-        """Raise what has failed."""
-        if self.failure is not None:
-            raise self.failure
-
-
-class Run(Protocol):
-    """What is asked of the trainer.
-
-    Attributes:
-        step: The step that is under way; 0 before the first.
-        rollouts: On rank 0.
-    """
-
-    step: int
-    ending: Ending
-    is_rank0: bool
-    broadcast: Broadcaster
-    rollouts: RolloutStream
-    weight_sync: WeightSync
-    checkpointer: Checkpointer
-
-    def write_checkpoint(self, last: bool) -> None: ...
 
 
 @contextlib.contextmanager
@@ -114,9 +41,7 @@ def save_when_stopped(run: Run) -> Iterator[None]:
     def on_stop(why: str) -> None:
         if why and run.ending.failure is None:  # another rank's
             run.ending.failure = PlainError(why)
-        run.weight_sync.stop_waiting()
-        if run.is_rank0:
-            run.rollouts.stop()
+        run.stop()
 
     run.broadcast.on_stop = on_stop
 

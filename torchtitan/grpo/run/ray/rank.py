@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 
-from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.process.import_path import import_function
@@ -197,22 +196,22 @@ def warm_up(trainer: Any, tokens: int) -> None:
     """
     import torch
 
-    from torchtitan.grpo.policy.gradients import accumulate_gradients
     from torchtitan.grpo.policy.packing import pack
     from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
-    tokens = tokens or row_tokens(trainer.config)
+    layout, policy = trainer.layout, trainer.policy
+    tokens = tokens or layout.row_tokens
     longest = trainer.config.training.seq_len
     samples = []
     while tokens > 0:
         document = min(tokens, longest)
         samples.append(PackedSample([0], [0] * document, 0.0, 0.0, [0.0] * document))
         tokens -= document
-    [[row]] = pack(samples, row_tokens(trainer.config), 1, trainer.row_multiple)
+    [[row]] = pack(samples, layout.row_tokens, 1, layout.multiple)
 
     def loss_of(_: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logprobs, _ = trainer.model(row, 1.0)
+        logprobs, _ = policy.model(row, 1.0)
         return (logprobs * row.weights).sum(), {}
 
-    accumulate_gradients(trainer.model, [row.to(trainer.device)], loss_of, trainer.reduce_once)
-    trainer.optimizers.zero_grad()
+    policy.gradients([row.to(trainer.device)], loss_of)
+    policy.optimizers.zero_grad()
