@@ -16,7 +16,7 @@ from torchtitan.grpo.environments.openenv import OpenEnvEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
-from torchtitan.grpo.rollouts.router import AnyFrom
+from torchtitan.grpo.rollouts.router import GroupCall
 
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,), seed=1)
 
@@ -53,7 +53,7 @@ def test_an_episode_is_what_the_model_said_and_the_server_answered(served, reque
 
     async def group(prompt):
         make = lambda params, name, start: RolloutClient(tokenizer, params, prompt, ask)  # noqa: E731
-        return await guarded.group(make, prompt, PARAMS, AnyFrom(timeout_s=20.0))
+        return await guarded.group(make, prompt, PARAMS, GroupCall(timeout_s=20.0))
 
     for prompt in prompts[:2]:
         said.clear()

@@ -28,7 +28,7 @@ from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.pace import LOST_STEPS
-from torchtitan.grpo.rollouts.router import AnyFrom
+from torchtitan.grpo.rollouts.router import GroupCall
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.weight_wire.version_names import version_name
 
@@ -520,7 +520,7 @@ def test_the_time_of_a_group_begins_with_its_first_request(make_run, servers) ->
     run = make_run(servers=servers[:1], group_timeout_s=1.0, max_concurrent_requests=1)
 
     async def occupy() -> None:
-        server = await run.collector.router._acquire(AnyFrom())
+        server = await run.collector.router._acquire(GroupCall())
         asyncio.get_running_loop().call_later(1.5, run.collector.router._release, server)
 
     run.collector.call(occupy())

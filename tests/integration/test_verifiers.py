@@ -36,7 +36,7 @@ from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
-from torchtitan.grpo.rollouts.router import AnyFrom
+from torchtitan.grpo.rollouts.router import GroupCall
 
 TASKS = "tests.helpers.verifiers_tasks"
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,), seed=1)
@@ -82,7 +82,7 @@ class Sampler:
         async def all_of_them() -> list[Group]:
             def one(prompt: Prompt):
                 make = lambda params, name, start: RolloutClient(self.tokenizer, params, prompt, self.ask)  # noqa: E731
-                return guarded.group(make, prompt, self.params, AnyFrom(timeout_s=limit_s))
+                return guarded.group(make, prompt, self.params, GroupCall(timeout_s=limit_s))
 
             return [await one(prompt) for prompt in prompts]
 

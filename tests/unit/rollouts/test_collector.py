@@ -29,7 +29,7 @@ from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.collector import Ask, Collector, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
-from torchtitan.grpo.rollouts.router import HOLD_S, AnyFrom
+from torchtitan.grpo.rollouts.router import HOLD_S, GroupCall
 from torchtitan.grpo.rollouts.silence import LOOK_S, REPLY_S
 
 VERSION = 4
@@ -343,7 +343,7 @@ def test_an_assigned_server_that_leaves_before_it_is_asked(make_collector) -> No
         collector.fleet.withdraw(second, "takes too long", lost=False)
         groups = zip(prompts_of(4), cohorts, strict=True)
         await asyncio.gather(
-            *[collector.group(p, PARAMS, f"a-{p.index}", AnyFrom(), cohort) for p, cohort in groups],
+            *[collector.group(p, PARAMS, f"a-{p.index}", GroupCall(), cohort) for p, cohort in groups],
         )
 
     collector.call(collect())
@@ -524,8 +524,8 @@ def test_a_request_given_up_while_it_waits_takes_no_place(make_collector, new_se
     server = collector.fleet.servers[0]
 
     async def give_up(given_a_place: bool) -> int:
-        await collector.router._acquire(AnyFrom())
-        waiting = asyncio.create_task(collector.router._acquire(AnyFrom()))
+        await collector.router._acquire(GroupCall())
+        waiting = asyncio.create_task(collector.router._acquire(GroupCall()))
         await asyncio.sleep(0)
         if given_a_place:
             collector.router._release(server)
@@ -549,7 +549,7 @@ def test_a_request_given_up_under_way_gives_its_place_back(make_collector, new_s
 
     async def impatient() -> None:
         async with asyncio.timeout(0.2):
-            await collector.group(prompts_of(1)[0], PARAMS, "a", AnyFrom())
+            await collector.group(prompts_of(1)[0], PARAMS, "a", GroupCall())
 
     with pytest.raises(TimeoutError):
         collector.call(impatient())

@@ -21,7 +21,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
-from torchtitan.grpo.rollouts.router import AnyFrom, Cohort, GroupStart, Router
+from torchtitan.grpo.rollouts.router import Cohort, GroupCall, Router
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 T = TypeVar("T")
@@ -223,14 +223,13 @@ class Collector:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str,
-        start: GroupStart,
+        call: GroupCall,
         cohort: Cohort | None = None,
-        answered: Callable[[], None] = lambda: None,
         teachers: Teachers | None = None,
         environment: GuardedEnvironment | None = None,
     ) -> Group:
-        """One scored group: the environment's rollout of the prompt, the run's if none is given. `answered` is called
-        before it is scored, by rewards and at the same time by `teachers`.
+        """One scored group: the environment's rollout of the prompt, the run's if none is given. Rewards and `teachers`
+        score it at the same time.
 
         Samples on which the environment failed have no reward, see `GuardedEnvironment`.
         """
@@ -238,24 +237,24 @@ class Collector:
         last_server = ""
         servers: dict[str, str] = {}  # that answered each session's last turn
 
-        def client(params: SamplingParams, name: str, start: GroupStart) -> RolloutClient:
+        def client(params: SamplingParams, name: str, call: GroupCall) -> RolloutClient:
             async def ask(token_ids: list[int], params: SamplingParams, suffix: str, session: str) -> list[Completion]:
                 nonlocal last_server
-                if start.is_under_way:
+                if call.is_under_way:
                     params = replace(params, first=True)
                 first = None if name or suffix else cohort
                 before = servers.get(session, servers.get("", "")) if session else ""
                 own_id = request_id + name + suffix
-                completions = await self.router.answer(prompt, token_ids, params, own_id, start, first, before)
+                completions = await self.router.answer(prompt, token_ids, params, own_id, call, first, before)
                 last_server = servers[session] = completions[-1].server
                 return completions
 
-            return RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, start.waits)
+            return RolloutClient(self.tokenizer, params, prompt, ask, self.endpoint, call.waits)
 
-        group = await (environment or self.environments.own).group(client, prompt, params, start)
+        group = await (environment or self.environments.own).group(client, prompt, params, call)
         for sample in group:
             sample.servers = sample.servers or [(0, last_server)]
-        answered()
+        call.on_answered()
         unrewarded = 0.0 if teachers and teachers.alone else None
         rewarded = self._loop.run_in_executor(self._scoring, self._score, group, unrewarded)
         return await (teachers.scored(group, rewarded) if teachers else rewarded)
@@ -277,7 +276,7 @@ class Collector:
         task.add_done_callback(self._collecting.discard)
         if not prompts:
             return []
-        await self.router.until_served(AnyFrom(min_version, first=params.first))
+        await self.router.until_served(GroupCall(lambda: min_version, first=params.first))
         # A tag may come again (another run on the same server, a repeated step); a request id must not.
         nonce = secrets.token_hex(4)
         cohorts: list[Cohort | None] = [None] * len(prompts)
@@ -303,8 +302,8 @@ class Collector:
     ) -> Group:
         try:
             async with asyncio.timeout(self.group_timeout_s) as limit:
-                start = AnyFrom(min_version, limit, self.group_timeout_s, first=params.first)
-                return await self.group(prompt, params, request_id, start, cohort, environment=environment)
+                call = GroupCall(lambda: min_version, limit=limit, timeout_s=self.group_timeout_s, first=params.first)
+                return await self.group(prompt, params, request_id, call, cohort, environment=environment)
         except TimeoutError as error:
             raise EngineError(
                 f"prompt {prompt.index} took longer than [rollout] group_timeout_seconds = {self.group_timeout_s:g} "

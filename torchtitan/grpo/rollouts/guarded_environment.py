@@ -17,32 +17,17 @@ from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParam
 from torchtitan.grpo.errors import UserError, renamed
 from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
-from torchtitan.grpo.rollouts.router import AnyFrom, GroupStart
+from torchtitan.grpo.rollouts.router import GroupCall
 from torchtitan.tools.logging import logger
 
-MakeClient = Callable[[SamplingParams, str, GroupStart], RolloutClient]
-"""(parameters, name within the group, start) -> the servers, for a group or one of its samples."""
+MakeClient = Callable[[SamplingParams, str, GroupCall], RolloutClient]
+"""(parameters, name within the group, call) -> the servers, for a group or one of its samples."""
 _SEED_STRIDE = 2**40
 """Between the seeds of a group's samples. Each of their answers adds one."""
 _NOT_OWN = re.compile(
     f"<|{re.escape(__file__)}|{re.escape(sysconfig.get_paths()['stdlib'])}|.*/(site|dist)-packages/", re.DOTALL
 )
 """Files that a user does not write: Python's, installed packages, and this one."""
-
-
-class SampleStart(AnyFrom):
-    """The start of one sample of a group: it has a time limit of its own, and needs the weights that its group does."""
-
-    def __init__(self, group: GroupStart, limit: asyncio.Timeout | None, timeout_s: float) -> None:
-        super().__init__(limit=limit, timeout_s=timeout_s, first=group.first)
-        self._group = group
-
-    def min_version(self) -> int:
-        return self._group.min_version()
-
-    def begun(self, version: int) -> None:
-        super().begun(version)
-        self._group.begun(version)
 
 
 class GuardedEnvironment:
@@ -73,7 +58,7 @@ class GuardedEnvironment:
         self._failures = 0
         self._has_worked = False
 
-    async def group(self, client: MakeClient, prompt: Prompt, params: SamplingParams, start: GroupStart) -> Group:
+    async def group(self, client: MakeClient, prompt: Prompt, params: SamplingParams, call: GroupCall) -> Group:
         """The samples of one prompt.
 
         Raises:
@@ -81,10 +66,10 @@ class GuardedEnvironment:
             TimeoutError: The group's time limit has passed.
         """
         if not self._per_sample:
-            return await self._run(client(params, "", start), prompt, start)
-        timeout_s = start.unlimited()
+            return await self._run(client(params, "", call), prompt, call)
+        timeout_s = call.unlimited()
         tasks = [
-            asyncio.create_task(self._sample(number, client, prompt, params, start, timeout_s))
+            asyncio.create_task(self._sample(number, client, prompt, params, call, timeout_s))
             for number in range(params.n)
         ]
         try:
@@ -100,21 +85,22 @@ class GuardedEnvironment:
         client: MakeClient,
         prompt: Prompt,
         params: SamplingParams,
-        group: GroupStart,
+        group: GroupCall,
         timeout_s: float,
     ) -> Group:
         seed = None if params.seed is None else (params.seed + number * _SEED_STRIDE) % 2**56
         own = replace(params, n=1, seed=seed)
         try:
             async with asyncio.timeout(timeout_s or None) as limit:
-                start = SampleStart(group, limit if timeout_s else None, timeout_s)
-                return await self._run(client(own, f"-sample{number}", start), prompt, start)
+                own_limit = limit if timeout_s else None
+                call = GroupCall(group.oldest, group.begun, limit=own_limit, timeout_s=timeout_s, first=group.first)
+                return await self._run(client(own, f"-sample{number}", call), prompt, call)
         except TimeoutError:
             return self._give_up(prompt, 1, f"took longer than [rollout] group_timeout_seconds = {timeout_s:g}")
 
-    async def _run(self, client: RolloutClient, prompt: Prompt, start: GroupStart) -> Group:
+    async def _run(self, client: RolloutClient, prompt: Prompt, call: GroupCall) -> Group:
         try:
-            async with self._place(start):
+            async with self._place(call):
                 with renamed(KEY, self.key), self._counted():
                     returned = self._environment(client, prompt)
                     samples = await returned if inspect.isawaitable(returned) else returned
@@ -128,7 +114,7 @@ class GuardedEnvironment:
                 raise  # not the environment's own error: its group was given up
             where = getattr(error, "place", None) or place(error)
             return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
-        oldest = -1 if self.is_single_turn else start.min_version()
+        oldest = -1 if self.is_single_turn else call.oldest()
         try:
             with renamed(KEY, self.key):
                 if samples is returned:  # not awaited: it would stop every other group meanwhile
@@ -152,14 +138,14 @@ class GuardedEnvironment:
             self.running -= 1
 
     @contextlib.asynccontextmanager
-    async def _place(self, start: GroupStart) -> AsyncIterator[None]:
+    async def _place(self, call: GroupCall) -> AsyncIterator[None]:
         """One of `concurrency` places. The wait for it does not count as the group's time."""
         if self._places is None:
             yield
             return
-        start.waits()
+        call.waits()
         async with self._places:
-            start.restarts()
+            call.restarts()
             yield
 
     def _give_up(self, prompt: Prompt, samples: int, failure: str) -> Group:

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.engines.fleet import Fleet, Server
@@ -36,7 +35,7 @@ class Ticket:
         instead_of: The silent server that has the request too.
     """
 
-    start: "GroupStart"
+    call: "GroupCall"
     failures: Failures
     server: asyncio.Future[Server]
     eligible_at: float
@@ -46,58 +45,42 @@ class Ticket:
     instead_of: Server | None = None
 
 
-class GroupStart(Protocol):
-    """What the router needs to know of a group, and tells it.
-
-    `min_version` is the oldest weights that its requests accept. `is_under_way` says whether one has had a server, and
-    `first` whether they are served before the first ones of other groups. `waits` is called when a request must wait
-    for a server, `begun` when it gets one of a version. `restarts` lets its time begin anew. `unlimited` ends its time
-    limit and returns how long that was.
-    """
-
-    is_under_way: bool
-    first: bool
-
-    def min_version(self) -> int: ...
-
-    def waits(self) -> None: ...
-
-    def begun(self, version: int) -> None: ...
-
-    def restarts(self) -> None: ...
-
-    def unlimited(self) -> float: ...
-
-
 @dataclass
-class AnyFrom:
-    """Weights of this version or newer.
+class GroupCall:
+    """The call for one group: what its requests need, the time that it may take, and two events on its way back.
 
     Attributes:
-        limit: The group's time limit: `timeout_s` from its first request on. Waiting for the first server does not
-            count.
+        oldest: The oldest weights that its requests accept now. -1: any.
+        on_begun: One of its requests has got a server with weights of this version.
+        on_answered: Its samples are complete, and will be scored.
+        limit: `timeout_s` from its first request on. Waiting for the first server does not count.
+        is_under_way: One of its requests has had a server.
+        first: Its requests are served before the first ones of other groups.
     """
 
-    version: int = -1
+    oldest: Callable[[], int] = lambda: -1
+    on_begun: Callable[[int], None] = lambda version: None
+    on_answered: Callable[[], None] = lambda: None
     limit: asyncio.Timeout | None = None
     timeout_s: float = 0.0
     is_under_way: bool = False
     first: bool = False
 
-    def min_version(self) -> int:
-        return self.version
+    def begun(self, version: int) -> None:
+        self.restarts()
+        self.is_under_way = True
+        self.on_begun(version)
 
     def waits(self) -> None:
+        """For a server, or a place in the environment: no time passes, unless it is under way."""
         self._end_at(None)
 
-    def begun(self, version: int) -> None:
-        self._end_at(asyncio.get_running_loop().time() + self.timeout_s)
-        self.is_under_way = True
-
     def restarts(self) -> None:
+        """Its time begins anew, unless it is under way."""
         self._end_at(asyncio.get_running_loop().time() + self.timeout_s)
 
     def unlimited(self) -> float:
+        """End its time limit, and return how long that was."""
         self._end_at(None)
         self.limit = None
         return self.timeout_s
@@ -190,9 +173,9 @@ class Router:
         sizes = Counter(servers)
         return [(server, (name, sizes[server])) for server in servers]
 
-    async def until_served(self, start: "GroupStart") -> None:
+    async def until_served(self, call: "GroupCall") -> None:
         """Wait until a server is free for such a request."""
-        self._release(await self._acquire(start))
+        self._release(await self._acquire(call))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -207,7 +190,7 @@ class Router:
         token_ids: list[int],
         params: SamplingParams,
         request_id: str,
-        start: GroupStart,
+        call: GroupCall,
         cohort: Cohort | None,
         before: str = "",
     ) -> list[Completion]:
@@ -235,7 +218,7 @@ class Router:
             self.fleet.answered(server)
             return completions
 
-        completions = await self._answer(ask, start, failures, cohort, before)
+        completions = await self._answer(ask, call, failures, cohort, before)
         for refusing, refusal in failures.refusals():
             self.fleet.suspect(refusing, refusal)
         return completions
@@ -243,7 +226,7 @@ class Router:
     async def _answer(
         self,
         ask: Callable[[Server, tuple[str, int] | None], Answering],
-        start: GroupStart,
+        call: GroupCall,
         failures: Failures,
         cohort: Cohort | None = None,
         before: str = "",
@@ -253,14 +236,14 @@ class Router:
         self.retried += instead_of is not None
         while True:
             named = None
-            if cohort is not None and cohort[0].serves(start.min_version()):  # its cohort waits for it
+            if cohort is not None and cohort[0].serves(call.oldest()):  # its cohort waits for it
                 server, named = cohort
-                self._occupy(server, start)
+                self._occupy(server, call)
             else:
-                server = await self._acquire(start, failures, before, instead_of)
+                server = await self._acquire(call, failures, before, instead_of)
             losses, request = server.losses, Request(server, ask(server, named))
             self._running[server].add(request)
-            elsewhere = None if instead_of else partial(self._answer, ask, start, failures, instead_of=server)
+            elsewhere = None if instead_of else partial(self._answer, ask, call, failures, instead_of=server)
             try:
                 return await request.first_answer(elsewhere)
             except LocalError:
@@ -317,7 +300,7 @@ class Router:
 
     async def _acquire(
         self,
-        start: GroupStart,
+        call: GroupCall,
         failures: Failures | None = None,
         before: str = "",
         instead_of: Server | None = None,
@@ -325,12 +308,12 @@ class Router:
         """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
         failures = Failures() if failures is None else failures
-        ticket = Ticket(start, failures, self._loop.create_future(), self._loop.time(), False, None, before, instead_of)
-        self._queues[0 if start.is_under_way else 1 if start.first else 2][ticket] = None
+        ticket = Ticket(call, failures, self._loop.create_future(), self._loop.time(), False, None, before, instead_of)
+        self._queues[0 if call.is_under_way else 1 if call.first else 2][ticket] = None
         ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
         self._dispatch()
         if not ticket.server.done():
-            start.waits()
+            call.waits()
         try:
             while not ticket.server.done():
                 left_s = ticket.eligible_at + self.request_timeout_s - self._loop.time()
@@ -351,13 +334,13 @@ class Router:
 
     def _is_eligible(self, ticket: Ticket, newest: int) -> bool:
         """Whether a server in traffic, the newest of which has version `newest`, may get the request."""
-        min_version = ticket.start.min_version()
+        min_version = ticket.call.oldest()
         if min_version > newest or not ticket.failures:
             return min_version <= newest
         return not all(ticket.failures.final_at(server) for server in self.fleet.eligible(min_version))
 
     def _none_eligible(self, ticket: Ticket) -> EngineError:
-        min_version = ticket.start.min_version()
+        min_version = ticket.call.oldest()
         failed = f"; the request failed {ticket.failures}" if ticket.failures else ""
         wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
         return EngineError(
@@ -386,7 +369,7 @@ class Router:
         for ticket in itertools.chain(*self._queues):
             if not places:
                 break
-            min_version = ticket.start.min_version()
+            min_version = ticket.call.oldest()
             if min_version > newest:
                 continue  # true of most, if many wait: this check is all that they cost
             server = self._best(places, ticket, min_version)
@@ -397,7 +380,7 @@ class Router:
                 if now < ticket.held_at + HOLD_S:
                     held = True
                     continue
-            self._occupy(server, ticket.start)
+            self._occupy(server, ticket.call)
             ticket.server.set_result(server)
             served.append(ticket)
             if not self._has_place(server):
@@ -427,11 +410,11 @@ class Router:
     def _has_place(self, server: Server) -> bool:
         return server.in_flight < self.max_concurrent_requests
 
-    def _occupy(self, server: Server, start: GroupStart) -> None:
+    def _occupy(self, server: Server, call: GroupCall) -> None:
         if server.in_flight == 0:
             self._busy_since[server] = self._loop.time()
         server.in_flight += 1
-        start.begun(server.version)
+        call.begun(server.version)
 
     def _release(self, server: Server) -> None:
         server.in_flight -= 1

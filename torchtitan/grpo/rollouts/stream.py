@@ -22,27 +22,12 @@ from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
 from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
-from torchtitan.grpo.rollouts.router import AnyFrom, Cohort
+from torchtitan.grpo.rollouts.router import Cohort, GroupCall
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 from torchtitan.tools.logging import logger
 
 VALIDATION_S = 10.0
 """How long a run that is asked to stop goes on with a validation."""
-
-
-class BufferedStart(AnyFrom):
-    """A group whose buffer entry says which weights it needs."""
-
-    def __init__(self, buffer: StalenessBuffer, entry: Entry, limit: asyncio.Timeout, timeout_s: float) -> None:
-        super().__init__(limit=limit, timeout_s=timeout_s)
-        self._buffer, self._entry = buffer, entry
-
-    def min_version(self) -> int:
-        return self._buffer.min_version(self._entry)
-
-    def begun(self, version: int) -> None:
-        super().begun(version)
-        self._buffer.begin(self._entry, version)
 
 
 class RolloutStream:
@@ -365,10 +350,14 @@ class RolloutStream:
         seed = prompt_seed(self._params.seed, f"step{step}", entry.prompt.index, entry.occurrence)
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
         async with asyncio.timeout(self._timeout_s) as limit:
-            start = BufferedStart(self._buffer, entry, limit, self._timeout_s)
-            return await self._collector.group(
-                entry.prompt, params, request_id, start, cohort, lambda: self._answered(entry), self._teachers
+            call = GroupCall(
+                partial(self._buffer.min_version, entry),
+                partial(self._buffer.begin, entry),
+                partial(self._answered, entry),
+                limit,
+                self._timeout_s,
             )
+            return await self._collector.group(entry.prompt, params, request_id, call, cohort, self._teachers)
 
     def _answered(self, entry: Entry) -> None:
         self._buffer.answer(entry)
