@@ -1,17 +1,16 @@
 """Stages that every rank runs, with one outcome for all."""
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.errors import UserError, in_words
+from torchtitan.grpo.process.collectives import gather_json
 from torchtitan.grpo.process.disk_full import is_disk_full
 
 Result = TypeVar("Result")
@@ -84,9 +83,8 @@ class Together:
     def _agree(self, what: str, result: Any, failure: BaseException | None) -> list[Any]:
         """Every rank's result, or one error for all."""
         words = "" if failure is None else _in_words(failure)
-        text = json.dumps((result, words, isinstance(failure, UserError))).encode()
         try:
-            outcomes = [json.loads(each) for each in self._gathered(text)]
+            outcomes = self._gathered((result, words, isinstance(failure, UserError)))
         except RuntimeError as error:
             raise RuntimeError(
                 f"checkpoint: after {what}, rank {self.rank} waited for the others: {error} {words}"
@@ -101,17 +99,11 @@ class Together:
         others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise StageFailed(f"checkpoint: {what} failed on rank {first}{others}: {words}") from failure
 
-    def _gathered(self, text: bytes) -> list[bytes]:
-        """Every rank's text, with spaces after it to the length of the longest."""
-        if self.group is None:
-            return [text]
-        dist.monitored_barrier(self.group, self._timeout, wait_all_ranks=True)
-        longest = torch.tensor(len(text))
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
-        own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own, group=self.group)
-        return [row.numpy().tobytes() for row in rows]
+    def _gathered(self, outcome: tuple[Any, str, bool]) -> list[Any]:
+        """Every rank's outcome."""
+        if self.group is not None:
+            dist.monitored_barrier(self.group, self._timeout, wait_all_ranks=True)
+        return gather_json(outcome, self.group, lambda work: work.wait())
 
 
 def _in_words(error: BaseException) -> str:

@@ -1,11 +1,14 @@
-"""What a process needs around its work, trainer or server: to begin, to speak, to end. Imports no other room.
+"""What a process needs around its work, trainer or server: to begin, to speak, to end.
 
-launch.py            torchrun with clean ends
-joining.py           how ranks find one another, and hear of a rank 0 that has failed
-stopping.py          signals and errors: a process ends in bounded time
-log_lines.py         how a line of the log looks
-disk_full.py         a full disk in one line
-folder_lock.py       one run at a time in a folder
-import_path.py       functions that the configuration names
-server_commands.py   the command lines of servers
+    launch.py            torchrun with clean ends
+    joining.py           how ranks find one another, and hear of a rank 0 that has failed
+    collectives.py       JSON values and tensors between ranks
+    stopping.py          signals and errors: a process ends in bounded time
+    log_lines.py         how a line of the log looks
+    disk_full.py         a full disk in one line
+    folder_lock.py       one run at a time in a folder
+    import_path.py       functions that the configuration names
+    server_commands.py   the command lines of servers
+
+This room stands on the ground: it imports errors.py alone.
 """

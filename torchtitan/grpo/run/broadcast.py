@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.errors import UserError, in_words
 from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow
+from torchtitan.grpo.process.collectives import broadcast, broadcast_json
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.run.watchdog import Progress
 from torchtitan.grpo.weight_sync.sync_thread import PHASES
@@ -61,7 +62,7 @@ class Broadcaster:
         self._progress, self._limit_s, self._silence_s = progress, limit_s, silence_s
         self.on_stop: Callable[[str], None] = lambda why: None
         self._stops = False
-        self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+        self._how = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT), self._wait
         self._messages = 0
         self._said: dict[str, Any] = {"count": -1, "doing": "starting", "still_s": 0.0, "changes": 0}
         self._heard_at = time.monotonic()
@@ -90,8 +91,7 @@ class Broadcaster:
             StopRequested: Rank 0 has called `stop_all` instead.
         """
         self._messages += 1
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.is_source else None
-        received = json.loads(self._tensor(data, torch.uint8).numpy().tobytes())
+        received = broadcast_json(value, self.is_source, *self._how)
         if isinstance(received, dict) and _STOP in received:
             raise StopRequested(*received[_STOP])
         return received
@@ -129,11 +129,11 @@ class Broadcaster:
         optional = [row.optional for rows in rows_by_rank or [] for row in rows]
         layout = {name: [list(x.shape[1:]), str(x.dtype)] for name, x in optional[0].items()} if optional else {}
         lengths, layout = self.json([[[len(row.tokens) for row in rows] for rows in rows_by_rank or []], layout])
-        ints, floats = self._tensor(ints, torch.int64), self._tensor(floats, torch.float32)
+        ints, floats = broadcast(ints, torch.int64, *self._how), broadcast(floats, torch.float32, *self._how)
         everywhere = {}
         for name, (shape, dtype) in layout.items():
             sent = torch.cat([row[name].flatten().view(torch.uint8) for row in optional]) if optional else None
-            received = self._tensor(sent, torch.uint8).view(getattr(torch, dtype.removeprefix("torch.")))
+            received = broadcast(sent, torch.uint8, *self._how).view(getattr(torch, dtype.removeprefix("torch.")))
             everywhere[name] = received.view(-1, *shape)
         if rows_by_rank is not None:
             return rows_by_rank[rank]
@@ -147,17 +147,7 @@ class Broadcaster:
             before += length
         return result
 
-    def _tensor(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Rank 0's flat tensor on every rank; only rank 0 knows its length beforehand."""
-        length = torch.tensor([len(tensor) if tensor is not None else 0])
-        self._broadcast(length)
-        if tensor is None:
-            tensor = torch.empty(int(length), dtype=dtype)
-        self._broadcast(tensor)
-        return tensor
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+    def _wait(self, work: dist.Work) -> None:
         began = time.monotonic()
         while True:
             try:

@@ -3,7 +3,6 @@
 Neither is the default group or part of the model's meshes, so a push can run beside a training step.
 """
 
-import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.process.collectives import Wait, broadcast_json, gather_json
 from torchtitan.grpo.weight_wire.transport import wait
 
 _GROUP_TIMEOUT_FACTOR = 2.0
@@ -67,25 +67,13 @@ class Ranks:
         """Rank 0's JSON value on every rank. The others' argument is ignored."""
         if self.size == 1:
             return value
-        data = _encode(value) if self.rank == 0 else None
-        length = torch.tensor([0 if data is None else data.numel()])
-        self._broadcast(length, what)
-        if data is None:
-            data = torch.empty(int(length), dtype=torch.uint8)
-        self._broadcast(data, what)
-        return _decode(data)
+        return broadcast_json(value, self.rank == 0, self._messages, self._bounded(f"trainer rank 0 in {what}"))
 
     def all_values(self, value: Any, what: str) -> list[Any]:
         """Every rank's JSON value on every rank, in rank order."""
         if self.size == 1:
             return [value]
-        data = _encode(value)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._all_gather(lengths, torch.tensor([data.numel()]), what)
-        longest = int(max(lengths))
-        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), what)
-        return [_decode(row[: int(length)]) for row, length in zip(padded, lengths, strict=True)]
+        return gather_json(value, self._messages, self._bounded(f"the trainer's ranks in {what}"))
 
     def command(self, kind: int, check: Callable[[], None] | None = None) -> int:
         """Rank 0's `kind` on every rank. The others wait for it, bounded."""
@@ -106,18 +94,5 @@ class Ranks:
         wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}", self.check)
         return int(tensor)
 
-    def _broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
-        wait(work, time.monotonic() + self._timeout_s, f"trainer rank 0 in {what}")
-
-    def _all_gather(self, rows: list[torch.Tensor], row: torch.Tensor, what: str) -> None:
-        work = dist.all_gather(rows, row, group=self._messages, async_op=True)
-        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}")
-
-
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
+    def _bounded(self, whom: str) -> Wait:
+        return lambda work: wait(work, time.monotonic() + self._timeout_s, whom)

@@ -1,0 +1,47 @@
+"""JSON values and flat tensors between ranks over gloo, without pickle. Who calls bounds the waits, and names them."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Wait = Callable[[dist.Work], None]
+"""Returns when the work is done; raises when its time is over."""
+
+
+def broadcast(tensor: torch.Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup, wait: Wait) -> torch.Tensor:
+    """Rank 0's flat tensor on every rank. None on the others, which do not know its length."""
+    length = torch.tensor([0 if tensor is None else len(tensor)])
+    wait(dist.broadcast(length, src=0, group=group, async_op=True))
+    if tensor is None:
+        tensor = torch.empty(int(length), dtype=dtype)
+    wait(dist.broadcast(tensor, src=0, group=group, async_op=True))
+    return tensor
+
+
+def broadcast_json(value: Any, is_source: bool, group: dist.ProcessGroup, wait: Wait) -> Any:
+    """Rank 0's value on every rank. The others' is ignored."""
+    return _value(broadcast(_tensor(value) if is_source else None, torch.uint8, group, wait))
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None, wait: Wait) -> list[Any]:
+    """Every rank's value on every rank, in rank order, as JSON gives it back. Without a group there is one rank."""
+    own = _tensor(value)
+    if group is None:
+        return [_value(own)]
+    longest = torch.tensor(len(own))
+    wait(dist.all_reduce(longest, dist.ReduceOp.MAX, group=group, async_op=True))
+    own = torch.cat([own, own.new_full((int(longest) - len(own),), ord(" "))])  # JSON may end in spaces
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    wait(dist.all_gather(rows, own, group=group, async_op=True))
+    return [_value(row) for row in rows]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
