@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from torchtitan.grpo.policy.advantages import group_advantages, less_penalties, overlong_penalty, zero_variance
+from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, with_penalties, zero_variance
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0, 1.0], [0.3, -2.0], [5.0, 5.5, 7.25]]
 
@@ -55,7 +55,7 @@ def test_zero_variance():
 
 
 def test_penalties_stay_with_their_answers():
-    assert less_penalties([[1.0, None], [], [0.5]], [0.25, 9.0, 0.5]) == [[0.75, None], [], [0.0]]
+    assert with_penalties([[1.0, None], [], [0.5]], [0.25, 9.0, 0.5]) == [[0.75, None], [], [0.0]]
 
 
 def test_overlong_penalty_falls_linearly_over_the_buffer():

@@ -53,7 +53,7 @@ def zero_variance(rewards: Sequence[float | None]) -> bool:
     return len(set(rewards) - {None}) <= 1
 
 
-def less_penalties(rewards: Sequence[Sequence[float | None]], penalties: Iterable[float]) -> list[list[float | None]]:
+def with_penalties(rewards: Sequence[Sequence[float | None]], penalties: Iterable[float]) -> list[list[float | None]]:
     """Each reward less its penalty. `penalties` has one per answer, also for an answer without a reward."""
     left = iter(penalties)
     pairs = [[(reward, next(left)) for reward in group] for group in rewards]

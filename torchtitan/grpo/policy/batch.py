@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Distill, Grpo
 from torchtitan.grpo.data.samples import Group, Sample
-from torchtitan.grpo.policy.advantages import less_penalties, overlong_penalty, reward_advantages, zero_variance
+from torchtitan.grpo.policy.advantages import overlong_penalty, reward_advantages, with_penalties, zero_variance
 from torchtitan.grpo.policy.distillation import teacher_advantages
 from torchtitan.grpo.policy.losses import KLEstimator, kl_estimate, token_weights
 from torchtitan.grpo.policy.rows import Microbatch, PackedSample
@@ -129,7 +129,7 @@ def subtract_kl(
         kl = kl_by_sample(rows, own, sum(map(len, of_part)), grpo.kl_estimator)
         if group is not None:
             dist.all_reduce(kl, group=group)
-        by_group = reward_advantages(less_penalties(of_part, (grpo.kl_coef * kl).tolist()), grpo, distill)
+        by_group = reward_advantages(with_penalties(of_part, (grpo.kl_coef * kl).tolist()), grpo, distill)
         advantages = torch.tensor([a for own in by_group for a in own], device=kl.device)
         for row in rows:
             row.advantages = advantages[row.samples[row.sample_ids]]

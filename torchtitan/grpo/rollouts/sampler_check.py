@@ -68,7 +68,7 @@ class SamplerCheck:
                     found[server] = found.get(server, False) or version in sample.sampled_versions
         return found
 
-    def numbers(self, servers: Iterable[str], sample: Sample) -> list[int]:
+    def token_servers(self, servers: Iterable[str], sample: Sample) -> list[int]:
         """For each token of the sample the number of its server in `servers`, from 1; 0 if it is not compared.
 
         Empty if none is.

@@ -305,7 +305,7 @@ def packed(groups: list[Group], version: int, config: JobConfig, check: SamplerC
         # The sampler's log-probabilities meet a policy that the first minibatch has changed.
         compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
         own = [groups[i] for i in part], [advantages[i] for i in part]
-        numbers = partial(check.numbers, compared)
-        minibatches.append(layout.pack(training_samples(*own, version, grpo, limit, numbers, config.distill)))
+        token_servers = partial(check.token_servers, compared)
+        minibatches.append(layout.pack(training_samples(*own, version, grpo, limit, token_servers, config.distill)))
     metrics |= packing_metrics(minibatches, layout.attention_tokens)
     return Taken(rewards, advantages, servers, minibatches, metrics)

@@ -356,7 +356,7 @@ class VersionCopy:
         """Release what is not memory."""
 
 
-class HostCopy(VersionCopy):
+class MemoryCopy(VersionCopy):
     """A version in host memory, as the buckets that go on the wire.
 
     Args:
@@ -381,7 +381,7 @@ class HostCopy(VersionCopy):
 class HostFeed:
     """A `Feed` from a host copy."""
 
-    def __init__(self, copy: HostCopy):
+    def __init__(self, copy: MemoryCopy):
         self.version = copy.version
         self._copy = copy
 

@@ -21,7 +21,7 @@ from torchtitan.grpo.weight_sync.disk import DiskCopy
 from torchtitan.grpo.weight_sync.link import Pause, WeightSyncError
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.published import PublishedWeights
-from torchtitan.grpo.weight_sync.push import HostCopy, VersionCopy
+from torchtitan.grpo.weight_sync.push import MemoryCopy, VersionCopy
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
@@ -342,7 +342,7 @@ class WeightSync:
             info = AdapterInfo(**adapter) if adapter else None
             return DiskCopy(self._config.disk_folder, self._packer.buckets, info, self._config.verify)
         if len(self._fleet.servers) > 1 or self._fleet.may_grow:
-            return HostCopy([bucket.wire_bytes for bucket in self._packer.buckets], self._device)
+            return MemoryCopy([bucket.wire_bytes for bucket in self._packer.buckets], self._device)
         return None
 
     def _worker(self, server: Server) -> ServerWorker:
