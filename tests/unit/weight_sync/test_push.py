@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.push import Dropped, HostCopy, Push
+from torchtitan.grpo.weight_sync.push import Dropped, MemoryCopy, Push
 
 BYTES = 64
 EXPECTED = [1, 7, 3, BYTES, 99]
@@ -339,7 +339,7 @@ def test_a_push_settles_once_on_the_last_thread():
 
 
 def test_a_host_copy_feeds_what_was_stored():
-    copy = HostCopy([BYTES, 2 * BYTES], torch.device("cpu"))
+    copy = MemoryCopy([BYTES, 2 * BYTES], torch.device("cpu"))
     wire = torch.empty(2 * BYTES, dtype=torch.uint8)
     for version in (3, 4):
         copy.begin()
