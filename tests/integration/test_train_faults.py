@@ -28,7 +28,6 @@ from tests.helpers.trainer_runs import (
     endless,
     environment,
     forked_server,
-    processes_of,
     servers_of,
     steps,
     train,
@@ -108,15 +107,18 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_although_rank_0_waits_for_an
         assert "Traceback" not in run.log
 
 
-@pytest.mark.parametrize(("mode", "part"), [(SYNC, "trainer"), (BACKGROUND, "launcher")])
-def test_what_is_killed_leaves_nothing_behind(mode, part, tmp_path):
-    with endless(tmp_path / "run", mode, torchrun=True) as run:
-        if part == "launcher":
-            run.process.kill()
-        else:
-            (server,) = servers_of(run.folder)
-            (trainer,) = (pid for pid in processes_of(run.folder) if pid not in (run.process.pid, server))
-            os.kill(trainer, signal.SIGKILL)
+def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path):
+    with endless(tmp_path / "run", BACKGROUND, torchrun=True) as run:
+        run.process.kill()
+        run.process.wait(30)
+        run.wait_until_gone(30)
+
+
+def test_a_trainer_that_is_killed_leaves_nothing_behind(tmp_path):
+    """By itself; test_nodes has torchrun, which ends or restarts the others."""
+    with endless(tmp_path / "run") as run:
+        assert servers_of(run.folder)
+        run.process.processes[0].kill()
         run.process.wait(30)
         run.wait_until_gone(30)
 
