@@ -54,6 +54,8 @@ echo "== words of the docs"
 echo "== pytest"
 # The tests start some hundred processes, each of which would compile this project's files again.
 unset PYTHONDONTWRITEBYTECODE
+# What torch compiles for the CPU stays for the next run, also where /tmp does not.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HOME/.cache/torchtitan-grpo/inductor}
 # One thread per process: the tests start several processes, and floating-point sums then repeat exactly. Three files at
 # a time: most of the time goes to imports and server starts. In order: the long integration tests must not come last.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
