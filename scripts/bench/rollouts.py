@@ -4,15 +4,12 @@
 modes       the same job as sync, async and in-flight, with KV recomputed and kept, against the same servers;
             and the servers' generation alone, which bounds them all
 generation  generation alone of running servers, in turns
-trl         TRL's AsyncGRPOTrainer on the work of `modes --preset trl`
-model       a folder with random weights that end an answer with a chosen probability at each token
-simulate    what the schedule of rollouts alone allows at several ages, in seconds on a CPU
+model       a folder with random weights that never end an answer
 """
 
 import argparse
 import sys
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +18,13 @@ from bench_common.process import run_program
 from bench_common.shapes import SHAPES
 
 MODES = ["sync", "async", "in_flight", "in_flight_keep_kv"]
-H200: dict[str, Any] = {"shape": "0.6b", "max_answer": 2048, "prompts": 32, "samples": 16, "prompt_tokens": 140}
-H200 |= {"age": 24, "microbatch_tokens": 16384}
 PRESETS: dict[str, dict[str, Any]] = {
-    "trl": H200 | {"lengths": "geometric", "mean": 300.0, "sequences": 1536},
-    "lognormal": H200 | {"lengths": "lognormal", "mean": 256.0, "sigma": 1.0, "sequences": 1024},
-    "cpu": {"shape": "tiny", "lengths": "geometric", "mean": 24.0, "max_answer": 160, "prompts": 8, "samples": 4}
+    "lognormal": {"shape": "0.6b", "mean": 256.0, "max_answer": 2048, "prompts": 32, "samples": 16}
+    | {"prompt_tokens": 140, "age": 24, "microbatch_tokens": 16384, "sequences": 1024},
+    "cpu": {"shape": "tiny", "mean": 24.0, "max_answer": 160, "prompts": 8, "samples": 4}
     | {"prompt_tokens": 12, "age": 2, "microbatch_tokens": 2048, "sequences": 64, "bound_s": 5.0}
     | {"servers": ["cpu"], "trainers": ["cpu"], "engine": "embedded"},
 }
-
-
-def end(text: str) -> float | None:
-    return None if text == "never" else seconds(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,12 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--json", type=Path, metavar="FILE", help="append the tables' rows as JSON lines")
     modes.add_argument("--time-limit-s", type=seconds, default=1800.0, help="of all; what does not fit is left out")
     modes.add_argument("--run-limit-s", type=seconds, default=900.0, help="of one mode (default 900)")
-    modes.add_argument("--preset", choices=list(PRESETS), default="trl", help="defaults of what follows (default trl)")
+    modes.add_argument(
+        "--preset", choices=list(PRESETS), default="lognormal", help="defaults of what follows (default lognormal)"
+    )
     modes.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help="default: all")
     modes.add_argument("--shape", choices=SHAPES, help="of a Qwen3")
-    modes.add_argument("--lengths", choices=["geometric", "lognormal"])
     modes.add_argument("--mean", type=seconds, help="answer tokens on average")
-    modes.add_argument("--sigma", type=seconds, default=0.8, help="of lognormal (default 0.8)")
+    modes.add_argument("--sigma", type=seconds, default=1.0, help="of their logarithm (default 1)")
     modes.add_argument("--max-answer", type=positive, metavar="TOKENS")
     modes.add_argument("--prompts", type=positive, help="per step")
     modes.add_argument("--samples", type=positive, help="answers to each prompt")
@@ -72,8 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     alone = commands.add_parser("generation", allow_abbrev=False)
     alone.add_argument("model", type=Path, help="the folder that the servers have")
-    help = "address, with +routes behind it for answers that tell their experts; the first is what ratios are to"
-    alone.add_argument("servers", nargs="+", type=address, metavar="URL[+routes]", help=help)
+    alone.add_argument("servers", nargs="+", type=address, metavar="URL", help="the first is what ratios are to")
     alone.add_argument("--engine", choices=["vllm", "sglang", "embedded"], default="vllm", help="default vllm")
     alone.add_argument("--sequences", type=positive, default=256, help="answers at once (default 256)")
     alone.add_argument("--rounds", type=positive, default=3, help="of all servers (default 3)")
@@ -85,36 +76,11 @@ def build_parser() -> argparse.ArgumentParser:
     alone.add_argument("--json", type=Path, metavar="FILE", help="append the table's rows as JSON lines")
     alone.set_defaults(time_limit_s=1800.0)
 
-    trl = commands.add_parser("trl")
-    trl.add_argument("model")
-    trl.add_argument("url", type=address)
-    trl.add_argument("prompts", type=Path)
-    trl.add_argument("--steps", type=positive, default=100)
-    trl.add_argument("--out", default="trl_out", help="TRL's output folder")
-    trl.add_argument("--time-limit-s", type=seconds, default=1800.0)
-
     model = commands.add_parser("model")
     model.add_argument("folder", type=Path)
     model.add_argument("--shape", choices=SHAPES, default="0.6b")
-    model.add_argument("--end", type=end, required=True, metavar="MEAN", help="mean length in tokens, or never")
     model.add_argument("--max-tokens", type=positive, default=4352, help="longest sequence (default 4352)")
     model.set_defaults(time_limit_s=600.0)
-
-    simulate = commands.add_parser("simulate", allow_abbrev=False)
-    simulate.add_argument("--ages", nargs="+", type=positive, default=[1, 2, 4, 8, 16], help="default 1 2 4 8 16")
-    simulate.add_argument("--prompts", type=positive, default=32, help="per step (default 32)")
-    simulate.add_argument("--samples", type=positive, default=16, help="answers to each prompt (default 16)")
-    simulate.add_argument("--sequences", type=positive, default=512, help="most answers at once (default 512)")
-    simulate.add_argument("--requests", type=positive, default=256, help="in flight at the server (default 256)")
-    simulate.add_argument("--turns", action="store_true", help="a request is one answer, as in an environment")
-    simulate.add_argument("--tokens-per-s", type=seconds, default=12600.0, help="of all answers (default 12600)")
-    simulate.add_argument("--train-s", type=seconds, default=5.0, help="of one step (default 5)")
-    simulate.add_argument("--mean", type=seconds, default=256.0, help="answer tokens on average (default 256)")
-    simulate.add_argument("--sigma", type=seconds, default=1.0, help="of their logarithm (default 1)")
-    simulate.add_argument("--max-answer", type=positive, default=2048, metavar="TOKENS", help="default 2048")
-    simulate.add_argument("--order-window", type=positive, default=0, metavar="GROUPS", help="default all of the age")
-    simulate.add_argument("--json", type=Path, metavar="FILE", help="append the table's rows as JSON lines")
-    simulate.set_defaults(time_limit_s=600.0)
     return parser
 
 
@@ -144,22 +110,10 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "model":
         from async_bench.model import make_model
 
-        found = make_model(args.folder, args.shape, args.end, args.max_tokens)
-        print(f"{args.folder}: answers of {found:.4g} tokens on average")
-        return 0
-    if args.command == "trl":
-        from async_bench.trl import train_with_trl
-
-        train_with_trl(args)
+        make_model(args.folder, args.shape, args.max_tokens)
         return 0
     from bench_common.output import Output
 
-    if args.command == "simulate":
-        from async_bench.simulate import Schedule, print_table
-
-        given = {each.name: getattr(args, each.name) for each in fields(Schedule) if hasattr(args, each.name)}
-        print_table(Schedule(age=0, **given), args.ages, Output(True, args.json))
-        return 0
     if args.command == "generation":
         from async_bench.alone import measure_alone
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the training step: this trainer's policy update against torchtitan's pre-training step and others.
+"""Measure the training step: this trainer's policy update against torchtitan's pre-training step.
 
 scripts/bench/README.md has contenders, columns and examples. Words after -- are configuration of grpo_train.py.
 """
@@ -12,7 +12,7 @@ from bench_common.arguments import parse_with_flags, positive, seconds, share
 from bench_common.process import run_program
 from bench_common.shapes import SHAPES
 
-CONTENDERS = ["torchtitan", "ours", "transformers", "trl", "logprobs", "offload"]
+CONTENDERS = ["torchtitan", "ours"]
 
 
 def rank(text: str) -> int:
@@ -75,8 +75,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--group {args.group} does not divide the documents of --microbatches and --tokens")
     if any(args.lora) and "ours" not in args.what:
         parser.error("--lora is for the contender ours: add it to --what")
-    if args.profile and set(args.what) <= {"logprobs", "offload"}:
-        parser.error("--profile is of training steps: add a contender that has them to --what")
     return args
 
 

@@ -1,4 +1,4 @@
-"""A benchmark's server without a model (`weight_sync_bench.receivers`) that records what it receives.
+"""A server without a model: the real receiver of weights behind the real routes. It records what it receives.
 
     python receiver_process.py READY_FILE [--port PORT] [--fault KIND VERSION SECONDS] [--bucket-s S] [--jitter-s S]
 
@@ -10,20 +10,23 @@ service adds a line to READY_FILE.taken: the version, and the sha256 of that ans
 """
 
 import argparse
+import functools
 import hashlib
+import itertools
 import json
 import os
 import random
 import signal
-import sys
+import threading
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-from weight_sync_bench.receivers import FakeServer, Listener
+from torchtitan.grpo.weight_wire.receiver import Receiver
 
 parser = argparse.ArgumentParser()
 parser.add_argument("ready", type=Path)
@@ -35,10 +38,76 @@ args = parser.parse_args()
 fault, fault_version, fault_s = args.fault[0], int(args.fault[1]), float(args.fault[2])
 
 
-class WritingServer(FakeServer):
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
+def one_at_a_time(route: Callable) -> Callable:
+    """As in a real engine, a new connection waits until the update under way has ended."""
+
+    @functools.wraps(route)
+    def locked(self, body: dict) -> dict:
+        with self._busy:
+            return route(self, body)
+
+    return locked
+
+
+class RecordingServer:
+    """State of the server. A route's method takes the JSON body and returns the JSON reply, or raises (HTTP 500)."""
+
+    def __init__(self) -> None:
         self.tensors: dict[str, list] = {}
+        self._receiver: Receiver | None = None
+        self._paused = self._updating = False
+        self._busy = threading.Lock()
+        self._version = "default"
+
+    @one_at_a_time
+    def init_weight_transfer_engine(self, body: dict) -> dict:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver, self._updating = None, False
+        self._receiver = Receiver(body["init_info"], torch.device("cpu"))
+        return {}
+
+    def pause(self, _body: dict) -> dict:
+        self._paused = True
+        return {}
+
+    def start_weight_update(self, _body: dict) -> dict:
+        self._updating = True
+        return {}
+
+    @one_at_a_time
+    def update_weights(self, body: dict) -> dict:
+        if not (self._paused and self._updating):
+            raise RuntimeError("update_weights before pause and start_weight_update")
+        receiver, version = self._receiver, body["update_info"]["version"]
+        numbers = itertools.count(1)
+
+        self._updating = False
+        receiver.receive(body["update_info"], lambda tensors: self.load(version, next(numbers), tensors), copies=True)
+        self._updating = receiver is self._receiver  # else the trainer has given up this update and reconnected
+        return {}
+
+    def finish_weight_update(self, body: dict) -> dict:
+        if not self._updating:
+            raise RuntimeError("finish_weight_update without a complete update")
+        self._updating, self._version = False, body["weight_version"]
+        digest = hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
+        with open(f"{args.ready}.taken", "a") as taken:
+            taken.write(f"{self._version.partition('@')[0]} {digest}\n")
+        return {}
+
+    def resume(self, _body: dict) -> dict:
+        self._paused = False
+        return {}
+
+    def get(self, path: str) -> dict:
+        return {
+            "/health": {},
+            "/get_world_size": {"world_size": 1},
+            "/weight_info": {"weight_version": self._version},
+            "/is_paused": {"is_paused": self._paused},
+            "/tensors": self.tensors,
+        }[path]
 
     def load(self, version: int, number: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if number == 1:
@@ -52,19 +121,58 @@ class WritingServer(FakeServer):
             data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
             self.tensors[name] = [str(tensor.dtype), list(tensor.shape), hashlib.sha256(data).hexdigest()]
 
-    def finish_weight_update(self, body: dict) -> dict:
-        reply = super().finish_weight_update(body)
-        digest = hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
-        with open(f"{args.ready}.taken", "a") as taken:
-            taken.write(f"{body['weight_version'].partition('@')[0]} {digest}\n")
-        return reply
 
-    def get(self, path: str) -> dict:
-        return self.tensors if path == "/tensors" else super().get(path)
+_POSTS = ["init_weight_transfer_engine", "pause", "resume"]
+_POSTS += ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # as real servers: connections are kept
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self._answer(lambda path: self.server.recording.get(path))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+
+        def call(path: str) -> dict:
+            name = path.strip("/")
+            if name not in _POSTS:
+                raise KeyError(path)
+            return getattr(self.server.recording, name)(body)
+
+        self._answer(call)
+
+    def _answer(self, call: Callable[[str], dict]) -> None:
+        path = urlsplit(self.path).path
+        try:
+            status, value = 200, call(path)
+        except KeyError:
+            status, value = 404, {"error": f"no such route: {path}"}
+        except Exception as error:
+            status, value = 500, {"error": str(error)}
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", args.port), Handler)
+        self.recording = RecordingServer()
 
 
 if __name__ == "__main__":
-    listener = Listener("127.0.0.1", args.port, WritingServer())
+    listener = Listener()
     args.ready.with_suffix(".part").write_text(f"http://127.0.0.1:{listener.server_port}")
     args.ready.with_suffix(".part").rename(args.ready)
     listener.serve_forever()

@@ -1,4 +1,4 @@
-"""The servers' generation alone, one server after another in turns: what a server's flags or a reply's parts cost."""
+"""The servers' generation alone, one server after another in turns: what a server's flags cost."""
 
 import argparse
 import asyncio
@@ -10,7 +10,6 @@ from async_bench.generation import Ask, generation_rate, under_way
 from async_bench.long_tail import draw_lengths
 from bench_common.output import Output, Row
 
-from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.source import resolve_model
 
 PROMPTS = 600
@@ -29,28 +28,24 @@ def asks_of(args: argparse.Namespace, vocab_size: int) -> list[Ask]:
 def measure_alone(args: argparse.Namespace, out: Output) -> None:
     """`rollouts.py generation`: each server's rate in each round, and a table."""
     folder = SimpleNamespace(flavor="", hf_assets_path=str(args.model), weights="hf")
-    model_args = resolve_model(folder, args.prompt_tokens + args.max_answer).model_args
-    routes = route_shape(model_args) if any("+" in server for server in args.servers) else None
-    asks = asks_of(args, model_args.vocab_size)
+    asks = asks_of(args, resolve_model(folder, args.prompt_tokens + args.max_answer).model_args.vocab_size)
     rates: dict[str, list[float]] = {server: [] for server in args.servers}
     part = 0
     for turn in range(args.rounds):
         for server in args.servers:
-            url, _, asked = server.partition("+")
             # Other prompts each time: a server's cache has those of the last time.
             part = (part + len(asks) // 7) % len(asks)
             own = asks[part:] + asks[:part]
             rate = asyncio.run(
                 generation_rate(
                     args.engine,
-                    [url],
+                    [server],
                     own,
                     args.sequences,
                     args.count_s / 3,
                     args.count_s,
                     args.count_s * 10,
                     under_way(own, args.sequences, turn),
-                    routes=routes if asked else None,
                     ignore_eos=True,
                 )
             )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import requests
 
-from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.engines.protocol import EngineClient, EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import make_server
 
@@ -54,7 +53,6 @@ async def generation_rate(
     count_s: float,
     timeout_s: float,
     first: Sequence[Ask] = (),
-    routes: RouteShape | None = None,
     ignore_eos: bool = False,
 ) -> float:
     """Answer tokens/s of all servers together, each kept at `sequences` unseeded answers.
@@ -64,7 +62,6 @@ async def generation_rate(
     where a server has none. Requests still under way are then cancelled.
 
     Args:
-        routes: Each answer tells its experts, and they are read. None: it need not.
         ignore_eos: For random weights, which would end answers at any token.
 
     Raises:
@@ -77,7 +74,7 @@ async def generation_rate(
 
     async def keep_asking(client: EngineClient) -> None:
         for i, ask in numbered:
-            params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids, routes=routes, ignore_eos=ignore_eos)
+            params = SamplingParams(1, 1.0, ask.max_tokens, ask.stop_token_ids, ignore_eos=ignore_eos)
             answers = await client.generate(ask.prompt_ids, params, f"bench-{nonce}-{i}")
             finished.append((time.monotonic(), sum(len(answer.token_ids) for answer in answers)))
 

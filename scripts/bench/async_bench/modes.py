@@ -64,7 +64,6 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
     """The job as grpo_train.py's configuration."""
     prompt_tokens = args.prompt_tokens + 1  # and the begin token
     longest = prompt_tokens + args.max_answer
-    lognormal = args.lengths == "lognormal"
     flags: Flags = {
         "model.hf_assets_path": folder / "model",
         "data.source": "jsonl",
@@ -82,11 +81,12 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "rollout.engine": args.engine,
         "rollout.urls": urls,
         "rollout.max_answer_tokens": args.max_answer,
-        "rollout.max_concurrent_requests": groups_under_way(args.sequences, 1 if lognormal else args.samples),
+        "rollout.max_concurrent_requests": args.sequences,
         "rollout.request_timeout_seconds": args.run_limit_s,
         "rollout.group_timeout_seconds": args.run_limit_s,
         "rollout.start_timeout_seconds": 60,
         "rollout.seeded_requests": "never",  # in every mode: vLLM draws slower with seeds
+        "rollout.environment": "async_bench.long_tail:rollout",
         "reward.functions": "async_bench.long_tail:coin",
         "weight_sync.timeout_seconds": 60,
         "validation.enable": False,
@@ -95,21 +95,9 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
         "metrics.samples_per_step": 0,
         "debug.seed": 0,
     }
-    if lognormal:
-        flags["rollout.environment"] = "async_bench.long_tail:rollout"
     if args.compile:
         flags["compile.enable"] = True
     return flags
-
-
-def groups_under_way(sequences: int, samples: int) -> int:
-    """Requests of `samples` answers each that keep `sequences` answers running. The server queues a surplus.
-
-    Of n answers of geometric length the longest takes 1 + 1/2 + ... + 1/n times the mean. Until it has ended, n over
-    that sum are running on average.
-    """
-    longest = sum(1 / k for k in range(1, samples + 1))
-    return max(1, round(sequences / samples * longest))
 
 
 def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
@@ -144,7 +132,7 @@ def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
 
 def _same_job(folder: Path, args: argparse.Namespace) -> None:
     """A folder holds the modes of one job. Refuse to compare different work."""
-    names = ("shape", "lengths", "mean", "sigma", "max_answer", "prompts", "samples", "prompt_tokens")
+    names = ("shape", "mean", "sigma", "max_answer", "prompts", "samples", "prompt_tokens")
     job = {name: getattr(args, name) for name in names} | {"devices": _devices(args)}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.json"
@@ -159,10 +147,9 @@ def prepare(folder: Path, args: argparse.Namespace, out: Output) -> None:
     """Make model and prompts, unless the model is there."""
     if not (folder / "model" / "complete").exists():
         start = time.monotonic()
-        end = "never" if args.lengths == "lognormal" else f"{args.mean:g}"
         # In a process of its own, so that its GPU memory is free before the run.
         command = [sys.executable, str(BENCH / "rollouts.py"), "model", str(folder / "model"), "--shape", args.shape]
-        command += ["--end", end, "--max-tokens", str(args.prompt_tokens + 1 + args.max_answer)]
+        command += ["--max-tokens", str(args.prompt_tokens + 1 + args.max_answer)]
         try:
             subprocess.run(command, check=True, timeout=START_LIMIT_S)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -174,14 +161,12 @@ def prepare(folder: Path, args: argparse.Namespace, out: Output) -> None:
 
 
 def prompt_rows(args: argparse.Namespace, count: int) -> list[Row]:
-    """Different prompts of `prompt_tokens` characters, one token each, with drawn answer lengths for lognormal."""
+    """Different prompts of `prompt_tokens` characters, one token each, with drawn answer lengths."""
     rows = []
     for index in range(count):
         letters = random.Random(f"0/{index}").choices(LETTERS, k=args.prompt_tokens)
-        row: Row = {"question": "".join(letters)}
-        if args.lengths == "lognormal":
-            row[LENGTHS] = draw_lengths(index, args.samples, args.mean, args.sigma, args.max_answer)
-        rows.append(row)
+        lengths = draw_lengths(index, args.samples, args.mean, args.sigma, args.max_answer)
+        rows.append({"question": "".join(letters), LENGTHS: lengths})
     return rows
 
 
@@ -209,16 +194,12 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     asks = []
     for row in read_lines(folder / "prompts.jsonl"):
         prompt_ids = tokenizer(row["question"])["input_ids"]
-        # One answer at a time even where the job asks for whole groups. A group's places empty one by one, and counting
-        # from when all are full would overstate the rate.
-        for tokens in row.get(LENGTHS, [args.max_answer] * args.samples):
-            asks.append(Ask(prompt_ids, tokens, stop))
+        asks += [Ask(prompt_ids, tokens, stop) for tokens in row[LENGTHS]]
     of_a_step = max(1, args.prompts * args.samples // len(urls))
     rows = []
     for sequences in sorted({of_a_step, args.sequences}):
         times = args.bound_s / 3, args.bound_s, args.run_limit_s  # to settle, to count, at most
-        # Lengths of geometric answers are not known. They take time to settle: raise --bound-s.
-        first = under_way(asks, sequences * len(urls)) if args.lengths == "lognormal" else []
+        first = under_way(asks, sequences * len(urls))
         rate = asyncio.run(generation_rate(args.engine, urls, asks, sequences, *times, first))
         rows.append({"sequences": sequences, "tokens_per_s": rate})
         out.say(f"generation alone, {sequences} sequences a server: {rate:,.0f} tokens/s")
@@ -281,10 +262,10 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
             rows.append({"mode": name} | row | found)
     lines = compare(rows, bounds)
     out.table("Generation alone, all servers", "sequences tokens_per_s", bounds)
-    lengths = f"{args.lengths}, mean {args.mean:g}" + (f", sigma {args.sigma:g}" if args.lengths == "lognormal" else "")
-    title = f"Modes: {args.shape}, {args.prompts} x {args.samples} answers a step, lengths {lengths}, at most "
     servers = len(args.urls) or len(args.servers)
-    title += f"{args.max_answer}; {len(args.trainers)} rank(s) and {servers} server(s) on {_devices(args)} devices"
+    out.say(f"Lengths: log-normal, mean {args.mean:g}, sigma {args.sigma:g}, at most {args.max_answer} tokens")
+    title = f"Modes: {args.shape}, {args.prompts} x {args.samples} answers a step; {len(args.trainers)} rank(s) and "
+    title += f"{servers} server(s) on {_devices(args)} devices"
     out.table(title, MEASURED, rows)
     for line in lines:
         out.say(line)

@@ -16,7 +16,7 @@ from typing import Any
 
 import bench_common  # noqa: F401  puts the repository first on the path
 import torch
-from async_bench.trl import flash_attention_2, mend_async_trainer, mend_server_client, take_prompts_as_text
+from learning_bench.trl_mends import mend_async_trainer, mend_server_client, take_prompts_as_text
 
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.data.load import load_held_out, load_training
@@ -116,7 +116,7 @@ def main(kind: str, url: str, words: list[str]) -> int:
         from trl.experimental.async_grpo import AsyncGRPOConfig as Config
         from trl.experimental.async_grpo import AsyncGRPOTrainer as Trainer
 
-        mend_async_trainer(flash_attention_2)
+        mend_async_trainer()
         take_prompts_as_text(task.tokenizer)
         for row in task.rows:
             row["prompt"] = [{"role": "user", "content": row["prompt"]}]

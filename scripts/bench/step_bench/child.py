@@ -20,18 +20,13 @@ import torchtitan  # noqa: F401  the overlay's shims come first
 
 from .contenders import CONTENDERS
 from .kernels import profile_step
-from .logprob_pass import logprob_pass
 from .measure import GIB, measure, update
-from .offload_pass import offload_pass
 from .setup import Setup
 
 
 def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row of the contender's table, or several; then its kernels, if asked for."""
+    """The contender's row; then its kernels, if asked for."""
     name, setup = job["contender"], Setup(job)
-    if name in ("logprobs", "offload"):
-        yield from logprob_pass(setup) if name == "logprobs" else offload_pass(setup)
-        return
     contender = CONTENDERS[name](setup)
     estimate = {"estimate_gib": sum(setup.estimate.values()) / GIB, "estimate": setup.estimate}
     yield measure(setup, contender) | (estimate if name == "ours" else {})

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -37,7 +36,6 @@ class Contender:
         tokens, trained_tokens: Of one step on this rank, counted in its own tensors.
         ac, compiled: What it really does, which may be less than was asked for.
         note: Anything else that a reader of the table should know.
-        logprobs: A pass without gradients over the same rows, as for old log-probabilities; only `ours` has one.
         flops: Of one step on this rank, if it computes less than whole documents.
     """
 
@@ -49,7 +47,6 @@ class Contender:
     ac: str
     compiled: bool
     note: str = ""
-    logprobs: Callable[[], None] | None = None
     flops: int | None = None
 
 
@@ -82,11 +79,6 @@ def ours(setup: Setup) -> Contender:
     def gradients() -> Tensor:
         return accumulate_gradients(model, rows, loss_of, once)["negative_logprobs"]
 
-    @torch.no_grad()
-    def logprobs() -> None:
-        for row in rows:
-            model(row, config.rollout.temperature)
-
     return Contender(
         model,
         build_optimizers([model], config.optimizer, setup.dims),
@@ -96,7 +88,6 @@ def ours(setup: Setup) -> Contender:
         checkpointing(config),
         config.compile.enable,
         f"{len(rows)} rows" if any(shared) else "",
-        logprobs=logprobs,
         flops=TrainingFlops.of(model)(lengths, work.trained_tokens, shared),
     )
 
@@ -163,71 +154,6 @@ def torchtitan(setup: Setup) -> Contender:
     )
 
 
-def transformers(setup: Setup) -> Contender:
-    """A plain step of Hugging Face's model: log-softmax of float32 logits."""
-    return _hugging_face(setup, lambda logits, targets: logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0])
-
-
-def trl(setup: Setup) -> Contender:
-    """The same with TRL's way from logits to log-probabilities."""
-    from trl.trainer.utils import selective_log_softmax
-
-    return _hugging_face(setup, selective_log_softmax)
-
-
-def _hugging_face(setup: Setup, logprobs_of: Callable[[Tensor, Tensor], Tensor]) -> Contender:
-    """Args: logprobs_of: (float32 logits [B, T, V], targets [B, T]) -> log-probabilities [B, T]."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-    from transformers.utils import is_flash_attn_2_available
-
-    config, dims, device = setup.config, setup.dims, setup.device
-    if dims.tp_enabled or dims.dp_replicate_enabled:
-        raise ValueError("runs with sharded data parallelism only")
-    # FlashAttention 4 has the same top-level package as 2.
-    attention = "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
-    dtype = TORCH_DTYPE_MAP[config.training.dtype]
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            Qwen3Config.from_dict(setup.source.hf_config), dtype=dtype, attn_implementation=attention
-        )
-    model.train()
-    checkpoints = config.activation_checkpoint.mode != "none"
-    if checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    computed = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-    if dims.fsdp_enabled:
-        policy = MixedPrecisionPolicy(computed, TORCH_DTYPE_MAP[config.training.mixed_precision_reduce])
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=dims.get_mesh("fsdp"), mp_policy=policy)
-        fully_shard(model, mesh=dims.get_mesh("fsdp"), mp_policy=policy)
-    autocast = not dims.fsdp_enabled and computed != dtype
-    inputs, labels = _inputs_and_labels(setup)
-    targets, trained = labels.clamp(min=0), labels != IGNORED
-    weights = setup.advantages.to(device)[..., None] * setup.token_weight * trained  # [microbatches, B, T]
-
-    def gradients() -> Tensor:
-        total = torch.zeros((), device=device)
-        for i, tokens in enumerate(inputs):
-            with torch.autocast(device.type, computed, enabled=autocast):
-                logits = model(input_ids=tokens, use_cache=False).logits
-            logprobs = logprobs_of(logits.float(), targets[i])
-            del logits
-            (-(weights[i] * logprobs).sum()).backward()
-            total -= (logprobs.detach() * trained[i]).sum()
-        return total
-
-    return Contender(
-        model,
-        build_optimizers([model], config.optimizer, dims),
-        gradients,
-        inputs.numel(),
-        int(trained.sum()),
-        "full" if checkpoints else "none",
-        False,
-        attention,
-    )
-
-
 def _inputs_and_labels(setup: Setup) -> tuple[Tensor, Tensor]:
     """[microbatches, B, T] each, on the device; a label that is not trained is `IGNORED`."""
     sequences = setup.sequences.to(setup.device)
@@ -239,6 +165,4 @@ def _inputs_and_labels(setup: Setup) -> tuple[Tensor, Tensor]:
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "torchtitan": torchtitan,
     "ours": ours,
-    "transformers": transformers,
-    "trl": trl,
 }

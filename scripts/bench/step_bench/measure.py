@@ -118,21 +118,11 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def allocated(device: torch.device) -> int:
-    """Bytes allocated on the device now; 0 on a CPU, where memory is not counted by tensor."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def peak_allocated(device: torch.device) -> int:
-    """Most bytes allocated since `reset_peak`; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
 def peaks(device: torch.device) -> dict[str, float]:
     """Largest over the ranks, GiB; empty on a CPU."""
     if device.type != "cuda":
         return {}
-    values = [peak_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB]
+    values = [torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB]
     largest = torch.tensor(values, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return dict(zip(("peak_gib", "peak_reserved_gib"), largest.tolist(), strict=True))

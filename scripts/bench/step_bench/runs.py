@@ -18,10 +18,7 @@ LEAST_S = 20.0
 
 STEPS = """shape contender lora gpus work ac compile tokens_per_s_gpu to_torchtitan to_full mfu_percent
     forward_backward_ms optimizer_ms peak_gib estimate_gib error"""
-LOGPROBS = "shape way pass compile tokens vocabulary ms peak_gib error"
-OFFLOAD = "shape way step_ms exposed_ms state_gib freed_gib window_gib peak_gib error"
-SHORT = """way pass compile ms lora tokens_per_s_gpu to_torchtitan to_full mfu_percent step_ms exposed_ms freed_gib
-    peak_gib error"""
+SHORT = "compile lora tokens_per_s_gpu to_torchtitan to_full mfu_percent step_ms peak_gib error"
 """What the line about a row says at once."""
 NAME_CHARS = 90
 
@@ -29,7 +26,7 @@ NAME_CHARS = 90
 def steps(args: argparse.Namespace, out: Output) -> int:
     """Every contender on every shape. Returns 0 if one of them could be measured, else 1."""
     deadline = time.monotonic() + args.time_limit_s
-    tables: dict[str, list[Row]] = {"steps": [], "logprobs": [], "offload": []}
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_step_") as scratch:
         for shape in args.shapes:
             for name, rank in contenders(args):
@@ -37,20 +34,17 @@ def steps(args: argparse.Namespace, out: Output) -> int:
                 if limit_s < LEAST_S:
                     out.say(f"{shape} {name}: left out, --time-limit-s {args.time_limit_s:g} is over")
                     continue
-                table = name if name in tables else "steps"
                 for row in run_child(args, shape, name, rank, limit_s, Path(scratch) / f"{shape}_{name}_{rank}"):
                     if "kernels" in row:
                         show_profile(shape, name, args.flags, row, out)
                         continue
                     row = {"shape": shape, "contender": name, "lora": rank} | row
-                    tables[table].append(row)
-                    set_ratio(tables["steps"])
-                    out.record({"table": table} | row)
+                    rows.append(row)
+                    set_ratio(rows)
+                    out.record({"table": "steps"} | row)
                     out.say(f"{shape} {name}: " + ", ".join(f"{k} {cell(row[k])}" for k in SHORT.split() if k in row))
-    out.table("Training steps", STEPS, tables["steps"], record=False)
-    out.table("Log-probabilities alone", LOGPROBS, tables["logprobs"], record=False)
-    out.table("Optimizer state on the host", OFFLOAD, tables["offload"], record=False)
-    return 0 if any("error" not in row for rows in tables.values() for row in rows) else 1
+    out.table("Training steps", STEPS, rows, record=False)
+    return 0 if any("error" not in row for row in rows) else 1
 
 
 def contenders(args: argparse.Namespace) -> list[tuple[str, int]]:
@@ -82,7 +76,7 @@ def run_child(args: argparse.Namespace, shape: str, name: str, rank: int, limit_
     finally:
         child.close()
     rows = read_lines(folder / "rows.jsonl")
-    errors = [row for row in rows if "error" in row and "way" not in row]
+    errors = [row for row in rows if "error" in row]
     if not errors and ended != 0:
         error = f"not done after {limit_s:.0f} s (--run-limit-s)" if ended is None else f"exit status {ended}"
         errors = [{"error": error}]

@@ -1,18 +1,12 @@
-"""The trainer's side of a measurement: ranks, a model of a given shape, servers, and bounded waits."""
+"""The trainer's side of a measurement: ranks, a model of a given shape, a connection to the servers."""
 
-import argparse
 import dataclasses
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,33 +20,21 @@ from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import ModelSource, resolve_model
 from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 
-from .receivers import Receivers
-
-T = TypeVar("T")
 MAX_TOKENS = 4096
 _HEALTH_TIMEOUT_S = 30.0
 
 
-def shape_source(shape: str, seq_len: int = 64, lora_rank: int = 0, layers: int = 0) -> ModelSource:
-    """The model of a `--shape`, without weights, or one with so many `layers`. `lora_rank` over 0: with adapters beside
-    all of its layers."""
+def shape_source(shape: str, lora_rank: int = 0) -> ModelSource:
+    """The model of a `--shape`, without weights. `lora_rank` over 0: with adapters beside all of its layers."""
     lora = job_config.Lora(enable=lora_rank > 0, rank=max(1, lora_rank))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, MAX_TOKENS, layers)))
-        return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), seq_len, lora)
-
-
-def hf_tensors(source: ModelSource) -> dict[str, torch.Size]:
-    """Hugging Face name -> full shape of each tensor that a server takes."""
-    with torch.device("meta"):
-        parameters = dict(source.build().named_parameters())
-    return {name: value.shape for name, value in source.adapter.to_hf(parameters).items()}
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, MAX_TOKENS)))
+        return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), 64, lora)
 
 
 class Ranks:
@@ -74,18 +56,6 @@ class Ranks:
             torch.cuda.synchronize(self.device)
         dist.all_reduce(torch.zeros(1))  # over gloo
 
-    def agree(self, value: float) -> float:
-        """Rank 0's number on every rank."""
-        shared = torch.tensor([value], dtype=torch.float64)
-        dist.broadcast(shared, 0)
-        return shared.item()
-
-    def largest(self, values: list[float]) -> list[float]:
-        """Element by element, the largest over the ranks."""
-        shared = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
-        return shared.tolist()
-
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -94,7 +64,7 @@ class Ranks:
         return f"{self.size} trainer rank(s) on {name}, torch {torch.__version__}"
 
 
-def build(source: ModelSource, ranks: Ranks, param_dtype: str, ac: str = "none") -> torch.nn.Module:
+def build(source: ModelSource, ranks: Ranks, param_dtype: str) -> torch.nn.Module:
     """The model with random weights, sharded over the ranks as grpo_train.py shards it."""
     config = JobConfig()
     config.training.dtype = param_dtype
@@ -102,42 +72,22 @@ def build(source: ModelSource, ranks: Ranks, param_dtype: str, ac: str = "none")
     config.training.kept_logits_mib = 0
     config.training.flash_attention = "auto"
     config.training.mixed_precision_param = "bfloat16" if ranks.device.type == "cuda" else "float32"
-    config.activation_checkpoint.mode = ac
+    config.activation_checkpoint.mode = "none"
     dims = ParallelDims(1, ranks.size, 1, 1, 1, 1, 1, ranks.size)
     torch.manual_seed(0)
     return build_model(source, config, dims, ranks.device)
 
 
-class Servers:
-    """Servers of --urls and receiver processes of --receivers. `urls` is empty on ranks other than 0.
-
-    Attributes:
-        count: How many there are, on every rank.
-        faulty: Address of the first receiver process, to which faults are sent; None where there is none.
-    """
-
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, resources: ExitStack):
-        self.urls: list[str] = list(args.urls) if ranks.rank == 0 else []
-        spawned = []
-        for device in args.receivers if ranks.rank == 0 else []:
-            spawned.append(Receivers(1, device))
-            resources.callback(spawned[-1].close)
-        for receivers in spawned:  # they start side by side
-            self.urls += receivers.urls
-        for url in self.urls:
-            VllmControl(url, None, args.timeout_s).wait_healthy(_HEALTH_TIMEOUT_S)
-        self.count = int(ranks.agree(len(self.urls)))
-        self.faulty = spawned[0].urls[0] if spawned else None
-
-
 def connected(
     model: torch.nn.Module, source: ModelSource, settings: job_config.WeightSync, urls: list[str], ranks: Ranks
 ) -> tuple[WeightSync, Fleet | None]:
-    """A new connection to the servers. The fleet is None on ranks other than 0."""
+    """A connection to healthy servers. The fleet is None on ranks other than 0."""
     fleet = None
     if ranks.rank == 0:
         control_s = settings.timeout_seconds
         fleet = Fleet(urls, lambda url: Server(url, VllmControl(url, None, control_s), engine=ENGINES["vllm"]))
+        for server in fleet.servers:
+            server.control.wait_healthy(_HEALTH_TIMEOUT_S)
     published = published_weights(model, source, wire_dtype(settings, ranks.device))
     if info := published.announced.get("adapter"):  # the base is random: no server has it
         published = dataclasses.replace(published, announced={"adapter": info | {"base": {}}})
@@ -155,13 +105,3 @@ def change(model: torch.nn.Module) -> None:
     """Change every weight, on this rank's shards."""
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     torch._foreach_add_([p for p in locals_ if p.numel()], 1 / 64)
-
-
-def bounded(future: "Future[T]", timeout_s: float, what: str, check: Callable[[], object] = lambda: None) -> T:
-    """The future's result, waited for at most `timeout_s`. `check` may raise to end the wait earlier."""
-    deadline = time.monotonic() + timeout_s
-    while not wait([future], 0.1).done:
-        check()
-        if time.monotonic() > deadline:
-            raise UserError(f"timed out after {timeout_s:g} s waiting for {what}")
-    return future.result()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
-from tests.helpers.ranks import Ranks
 
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
@@ -40,8 +38,7 @@ SMALL += ["--microbatches", "2", "--steps", "2", "--warmup", "1"]
         ("--prompt-share -0.1", "-0.1 is not in [0, 1)"),
         ("--steps 0", "0 is under 1"),
         ("--peak-tflops 0", "0 is not a positive number"),
-        ("--what logprobs offload --profile x", "--profile is of training steps"),
-        ("--what torchtitan trl --lora 4", "--lora is for the contender ours"),
+        ("--what torchtitan --lora 4", "--lora is for the contender ours"),
         ("--lora -1", "-1 is negative"),
         ("--micro 2", "unrecognized arguments: --micro 2"),
         ("-- training.steps 3", "'training.steps' is not --section.key"),
@@ -55,8 +52,8 @@ def test_bad_arguments_are_refused_with_what_to_change(arguments, message, capsy
 
 
 def test_torchtitan_comes_first_so_that_ratios_are_known_at_once():
-    args = bench.parse_arguments(["--what", "logprobs", "ours", "torchtitan", "--", "--training.max_norm", "0.5"])
-    assert args.what == ["torchtitan", "ours", "logprobs"]
+    args = bench.parse_arguments(["--what", "ours", "torchtitan", "--", "--training.max_norm", "0.5"])
+    assert args.what == ["torchtitan", "ours"]
     assert args.flags == {"training.max_norm": "0.5"}
     assert [runs.ac_of("auto", shape) for shape in ("0.6b", "4b")] == ["none", "selective"]
     assert runs.ac_of("full", "0.6b") == "full"
@@ -144,53 +141,22 @@ def test_kernels_are_told_apart_by_name(name, expected):
     assert kernel_class(name) == expected
 
 
-class Forked:
-    """A contender in a process that need not import anything."""
-
-    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
-        module = command.index("-m") + 1
-        self.run = Ranks(1, *command[module:], log=log, environment=os.environ | environment)
-
-    def status(self) -> int | None:
-        return self.run.poll()
-
-    def said(self) -> str:
-        return self.run.log
-
-    def close(self) -> None:
-        self.run.kill()
-
-
-def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys, monkeypatch):
-    """Our trainer's process starts as a user's does. The others are forked, as imports take longer than they run."""
+def test_a_small_run_on_a_cpu(tmp_path, capsys):
+    """Our trainer's process starts as a user's does."""
     out = tmp_path / "found.jsonl"
-    real = runs.Process
-
-    def start(command, log, environment):
-        return (real if log.parent.name == "tiny_ours" else Forked)(command, log, environment)
-
-    monkeypatch.setattr(runs, "Process", start)
     words = [*SMALL, "--prompt-share", "0.3", "--json", str(out), "--profile", str(tmp_path / "profile")]
-    words += ["--what", "ours", "transformers", "logprobs", "offload"]
+    words += ["--what", "ours"]
     assert bench.main([*words, "--", "--training.max_norm", "0.5"]) == 0
     said = capsys.readouterr().out
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     steps = {line["contender"]: line for line in lines if line["table"] == "steps"}
-    assert set(steps) == {"ours", "transformers"}
+    assert set(steps) == {"ours"}
     for row in steps.values():
         assert (row["tokens"], row["trained_tokens"]) == (2 * 64, 2 * 2 * 23)
         assert row["tokens_per_s_gpu"] == pytest.approx(2 * 64 / row["step_ms"] * 1e3)
         assert row["forward_backward_ms"] > 0 and row["optimizer_ms"] > 0 and row["mfu_percent"] > 0
         assert 5 < row["first_loss"] < 15  # nats a token, over 512 tokens, tied weights as they start
     assert steps["ours"]["estimate_gib"] > 0
-    ways = [(line["way"], line["pass"]) for line in lines if line["table"] == "logprobs"]
-    assert ways == [
-        (way, kind) for way in ("full logits", "token_logprobs") for kind in ("forward", "forward + backward")
-    ]
-    offload = [line for line in lines if line["table"] == "offload"]
-    names = ["off", "blocking .to()", "offload_optimizer_states_for_logprob", 'optimizer_states = "host"']
-    assert [row["way"] for row in offload] == names
-    assert all(row["step_ms"] > 0 and row["state_gib"] > 0 for row in offload)
     assert not any("error" in line for line in lines)
     for name in steps:
         title = f"tiny {name} max_norm=0.5: device time of one step by class"
@@ -199,34 +165,32 @@ def test_a_small_run_of_all_that_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert "| shape | contender | lora | gpus | work | ac | compile | tokens_per_s_gpu |" in said
 
 
-def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
-    """What children leave behind: an error, nothing at all, a row, some of the rows."""
-    logprobs_row = {"way": "w", "pass": "forward", "compile": "no", "ms": 1.0}
-    offload_row = {"way": "off", "step_ms": 2.0, "exposed_ms": 0.0, "freed_gib": 0.0}
-    outcomes = {
-        "torchtitan": ("raise SystemExit(3)", None),
-        "ours": ("raise SystemExit(1)", {"error": "out of memory: CUDA out of memory."}),
-        "transformers": ("import time; time.sleep(60)", None),
-        "logprobs": ("", logprobs_row),
-        "offload": ("import time; time.sleep(60)", offload_row),
-    }
+@pytest.mark.parametrize(
+    ("code", "left", "row"),
+    [
+        ("raise SystemExit(3)", {}, {"error": "exit status 3"}),
+        ("raise SystemExit(1)", {"error": "out of memory: CUDA"}, {"error": "out of memory: CUDA"}),
+        ("import time; time.sleep(60)", {}, {"error": "not done after 1 s (--run-limit-s)"}),
+        ("", {"step_ms": 1.0}, {"step_ms": 1.0}),
+    ],
+)
+def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(code, left, row, tmp_path, monkeypatch, capsys):
+    """What children leave behind: nothing at all, an error, a row."""
     real = runs.Process
 
     def start(command, log, environment):
         folder = Path(command[-1])
-        code, row = outcomes[json.loads((folder / "job.json").read_text())["contender"]]
-        (folder / "rows.jsonl").write_text(json.dumps(row) + "\n" if row else "")
-        return real([sys.executable, "-S", "-c", code], log, environment)
+        is_first = json.loads((folder / "job.json").read_text())["contender"] == "torchtitan"
+        own = left if is_first else {"step_ms": 2.0}
+        (folder / "rows.jsonl").write_text(json.dumps(own) + "\n" if own else "")
+        return real([sys.executable, "-S", "-c", code if is_first else ""], log, environment)
 
     monkeypatch.setattr(runs, "Process", start)
     monkeypatch.setattr(runs, "LEAST_S", 0.1)
-    args = bench.parse_arguments(["--what", *outcomes, "--gpus", "2", "--run-limit-s", "1"])
+    args = bench.parse_arguments(["--gpus", "2", "--run-limit-s", "1"])
     assert runs.steps(args, Output(True, tmp_path / "found.jsonl")) == 0
-    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    rows = {line["contender"]: line.get("error", "") for line in lines}
-    assert rows["torchtitan"] == "exit status 3"
-    assert rows["ours"] == "out of memory: CUDA out of memory."
-    assert rows["transformers"] == "not done after 1 s (--run-limit-s)"
-    assert rows["logprobs"] == ""
-    assert [line.get("way", "not done") for line in lines if line["contender"] == "offload"] == ["off", "not done"]
-    assert "out of memory" in capsys.readouterr().out
+    first, second = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    found = {"table": "steps", "shape": "0.6b", "lora": 0}
+    assert first == found | {"contender": "torchtitan"} | row
+    assert second == found | {"contender": "ours", "step_ms": 2.0}
+    assert row.get("error", "") in capsys.readouterr().out

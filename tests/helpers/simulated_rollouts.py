@@ -6,18 +6,20 @@ trainer takes `train_s` for a step; new weights are in service `push_s` later. N
 
 import heapq
 import statistics
+import sys
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+
+from tests.helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 from async_bench.long_tail import draw_lengths
-from bench_common.output import Output, Row
 
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.pace import Pace
 
-COLUMNS = "age run_ahead first_20_of_bound first_20_s of_bound step_s longest_step longest_to_median groups"
 FIRST, STEPS = 20, 60
 
 
@@ -149,7 +151,7 @@ def simulate(schedule: Schedule, steps: int = STEPS, seed: int = 0) -> tuple[lis
     return result, pace.groups if pace else (schedule.age + 2) * schedule.prompts
 
 
-def row_of(schedule: Schedule, seeds: int = 3) -> Row:
+def row_of(schedule: Schedule, seeds: int = 3) -> dict[str, float]:
     """Means over the seeds; the longest step is that of all."""
     runs = [simulate(schedule, seed=seed) for seed in range(seeds)]
     bound = schedule.tokens_per_s
@@ -162,26 +164,7 @@ def row_of(schedule: Schedule, seeds: int = 3) -> Row:
     medians = [statistics.median(s for s, _ in part) for part in later]
     longest = [max(s for s, _ in part) for part in later]
     return {
-        "age": schedule.age,
-        "run_ahead": "auto" if schedule.auto else "full",
         "first_20_of_bound": share(first),
-        "first_20_s": statistics.fmean(sum(s for s, _ in part) for part in first),
         "of_bound": share(later),
-        "step_s": statistics.fmean(medians),
-        "longest_step": max(longest),
         "longest_to_median": max(most / median for most, median in zip(longest, medians, strict=True)),
-        "groups": statistics.fmean(groups for _, groups in runs),
     }
-
-
-def print_table(schedule: Schedule, ages: list[int], out: Output) -> None:
-    rows: list[dict[str, Any]] = [
-        row_of(replace(schedule, age=age, auto=auto)) for age in ages for auto in (True, False)
-    ]
-    what = "answer" if schedule.turns else "group"
-    out.table(
-        f"{schedule.prompts} x {schedule.samples} answers a step, {schedule.sequences} at once, {schedule.requests} "
-        f"requests of one {what} each; generation alone is {schedule.tokens_per_s:,.0f} tokens/s",
-        COLUMNS,
-        rows,
-    )

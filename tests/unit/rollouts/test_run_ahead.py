@@ -1,16 +1,11 @@
 """What `[async_grpo] run_ahead = "auto"` must reach without tuning, beside a simulated server and trainer."""
 
 import statistics
-import sys
 from dataclasses import replace
 
 import pytest
 
-from tests.helpers import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-from async_bench.simulate import Schedule, row_of, simulate
+from tests.helpers.simulated_rollouts import Schedule, row_of, simulate
 
 LONG_TAIL = Schedule(32, 16, 8, 512, 512, 12600.0, 5.0, 256.0, 1.0, 2048, turns=True)
 """Answers of up to 2,048 tokens, 256 on average: the longest takes as long as eight steps, which is the age."""
