@@ -14,7 +14,6 @@ import select
 import shutil
 import subprocess
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from process_group import free_port
+
 from chaos import episodes
 from chaos.in_flight import FLAGS
-from chaos.processes import TINY, Broken, Server, Trainer, metric_lines
+from chaos.processes import TINY, Broken, Server, Trainer, metric_lines, until
 from chaos.proxy import GENERATE, Proxy, Reply
 from chaos.report import Row, row
-from tests.helpers.ranks import free_port
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
 from torchtitan.grpo.process.stopping import STOPPED
 
@@ -205,16 +205,11 @@ class Foreign:
                 self.wrong.append(f"a thread of rank 0 stood still for {gap_s:.2f} s at {kind!r}")
 
     def _until(self, what: str, trainer: Trainer, ready: Any, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while not ready():
-            status = trainer.status()
-            if status is not None:
-                error = self.scratch / "error.json"
-                said = error.read_text() if error.exists() else ""
-                raise Broken(f"the run ended with {status} before: {what}\n{said}\n{trainer.log[-4000:]}")
-            if time.monotonic() > deadline:
-                raise Broken(f"not within {limit_s:g} s: {what}\n{trainer.log[-4000:]}")
-            time.sleep(0.05)
+        try:
+            until(what, ready, limit_s, trainer)
+        except Broken as broken:
+            error = self.scratch / "error.json"  # which says why it ended, even without a terminal
+            raise Broken(f"{broken}\n{error.read_text() if error.exists() else ''}") from None
 
     def _flags(self, url: str, model: Path) -> dict[str, str | None]:
         flags = FLAGS | {

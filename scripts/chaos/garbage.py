@@ -229,7 +229,7 @@ class Garbage:
                 wanted = len(watch.steps) + 3
                 watch.wait_for("three more steps", lambda: len(watch.steps) >= wanted, 30.0)
             except Broken:
-                if trainer.status() is None:
+                if trainer.poll() is None:
                     raise
                 last = self.spoiled[-1]
                 reason = [line for line in trainer.log.splitlines() if "rror: " in line or "rror:" in line][-1:]

@@ -81,7 +81,7 @@ def _train(parent: Path, seed: int, faults: bool) -> tuple[float, list[Injection
         if faults:
             watch.wait_for("the first step", lambda: watch.steps, 600.0)
             torment = Torment(
-                members, watch, random.Random(seed), lambda: trainer.status() is not None, pause_s=(5.0, 15.0)
+                members, watch, random.Random(seed), lambda: trainer.poll() is not None, pause_s=(5.0, 15.0)
             )
             torment.run(RUN_S)
             injections = [injection for injection in torment.injections if injection.in_at]

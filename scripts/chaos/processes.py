@@ -7,16 +7,18 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from process_group import ProcessGroup, free_port, wait_for
 
 from chaos import ROOT
 from chaos.aimed import Aim, name_process, named_process
-from tests.helpers.ranks import Ranks, free_port
-from tests.helpers.servers import group_members, plugin_path
+from tests.helpers.ranks import Ranks
+from tests.helpers.servers import plugin_path
 from tests.helpers.trainer_runs import environment
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
@@ -32,19 +34,9 @@ MARK = "CHAOS_MARK"
 GONE_S = 60.0
 """Longest time in which a run that was hit must have ended altogether."""
 ON_GPU = {
-    "vllm": [
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--skip-tokenizer-init",
-        "--max-model-len",
-        "64",
-        "--gpu-memory-utilization",
-        "0.2",
-        "--kv-cache-memory-bytes",
-        "500000000",
-    ],
-    "sglang": ["--dtype", "float32", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.2"],
+    "vllm": "--dtype float32 --enforce-eager --skip-tokenizer-init --max-model-len 64 --gpu-memory-utilization 0.2 "
+    "--kv-cache-memory-bytes 500000000",
+    "sglang": "--dtype float32 --skip-tokenizer-init --disable-cuda-graph --mem-fraction-static 0.2",
 }
 """Flags of small servers, several of which share a GPU."""
 START_S = {"embedded": 120.0, "vllm": 600.0, "sglang": 600.0}
@@ -52,6 +44,16 @@ START_S = {"embedded": 120.0, "vllm": 600.0, "sglang": 600.0}
 
 class Broken(AssertionError):
     """Something that the campaign promises did not hold. The message says what, with the end of the log."""
+
+
+def until(what: str, ready: Callable[[], object], limit_s: float, run: Any = None) -> None:
+    """Wait, while `run` goes on, if one is given: a `Trainer`, `Ranks` or a `ProcessGroup`.
+
+    Raises:
+        Broken: It ended, or `limit_s` have passed.
+    """
+    if why := wait_for(ready, limit_s, run.poll if run else lambda: None, 0.02):
+        raise Broken(f"{what}: {why}" + (f"\n{run.log[-6000:]}" if run else ""))
 
 
 class Trainer:
@@ -95,14 +97,11 @@ class Trainer:
         paths = [str(ROOT), str(HERE.parent), variables.get("PYTHONPATH")]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         script = HERE / "aimed.py"
-        self._process: Ranks | subprocess.Popen
+        self._process: Ranks | ProcessGroup
         if launcher == "torchrun":
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command += ["--max-restarts", str(restarts)]
-            with self.log_path.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [*command, str(script), *words], cwd=ROOT, env=variables, stdout=log, stderr=log, process_group=0
-                )
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+            command += ["--max-restarts", restarts, script, *words]
+            self._process = ProcessGroup(command, self.log_path, variables)
         elif launcher == "agent":
             arguments = ["--nproc-per-node", ranks, script, *words]
             self._process = Ranks(1, HERE / "agent.py", *arguments, log=self.log_path, environment=variables)
@@ -118,12 +117,11 @@ class Trainer:
         """Of rank 0; 0 if it does not run."""
         return named_process(self.scratch / "pid-rank 0") or 0
 
-    def status(self) -> int | None:
+    def poll(self) -> int | None:
         """The exit status; None while it runs. A rank that has failed ends the others."""
         status = self._process.poll()
         if status and isinstance(self._process, Ranks):
-            for process in self._process.processes:
-                process.terminate()
+            self._process.signal(signal.SIGTERM)
         return status
 
     def wait(self, limit_s: float, ready: Callable[[], object] = lambda: False) -> int | None:
@@ -135,14 +133,17 @@ class Trainer:
         Raises:
             Broken: It took longer than `limit_s`.
         """
-        deadline = time.monotonic() + limit_s
-        while self.status() is None or self.left():
-            if ready():
-                return None
-            if time.monotonic() > deadline:
-                raise Broken(self._stuck(limit_s))
-            time.sleep(0.02)
-        return self.status()
+        is_ready = False
+
+        def over() -> bool:
+            nonlocal is_ready
+            has_ended = self.poll() is not None and not self.left()
+            is_ready = not has_ended and bool(ready())
+            return has_ended or is_ready
+
+        if wait_for(over, limit_s, pause_s=0.02):
+            raise Broken(self._stuck(limit_s))
+        return None if is_ready else self.poll()
 
     def _stuck(self, limit_s: float) -> str:
         """What is left of it after its time, its fault, and where each thread of each process was. It ends them."""
@@ -161,9 +162,7 @@ class Trainer:
     def left(self) -> list[int]:
         """Its processes that still run: those that it forked, and those that it started."""
         own = {named_process(path) for path in self.scratch.glob("pid-*") if path.name != "pid-server"} - {None}
-        if isinstance(self._process, Ranks):
-            own |= {process.pid for process in self._process.processes if process.exitcode is None}
-        return sorted(own | set(marked(self.mark)))
+        return sorted({*own, *self._process.running(), *marked(self.mark)})
 
     def stop(self) -> None:
         """SIGTERM, as a user or a scheduler stops it."""
@@ -176,7 +175,6 @@ class Trainer:
         for pid in self.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait(20.0) if isinstance(self._process, subprocess.Popen) else None
 
     def __enter__(self) -> "Trainer":
         return self
@@ -204,16 +202,12 @@ class Server:
         self._folder = folder / name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._control = ENGINES[engine].control(self.url)
-        self._process: Ranks | subprocess.Popen
+        self._process: Ranks | ProcessGroup
         self.start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid if isinstance(self._process, subprocess.Popen) else self._process.processes[0].pid
-
-    @property
-    def log(self) -> str:
-        return (self._folder / "server.log").read_text(errors="replace")
+        return self._process.pid
 
     def start(self, model: Path | None = None) -> None:
         """Start it, with another model if one is given; it may not be running."""
@@ -222,26 +216,19 @@ class Server:
             arguments = ["--model", model, "--port", self.port, "--max-sequences", self._sequences]
             self._process = Ranks(1, EMBEDDED, *arguments, log=log, environment=environment())
             return
-        command = ["bash", f"scripts/serve_{self.engine}.sh", str(model), "--port", str(self.port)]
-        command += ["--load-format", "dummy", *(["--gpu", self._gpu, *ON_GPU[self.engine]] if self._gpu else ["--cpu"])]
+        command = ["bash", f"scripts/serve_{self.engine}.sh", model, "--port", self.port, "--load-format", "dummy"]
+        command += ["--gpu", self._gpu, *ON_GPU[self.engine].split()] if self._gpu else ["--cpu"]
         paths = [str(ROOT)]
         if self.engine == "vllm":
             plugin = self._folder / "plugin"
             paths.append(str(plugin if plugin.exists() else plugin_path(plugin)))
         paths.append(os.environ.get("PYTHONPATH", ""))
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with log.open("ab") as file:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=file, stderr=file, process_group=0
-            )
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._process = ProcessGroup(command, log, variables)
 
     def signal(self, number: int) -> None:
         """To the server, with all processes that belong to it."""
-        with contextlib.suppress(ProcessLookupError):
-            if isinstance(self._process, subprocess.Popen):
-                os.killpg(self._process.pid, number)
-            else:
-                os.kill(self.pid, number)
+        self._process.signal(number)
 
     def kill(self) -> None:
         """kill -9, and until it is gone: its address is free then."""
@@ -249,13 +236,7 @@ class Server:
         self.wait_gone(20.0)
 
     def wait_gone(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while self._process.poll() is None or (
-            isinstance(self._process, subprocess.Popen) and group_members(self._process.pid)
-        ):
-            if time.monotonic() > deadline:
-                raise Broken(f"{self.name} at {self.url} is there {limit_s:g} s after it was told to go")
-            time.sleep(0.01)
+        until(f"{self.name} at {self.url} is gone", lambda: not self._process.running(), limit_s)
 
     def is_healthy(self) -> bool:
         try:
@@ -265,11 +246,7 @@ class Server:
 
     def wait_healthy(self) -> float:
         """Until it answers; the time at which it did."""
-        deadline = time.monotonic() + START_S[self.engine]
-        while not self.is_healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise Broken(f"{self.name} at {self.url} does not serve:\n{self.log[-4000:]}")
-            time.sleep(0.02)
+        until(f"{self.name} at {self.url} serves", self.is_healthy, START_S[self.engine], self._process)
         return time.time()
 
     def close(self) -> None:

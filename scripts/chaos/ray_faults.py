@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.processes import Broken, metric_lines
+from chaos.processes import Broken, metric_lines, until
 from chaos.report import Row, row
 from tests.helpers.ranks import Ranks
 from tests.helpers.ray_nodes import RANK, RANK_CORES, SERVER, RayNodes, driver
@@ -69,14 +69,14 @@ class RayFaults:
         run_folder = self.folder / "run"
         seen: dict[str, list[tuple[float, float]]] = {}
         with self._nodes() as nodes, driver(nodes, run_folder, FLAGS, SERVER_KEY="of-the-campaign") as run:
-            self._until("two servers in traffic", lambda: self._in_traffic(run_folder, 0), run, START_S)
+            until("two servers in traffic", lambda: self._in_traffic(run_folder, 0), START_S, run)
             for _ in range(self.rounds):
                 for fault in self._faults(nodes, run_folder):
                     seen.setdefault(fault.name, []).append(self._try(fault, run_folder, run))
             started = time.monotonic()
             run.kill()
             try:
-                self._until("nothing is left", lambda: not self._left(nodes, run_folder), None, GONE_S)
+                until("nothing is left", lambda: not self._left(nodes, run_folder), GONE_S)
             except Broken as error:
                 raise Broken(f"{error}{''.join(map(_described, self._left(nodes, run_folder)))}") from None
             seen["SIGKILL to the driver: nothing is left"] = [(time.monotonic() - started, 0.0)]
@@ -131,10 +131,10 @@ class RayFaults:
             again = line["sync/servers_restarted"] <= restarts if fault.ranks else serves and IN_TRAFFIC in after
             return bool(again) and line["step"] > step and self._in_traffic(run_folder, restarts + (not fault.ranks))
 
-        self._until(f"{fault.name}: noticed", noticed, run, NOTICED_S)
+        until(f"{fault.name}: noticed", noticed, NOTICED_S, run)
         noticed_s = time.monotonic() - started
         step = metric_lines(run_folder)[-1]["step"]
-        self._until(f"{fault.name}: recovered", recovered, run, RECOVERED_S)
+        until(f"{fault.name}: recovered", recovered, RECOVERED_S, run)
         return noticed_s, time.monotonic() - started
 
     def _in_traffic(self, run_folder: Path, restarts: float) -> bool:
@@ -147,16 +147,6 @@ class RayFaults:
 
     def _left(self, nodes: RayNodes, run_folder: Path) -> list[int]:
         return [*processes_of(run_folder), *nodes.actors(RANK), *nodes.actors(SERVER)]
-
-    def _until(self, what: str, ready: Callable[[], object], run: Ranks | None, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while not ready():
-            log = f"\n{run.log[-6000:]}" if run else ""
-            if run is not None and (status := run.poll()) is not None:
-                raise Broken(f"{what}: the run has ended with exit status {status}{log}")
-            if time.monotonic() > deadline:
-                raise Broken(f"{what}: not within {limit_s:g} s{log}")
-            time.sleep(0.05)
 
 
 def _described(pid: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.processes import Broken, Trainer, steps_of
+from chaos.processes import Trainer, steps_of, until
 
 _OUT = re.compile(r"(http://\S+) is (lost|out of traffic): (.*)")
 _IN = re.compile(r"(http://\S+) is in traffic, with weights of version (\d+)")
@@ -89,14 +89,7 @@ class Watch(threading.Thread):
         Raises:
             Broken: It ended, or `limit_s` have passed.
         """
-        deadline = time.monotonic() + limit_s
-        while not ready():
-            status = self._trainer.status()
-            if status is not None:
-                raise Broken(f"the run ended with {status} before: {what}\n{self._trainer.log[-6000:]}")
-            if time.monotonic() > deadline:
-                raise Broken(f"not within {limit_s:g} s: {what}\n{self._trainer.log[-6000:]}")
-            time.sleep(0.01)
+        until(what, ready, limit_s, self._trainer)
 
     def _measure(self, now: float) -> None:
         process = Path(f"/proc/{self._trainer.pid}")

@@ -4,14 +4,11 @@ With CUDA they import for themselves.
 Otherwise they are as torchrun or a shell starts them: a script with arguments, environment, folder and log of its own.
 """
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
 import runpy
-import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,6 +20,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from process_group import free_port, wait_for
 
 from tests.helpers import ROOT
 
@@ -82,12 +80,22 @@ class Ranks:
                 process.start()
 
     @property
+    def pid(self) -> int:
+        """Of rank 0."""
+        return self.processes[0].pid
+
+    @property
     def returncode(self) -> int | None:
         return self.poll()
 
     def send_signal(self, number: int) -> None:
-        for process in self.processes:
-            os.kill(process.pid, number)
+        for pid in self.running():
+            os.kill(pid, number)
+
+    signal = send_signal  # as a `ProcessGroup` has it: to all of them
+
+    def running(self) -> list[int]:
+        return [process.pid for process in self.processes if process.exitcode is None]
 
     @property
     def log(self) -> str:
@@ -122,13 +130,8 @@ class Ranks:
 
     def wait_until(self, what: str, ready: Callable[[], object], timeout_s: float = WAIT_S) -> None:
         """Until `ready`, while all of them run; fails the test if one ends before, or after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while not ready():
-            if self.poll() is not None:
-                self._fail(f"ended before: {what}")
-            if time.monotonic() > deadline:
-                self._fail(f"after {timeout_s:g} s not yet: {what}")
-            time.sleep(0.05)
+        if why := wait_for(ready, timeout_s, self.poll):
+            self._fail(f"{what}: {why}")
 
     def _fail(self, why: str) -> NoReturn:
         before = self.log
@@ -148,17 +151,6 @@ class Ranks:
             process.kill()
         for process in self.processes:
             process.join(STOP_S)
-
-
-def free_port() -> int:
-    """A port that nobody listens at. Not one of those that the system gives to outgoing connections, which may take it
-    before the server that it is for.
-    """
-    while True:
-        port = 10_000 + secrets.randbelow(22_768)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def _run(script: Path | str, arguments: list[str], environ: dict[str, str], cwd: Path, log: Path) -> None:

@@ -1,10 +1,7 @@
 """Real inference servers for the integration tests."""
 
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from process_group import ProcessGroup
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import free_port
@@ -50,7 +48,7 @@ class RunningServer:
 
     url: str
     model_dir: Path
-    process: subprocess.Popen
+    process: ProcessGroup
     log_path: Path
 
 
@@ -129,60 +127,16 @@ def serve_command(
     In the tests' session: from one of its own (Linux shares cores out among sessions first, sched_autogroup_enabled) a
     vLLM that generated on two cores kept five processes of the tests from running at all for up to 9 s at a time.
     """
-    log_path = folder / "server.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-    server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, log_path)
+    process = ProcessGroup(command, folder / "server.log", {"OMP_NUM_THREADS": "1"} | environment)
+    server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, process.log_path)
     try:
         try:
             VllmControl(server.url).wait_healthy(START_S, process)
         except Exception as error:
-            pytest.fail(f"{error}\n{log_path.read_text(errors='replace')[-4000:]}")
+            pytest.fail(f"{error}\n{process.said()}")
         yield server
     finally:
-        stop_group(process)
-
-
-def stop_group(process: subprocess.Popen) -> None:
-    """End `process`, the leader of its group, and its whole group: the engines' workers are children of the API server.
-
-    What outlives the leader is killed; it would hold memory and cores while other tests run.
-    """
-    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(STOP_S)
-    kill_group(process)
-
-
-def kill_group(process: subprocess.Popen) -> None:
-    """kill -9 to a whole group, even where its leader is gone: a server that crashed may leave workers."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(STOP_S)
-    deadline = time.monotonic() + STOP_S
-    while left := group_members(process.pid):
-        if time.monotonic() > deadline:
-            pytest.fail(f"processes {left} of a server's group are there {STOP_S:g} s after they were killed")
-        time.sleep(0.05)
-
-
-def group_members(group: int) -> list[int]:
-    """Processes of a process group that run (Linux); zombies that nobody has waited for yet do not count."""
-    members = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            # After the name, in parentheses and with any character in it: state, parent, group.
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                members.append(int(path.parent.name))
-    return members
+        process.close(STOP_S)  # the engines' workers too, which would hold memory and cores while other tests run
 
 
 @contextmanager

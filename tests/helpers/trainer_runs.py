@@ -5,13 +5,13 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from process_group import ProcessGroup, wait_for
 
 from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import WAIT_S, Ranks, free_port
@@ -107,42 +107,29 @@ class EndlessRun:
     def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int, torchrun: bool) -> None:
         self.folder = folder
         self.log_path = folder.parent / "log.txt"
-        self.process: subprocess.Popen | Ranks
-        if not torchrun:
-            own = arguments(folder, ENDLESS | flags)
+        own = arguments(folder, ENDLESS | flags)
+        self.process: ProcessGroup | Ranks
+        if torchrun:
+            self.process = ProcessGroup(command(folder, ENDLESS | flags, ranks), self.log_path, environment())
+        else:
             self.process = Ranks(ranks, ROOT / "grpo_train.py", *own, log=self.log_path, environment=environment())
-            return
-        with self.log_path.open("w") as log:
-            self.process = subprocess.Popen(
-                command(folder, ENDLESS | flags, ranks),
-                cwd=ROOT,
-                env=environment(),
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
 
     @property
     def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        return self.process.log
 
     def wait_for(self, what: str, ready: Callable[[], object], timeout_s: float = WAIT_S) -> None:
         """Wait while the run goes on."""
         if isinstance(self.process, Ranks):
             self.process.wait_until(what, ready, timeout_s)
-            return
-        deadline = time.monotonic() + timeout_s
-        while not ready():
-            assert self.process.poll() is None, f"the run ended before: {what}\n{self.log[-4000:]}"
-            assert time.monotonic() < deadline, f"timed out waiting: {what}\n{self.log[-4000:]}"
-            time.sleep(0.1)
+        else:
+            why = wait_for(ready, timeout_s, self.process.poll)
+            assert not why, f"{what}: {why}\n{self.process.said()}"
 
     def wait_until_gone(self, timeout_s: float) -> None:
         """Nothing that names the run's folder is left."""
-        deadline = time.monotonic() + timeout_s
-        while processes_of(self.folder):
-            assert time.monotonic() < deadline, f"still running: {processes_of(self.folder)}"
-            time.sleep(0.1)
+        why = wait_for(lambda: not processes_of(self.folder), timeout_s)
+        assert not why, f"still running: {processes_of(self.folder)}"
 
 
 @contextmanager

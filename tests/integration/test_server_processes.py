@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.servers import group_members, serve
+from tests.helpers.servers import serve
 
 # A server whose worker outlives it: each asks not to be ended, the worker even after its parent is gone.
 STUBBORN = """
@@ -28,5 +28,5 @@ def test_a_stopped_server_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(STUBBORN)
     (tmp_path / "serve.sh").write_text(f'exec "{sys.executable}" "{tmp_path}/server.py" "$4"\n')
     with serve(tmp_path / "serve.sh", tmp_path, tmp_path / "model") as server:
-        assert len(group_members(server.process.pid)) == 2
-    assert group_members(server.process.pid) == []
+        assert len(server.process.running()) == 2
+    assert server.process.running() == []

@@ -60,7 +60,7 @@ def test_a_stopped_run_leaves_nothing_behind(mode, number, tmp_path):
             os.kill(server, signal.SIGSTOP)
             time.sleep(1.5)  # a push is under way then, and does not get on
         if number == signal.SIGINT:  # Ctrl-C reaches the whole foreground group
-            os.killpg(run.process.pid, number)
+            run.process.signal(number)
         else:
             run.process.send_signal(number)
         assert run.process.wait(60) != 0
@@ -109,7 +109,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_although_rank_0_waits_for_an
 
 def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path):
     with endless(tmp_path / "run", BACKGROUND, torchrun=True) as run:
-        run.process.kill()
+        run.process.send_signal(signal.SIGKILL)
         run.process.wait(30)
         run.wait_until_gone(30)
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.served_logprobs import answer_logprobs, worst_logprob_difference
-from tests.helpers.servers import ONE_PROCESS, RunningServer, declare_plugin, group_members, serve_vllm
+from tests.helpers.servers import ONE_PROCESS, RunningServer, declare_plugin, serve_vllm
 from tests.helpers.trainer_runs import train
 from tests.helpers.weight_senders import CPU, SYNC, AdapterTrainer, changed, fleet_of, trainer_of, weights_of
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
@@ -127,7 +127,7 @@ def test_fifty_versions_take_no_more_memory_than_five(server: RunningServer):
         sync.publish(version)
         seconds.append(time.monotonic() - started)
         if version in (5, VERSIONS):
-            sizes.append(sum(resident_bytes(pid) for pid in group_members(server.process.pid)))
+            sizes.append(sum(resident_bytes(pid) for pid in server.process.running()))
     assert VllmControl(server.url).weight_version() == version_name(VERSIONS)
     assert worst_logprob_difference(server.url, model) <= TOLERANCE
     print(f"grew by {(sizes[1] - sizes[0]) >> 10} KiB; {1e3 * sorted(seconds)[VERSIONS // 2]:.0f} ms a version")

@@ -182,7 +182,7 @@ def start_servers(folder: Path, args: argparse.Namespace, out: Output, resources
         out.say(f"server {i} on {device}: {servers[-1].url}, log {log}")
     start = time.monotonic()
     for server in servers:
-        server.wait()
+        server.wait_healthy()
     out.say(f"  {len(servers)} server(s) answer after {time.monotonic() - start:.0f} s")
     return [server.url for server in servers]
 

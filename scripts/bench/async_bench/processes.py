@@ -3,12 +3,12 @@
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from bench_common.arguments import as_flags
-from bench_common.process import Process, device_environment, free_port, import_environment, read_lines
+from bench_common.process import device_environment, import_environment, limited, read_lines
+from process_group import ProcessGroup, free_port, wait_for
 
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
@@ -24,8 +24,8 @@ _FLAGS = {
 """Each engine's flags for the limits on sequences and on tokens, and flags without a value."""
 
 
-class Server(Process):
-    """One server of a model folder on one device. `url` answers once `wait` has returned."""
+class Server(ProcessGroup):
+    """One server of a model folder on one device. `url` answers once `wait_healthy` has returned."""
 
     def __init__(
         self, engine: str, model: Path, device: str, log: Path, max_tokens: int, max_sequences: int, flags: str
@@ -44,19 +44,14 @@ class Server(Process):
         command += ["--port", port, sequences, str(max_sequences), length, str(max_tokens), *more, *shlex.split(flags)]
         super().__init__(command, log, device_environment([device]))
 
-    def wait(self, limit_s: float = START_LIMIT_S) -> None:
+    def wait_healthy(self) -> None:
         """Until it answers.
 
         Raises:
-            UserError: It ended, or does not answer within `limit_s`; with the end of its log.
+            UserError: It ended, or does not answer within `START_LIMIT_S`; with the end of its log.
         """
-        deadline = time.monotonic() + limit_s
-        while not healthy(self._engine, self.url):
-            if self.status() is not None:
-                raise UserError(f"{self.url} ended with exit status {self.status()}; {self.said()}")
-            if time.monotonic() > deadline:
-                raise UserError(f"{self.url} does not answer after {limit_s:g} s; {self.said()}")
-            time.sleep(POLL_S)
+        if why := wait_for(lambda: healthy(self._engine, self.url), START_LIMIT_S, self.poll, POLL_S):
+            raise UserError(f"{self.url} does not answer: {why}; {self.said()}")
 
 
 def healthy(engine: str, url: str) -> bool:
@@ -90,10 +85,10 @@ def train(
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     words += ["grpo_train.py", *as_flags(flags), "--job.dump_folder", str(folder)]
     environment = device_environment(devices) | import_environment()
-    return follow(Process(words, folder.parent / f"{folder.name}.log", environment), name, folder, limit_s, show)
+    return follow(ProcessGroup(words, folder.parent / f"{folder.name}.log", environment), name, folder, limit_s, show)
 
 
-def follow(run: Process, name: str, folder: Path, limit_s: float, show: Callable[[dict], bool]) -> str:
+def follow(run: ProcessGroup, name: str, folder: Path, limit_s: float, show: Callable[[dict], bool]) -> str:
     """Wait for a run that writes `folder`/metrics.jsonl, and end it.
 
     Args:
@@ -103,19 +98,14 @@ def follow(run: Process, name: str, folder: Path, limit_s: float, show: Callable
     Returns:
         "" if it ended well or `show` had seen enough, else what went wrong.
     """
-    deadline = time.monotonic() + limit_s
-    try:
-        seen = 0
-        while True:
-            ended = run.status()  # before the last look at the file
-            lines = read_lines(folder / "metrics.jsonl")
-            if any([show(line) for line in lines[seen:]]):  # a list: every line is shown
-                return ""
-            seen = len(lines)
-            if ended is not None:
-                return f"{name}: exit status {ended}; {run.said()}" if ended else ""
-            if time.monotonic() > deadline:
-                return f"{name}: ended after {limit_s:.0f} s (--run-limit-s) with {seen} lines; {run.said()}"
-            time.sleep(POLL_S)
-    finally:
-        run.close()
+    seen = 0
+
+    def enough() -> bool:
+        nonlocal seen
+        lines = read_lines(folder / "metrics.jsonl")[seen:]
+        seen += len(lines)
+        return any([show(line) for line in lines])  # a list: every line is shown
+
+    with run:
+        why = wait_for(enough, limit_s, run.poll, POLL_S)
+        return f"{name}: {limited(why)}, {seen} lines; {run.said()}" if why and run.poll() != 0 else ""

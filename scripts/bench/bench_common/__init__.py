@@ -6,3 +6,4 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "scripts"))  # for what all scripts share

@@ -1,23 +1,16 @@
-"""How a benchmark runs: its exit status, its child processes, its place in a process group. Every wait is bounded."""
+"""How a benchmark runs: its exit status, its place among ranks, the environment of its child processes."""
 
-import contextlib
 import faulthandler
 import json
 import os
-import shlex
 import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from bench_common import BENCH, ROOT
+from process_group import free_port
 
-LOG_TAIL_CHARS = 3000
-GRACE_S = 40.0
-"""Longer than the 30 s that torchrun gives its ranks. They have sessions of their own, so they survive its SIGKILL."""
+from bench_common import BENCH, ROOT
 
 
 def run_program(run: Callable[[], int], limit_s: float) -> int:
@@ -39,12 +32,6 @@ def run_program(run: Callable[[], int], limit_s: float) -> int:
         return 130
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def join_torchrun() -> None:
@@ -77,38 +64,6 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-class Process:
-    """A command in a process group of its own. `close` ends the whole group: SIGTERM, after `GRACE_S` SIGKILL."""
-
-    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]):
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log
-        with log.open("wb") as file:
-            file.write(f"$ {shlex.join(command)}\n".encode())
-            file.flush()
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
-
-    def status(self) -> int | None:
-        """The exit status, None while it runs."""
-        return self._process.poll()
-
-    def said(self) -> str:
-        return f"{self.log} ends with:\n{self.log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
-
-    def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            # The group, not the leader: a child that outlives the leader would keep its GPU.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-                if number == signal.SIGTERM:
-                    time.sleep(0.2)
+def limited(why: str) -> str:
+    """`wait_for`'s reason, with the flag that is the limit."""
+    return why + " (--run-limit-s)" * why.startswith("not within")

@@ -13,8 +13,9 @@ from async_bench.processes import follow, train
 from bench_common import BENCH
 from bench_common.arguments import as_flags
 from bench_common.output import Output
-from bench_common.process import Process, device_environment, import_environment, read_lines
+from bench_common.process import device_environment, import_environment, read_lines
 from learning_bench.reached import REWARD
+from process_group import ProcessGroup
 
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
@@ -130,7 +131,7 @@ def run_trl(args: argparse.Namespace, out: Output) -> bool:
         own = flags | {"optimizer.lr": lr, "debug.seed": seed, "job.dump_folder": folder}
         command = [args.python, str(BENCH / "learning_bench" / "trl_run.py"), args.trainer, vllm]
         environment = device_environment(args.gpus) | import_environment()
-        process = Process([*command, *as_flags(own)], folder.parent / f"{folder.name}.log", environment)
+        process = ProcessGroup([*command, *as_flags(own)], folder.parent / f"{folder.name}.log", environment)
         return follow(process, title, folder, limit_s, _show(out))
 
     wanted = [

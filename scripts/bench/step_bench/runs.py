@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 from bench_common.output import Output, Row, cell
-from bench_common.process import Process, device_environment, import_environment, nvls_environment, read_lines
+from bench_common.process import device_environment, import_environment, limited, nvls_environment, read_lines
 from bench_common.shapes import hf_config
+from process_group import ProcessGroup, wait_for
 
 POLL_S = 0.2
 LEAST_S = 20.0
@@ -67,21 +68,12 @@ def run_child(args: argparse.Namespace, shape: str, name: str, rank: int, limit_
     if args.gpus > 1:
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus), "--no-python"]
         command = [sys.executable, *start, *command]
-    child = Process(command, folder / "log.txt", environment)
-    try:
-        deadline = time.monotonic() + limit_s
-        while child.status() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        ended, said = child.status(), child.said()
-    finally:
-        child.close()
+    with ProcessGroup(command, folder / "log.txt", environment) as child:
+        why = wait_for(lambda: child.poll() == 0, limit_s, child.poll, POLL_S)
     rows = read_lines(folder / "rows.jsonl")
-    errors = [row for row in rows if "error" in row]
-    if not errors and ended != 0:
-        error = f"not done after {limit_s:.0f} s (--run-limit-s)" if ended is None else f"exit status {ended}"
-        errors = [{"error": error}]
+    errors = [row for row in rows if "error" in row] or [{"error": limited(why)}] * bool(why)
     if errors:
-        print(f"{shape} {name}: {errors[0]['error']}; {said}", file=sys.stderr)
+        print(f"{shape} {name}: {errors[0]['error']}; {child.said()}", file=sys.stderr)
     return [row for row in rows if row not in errors] + errors[:1]
 
 

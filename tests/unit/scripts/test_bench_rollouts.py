@@ -20,7 +20,7 @@ import rollouts as bench  # noqa: E402
 from async_bench import alone, generation, long_tail, measured, modes, processes  # noqa: E402
 from async_bench.model import make_model  # noqa: E402
 from bench_common.arguments import as_flags  # noqa: E402
-from bench_common.process import Process  # noqa: E402
+from process_group import ProcessGroup  # noqa: E402
 
 from torchtitan.grpo.config.load import load_config  # noqa: E402
 from torchtitan.grpo.data.prompts import load_tokenizer  # noqa: E402
@@ -174,21 +174,21 @@ def test_processes_that_fail_or_take_too_long_say_so(tmp_path, monkeypatch):
     code = ""
 
     def start(_command, log, environment):
-        return Process([sys.executable, "-S", "-c", code], log, environment)
+        return ProcessGroup([sys.executable, "-S", "-c", code], log, environment)
 
-    monkeypatch.setattr(processes, "Process", start)
+    monkeypatch.setattr(processes, "ProcessGroup", start)
     monkeypatch.setattr(processes, "POLL_S", 0.05)
     code = "raise SystemExit('group_sizes is unknown')"
     error = processes.train("sync", {}, ["cpu"], tmp_path / "sync", 60, lambda _: False)
-    assert error.startswith("sync: exit status 1") and "group_sizes is unknown" in error
+    assert error.startswith("sync: ended with exit status 1") and "group_sizes is unknown" in error
     code = "import time; time.sleep(60)"
     error = processes.train("slow", {}, ["cpu"], tmp_path / "slow", 0.1, lambda _: False)
-    assert "ended after 0 s (--run-limit-s) with 0 lines" in error
+    assert "slow: not within 0.1 s (--run-limit-s), 0 lines" in error
 
     monkeypatch.setattr(processes.sys, "executable", "/bin/false")
     server = processes.Server("embedded", tmp_path / "nothing", "cpu", tmp_path / "server.log", 64, 4, "")
     with pytest.raises(UserError, match=r"ended with exit status 1(.|\n)*--max-sequences 4 --max-model-len 64"):
-        server.wait(60)
+        server.wait_healthy()
     server.close()
 
 

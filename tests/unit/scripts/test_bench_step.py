@@ -168,15 +168,15 @@ def test_a_small_run_on_a_cpu(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("code", "left", "row"),
     [
-        ("raise SystemExit(3)", {}, {"error": "exit status 3"}),
+        ("raise SystemExit(3)", {}, {"error": "ended with exit status 3"}),
         ("raise SystemExit(1)", {"error": "out of memory: CUDA"}, {"error": "out of memory: CUDA"}),
-        ("import time; time.sleep(60)", {}, {"error": "not done after 1 s (--run-limit-s)"}),
+        ("import time; time.sleep(60)", {}, {"error": "not within 1 s (--run-limit-s)"}),
         ("", {"step_ms": 1.0}, {"step_ms": 1.0}),
     ],
 )
 def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(code, left, row, tmp_path, monkeypatch, capsys):
     """What children leave behind: nothing at all, an error, a row."""
-    real = runs.Process
+    real = runs.ProcessGroup
 
     def start(command, log, environment):
         folder = Path(command[-1])
@@ -185,7 +185,7 @@ def test_a_contender_that_fails_is_a_row_and_the_next_one_runs(code, left, row, 
         (folder / "rows.jsonl").write_text(json.dumps(own) + "\n" if own else "")
         return real([sys.executable, "-S", "-c", code if is_first else ""], log, environment)
 
-    monkeypatch.setattr(runs, "Process", start)
+    monkeypatch.setattr(runs, "ProcessGroup", start)
     monkeypatch.setattr(runs, "LEAST_S", 0.1)
     args = bench.parse_arguments(["--gpus", "2", "--run-limit-s", "1"])
     assert runs.steps(args, Output(True, tmp_path / "found.jsonl")) == 0

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from process_group import group_members
 
-from tests.helpers.servers import group_members, processes_of, server_pids
+from tests.helpers.servers import processes_of, server_pids
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
