@@ -14,6 +14,8 @@ did not hold. The faults are drawn from --seed. Needs the test packages: pip ins
 """
 
 import argparse
+import dataclasses
+import importlib
 import os
 import signal
 import sys
@@ -39,28 +41,34 @@ def build_parser() -> argparse.ArgumentParser:
     resume.add_argument("--points", type=int, default=20, help="faults that must fall (default 20)")
     resume.add_argument("--ranks", type=int, default=1)
     resume.add_argument("--mode", choices=["sync", "async"], default="sync")
-    resume.add_argument("--async-saves", action="store_true", help='[checkpoint] async_mode = "async"')
+    resume.add_argument(
+        "--async-saves",
+        dest="async_mode",
+        action="store_const",
+        const="async",
+        default="disabled",
+        help='[checkpoint] async_mode = "async"',
+    )
     resume.add_argument("--launcher", choices=["agent", "torchrun"], default="agent", help="where torchrun is hit")
     resume.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where ranks train (default cpu)")
     resume.add_argument("--engine", choices=["embedded", "vllm"], default="embedded", help="vllm: with --mode async")
     resume.add_argument("--gpu", default="", metavar="I", help="where vLLM serves (default: the CPU)")
     names = [*RANKS, "torchrun", "server"]
     resume.add_argument("--targets", nargs="+", choices=names, default=[], help="processes to hit (default: all)")
-    resume.add_argument("--signals", nargs="+", choices=["SIGKILL", "SIGTERM"], default=[], help="default: both")
+    resume.add_argument("--signals", nargs="+", choices=["SIGKILL", "SIGTERM"], help="default: both")
     resume.add_argument("--when", choices=["any", "save", "steps"], default="any", help="where faults fall")
     resume.add_argument("--restarts", type=int, default=0, help="torchrun's --max-restarts: the run goes on by itself")
 
-    fleet = parts.add_parser("fleet", parents=[common], help="break servers")
-    fleet.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
-    fleet.add_argument("--servers", type=int, choices=[2, 3, 4], default=3)
+    servers = argparse.ArgumentParser(add_help=False)
+    servers.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
+    servers.add_argument("--servers", type=int, choices=[2, 3, 4], default=3)
+    fleet = parts.add_parser("fleet", parents=[common, servers], help="break servers")
     fleet.add_argument("--seconds", type=float, default=40.0, help="in which faults begin (default 40)")
     fleet.add_argument("--only", nargs="+", default=[], metavar="NAME", help="faults whose names begin so")
     fleet.add_argument("--gpu", default="", metavar="I", help="where vLLM or SGLang serves (default: the CPU)")
     fleet.add_argument("--transport", default="auto", help="with one GPU for all: gloo")
 
-    soak = parts.add_parser("soak", parents=[common], help="an hour of the same, and nothing grows")
-    soak.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
-    soak.add_argument("--servers", type=int, choices=[2, 3, 4], default=3)
+    soak = parts.add_parser("soak", parents=[common, servers], help="an hour of the same, and nothing grows")
     soak.add_argument("--seconds", type=float, default=3600.0, help="in which faults begin (default 3600)")
     soak.add_argument("--picture", type=Path, metavar="FILE", help="draw memory, threads, descriptors and step time")
 
@@ -79,52 +87,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+PARTS = {
+    "resume": ("resume", "Campaign"),
+    "fleet": ("fleet", "Fleet"),
+    "soak": ("soak", "Soak"),
+    "learn": ("learn", "Learn"),
+    "ray": ("ray_faults", "RayFaults"),
+    "data": ("foreign", "Foreign"),
+    "garbage": ("garbage", "Garbage"),
+}
+
+
 def make(args: argparse.Namespace, folder: Path) -> Any:
     """The part of the campaign. `run` makes rows of the table; afterwards `wrong` lists what did not hold."""
-    if args.part == "resume":
-        from chaos.resume import Campaign
-
-        return Campaign(
-            folder,
-            args.ranks,
-            args.mode,
-            args.points,
-            args.seed,
-            args.launcher,
-            args.jobs,
-            async_mode="async" if args.async_saves else "disabled",
-            on_gpus=args.device == "cuda",
-            engine=args.engine,
-            gpu=args.gpu,
-            targets=tuple(args.targets or (["rank 0"] if args.restarts else [])),
-            signals=tuple(signal.Signals[name] for name in args.signals),
-            when=args.when,
-            restarts=args.restarts,
-        )
-    if args.part == "fleet":
-        from chaos.fleet import Fleet
-
-        how = (args.only, args.gpu, args.transport)
-        return Fleet(folder, args.engine, args.servers, args.seconds, args.seed, *how)
-    if args.part == "soak":
-        from chaos.soak import Soak
-
-        return Soak(folder, args.engine, args.servers, args.seconds, args.seed)
-    if args.part == "learn":
-        from chaos.learn import Learn
-
-        return Learn(folder, args.seeds, args.seed, args.jobs)
-    if args.part == "ray":
-        from chaos.ray_faults import RayFaults
-
-        return RayFaults(folder, args.rounds)
-    if args.part == "data":
-        from chaos.foreign import Foreign
-
-        return Foreign(folder, args.mode, args.faults, args.seed)
-    from chaos.garbage import Garbage
-
-    return Garbage(folder, args.seed, args.rounds)
+    module, name = PARTS[args.part]
+    part = getattr(importlib.import_module(f"chaos.{module}"), name)
+    own = {field.name for field in dataclasses.fields(part)}
+    return part(folder, **{key: value for key, value in vars(args).items() if key in own})
 
 
 def main() -> int:
@@ -133,6 +112,8 @@ def main() -> int:
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         parser.error(f"--keep {args.keep} is not empty: name a new folder")
     if args.part == "resume":
+        args.targets = args.targets or ["rank 0"] * bool(args.restarts)
+        args.signals = [signal.Signals[name] for name in args.signals or ("SIGKILL", "SIGTERM")]
         if args.engine == "vllm" and args.mode == "sync":
             parser.error("--engine vllm needs --mode async: its answers are not the same bits in every run")
         if args.restarts and not set(args.targets) <= set(RANKS):

@@ -3,7 +3,6 @@
 
     python scripts/check_words.py                 # all documentation
     python scripts/check_words.py docs/async.md   # these files
-    python scripts/check_words.py --rev HEAD~1    # the same files as they were at a commit
 
 It prints one line per file and then each sentence that is too long. The exit status is 1 if a bound is broken.
 
@@ -20,7 +19,6 @@ How sentences are counted:
 
 import argparse
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -180,25 +178,13 @@ def read_files(root: Path, patterns: Iterable[str]) -> Iterator[tuple[str, str]]
             yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
 
 
-def read_commit(root: Path, rev: str, patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", root, *arguments], check=True, capture_output=True, text=True).stdout
-
-    names = git("ls-tree", "-r", "--name-only", rev).splitlines()
-    for pattern in patterns:
-        depth = pattern.count("/")
-        for name in sorted(name for name in names if Path(name).match(pattern) and name.count("/") == depth):
-            yield name, git("show", f"{rev}:{name}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="relative to the repository's root (default: all documentation)")
-    parser.add_argument("--rev", help="measure the files of this commit")
     options = parser.parse_args(arguments)
     root = Path(__file__).resolve().parents[1]
     patterns = options.files or FILES
-    files = list(read_commit(root, options.rev, patterns) if options.rev else read_files(root, patterns))
+    files = list(read_files(root, patterns))
     if not files:
         parser.error(f"no such file: {' '.join(patterns)}")
     text, is_good = report(files)

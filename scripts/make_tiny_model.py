@@ -89,7 +89,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> PretrainedConfig:
     )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="longest sequence")
     parser.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="share embedding and head")
     parser.add_argument("--weights", action="store_true", help="also write random weights as safetensors")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.family = args.family or ("qwen3_moe" if args.experts else "qwen3")
     args.experts = args.experts or 8
     args.ffn_dim = args.ffn_dim or 3 * args.dim

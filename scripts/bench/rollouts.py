@@ -9,7 +9,6 @@ model       a folder with random weights that never end an answer
 
 import argparse
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"prompt_tokens": 140, "age": 24, "microbatch_tokens": 16384, "sequences": 1024},
     "cpu": {"shape": "tiny", "mean": 24.0, "max_answer": 160, "prompts": 8, "samples": 4}
     | {"prompt_tokens": 12, "age": 2, "microbatch_tokens": 2048, "sequences": 64, "bound_s": 5.0}
-    | {"servers": ["cpu"], "trainers": ["cpu"], "engine": "embedded"},
+    | {"trainers": ["cpu"], "engine": "embedded"},
 }
 
 
@@ -54,12 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--warmup", type=positive, help="steps before them (default: the mode's age + 1, at least 4)")
     modes.add_argument("--compile", action="store_true", help="[compile] enable: its first steps take a minute")
     modes.add_argument("--trainers", nargs="+", type=device, default=["0"], metavar="GPU", help="a rank each; or cpu")
-    modes.add_argument("--servers", nargs="+", type=device, default=["1"], metavar="GPU", help="a server each; or cpu")
-    modes.add_argument("--urls", nargs="+", type=address, default=[], help="running servers, in place of --servers")
-    modes.add_argument("--devices", type=positive, help="GPUs in all, if servers of --urls share one")
+    modes.add_argument("--urls", nargs="+", type=address, required=True, help="running servers of OUT/model")
+    modes.add_argument("--devices", type=positive, help="GPUs in all, if servers share one")
     modes.add_argument("--engine", choices=["vllm", "sglang", "embedded"], default="vllm", help="default vllm")
     modes.add_argument("--sequences", type=positive, help="most answers under way at one server")
-    modes.add_argument("--server-flags", default="", help="more flags of the server, quoted as one argument")
     modes.add_argument("--bound-s", type=float, default=12.0, help="each measurement of generation alone; 0: none")
 
     alone = commands.add_parser("generation", allow_abbrev=False)
@@ -99,9 +96,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--bound-s {args.bound_s:g} is negative")
     if "cpu" in args.trainers and len(args.trainers) > 1:
         parser.error("--trainers cpu is one rank")
-    both = (set(args.trainers) & set(args.servers)) - {"cpu"}
-    if both and not args.urls:
-        parser.error(f"GPU {', '.join(sorted(both))} is in --trainers and in --servers: give each its own")
+    args.devices = args.devices or len(args.trainers) + len(args.urls)
     return args
 
 
@@ -124,8 +119,7 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     out = Output(True, args.json)
     out.record({"table": "arguments", "arguments": sys.argv[1:]})
-    with ExitStack() as resources:
-        return modes(args, out, resources)
+    return modes(args, out)
 
 
 if __name__ == "__main__":

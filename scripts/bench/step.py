@@ -15,13 +15,6 @@ from bench_common.shapes import SHAPES
 CONTENDERS = ["torchtitan", "ours"]
 
 
-def rank(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -42,14 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         "keeps the output of every matrix multiplication, and torchtitan's contender is then selective",
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the blocks (default: on CUDA)")
-    parser.add_argument(
-        "--lora",
-        nargs="+",
-        type=rank,
-        default=[0],
-        metavar="RANK",
-        help="ours trains adapters of these; 0: all weights",
-    )
+    parser.add_argument("--lora", type=positive, default=0, metavar="RANK", help="ours trains adapters of this rank")
     parser.add_argument("--gpus", type=positive, default=1, help="ranks (default 1)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: CUDA if there is")
     parser.add_argument("--steps", type=positive, default=8, help="measured steps (default 8)")
@@ -57,7 +43,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peak-tflops", type=seconds, default=989.0, help="of one GPU (default 989: bf16 on H200)")
     parser.add_argument("--run-limit-s", type=seconds, default=240.0, help="of one contender (default 240)")
     parser.add_argument("--time-limit-s", type=seconds, default=1800.0, help="of all; what does not fit is left out")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="one more step of each: kernels, Chrome trace")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows as JSON lines at once, with more keys")
     return parser
 
@@ -73,7 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--tokens {args.tokens} is not a multiple of --documents {args.documents}")
     if args.microbatches * args.tokens // args.documents % args.group:
         parser.error(f"--group {args.group} does not divide the documents of --microbatches and --tokens")
-    if any(args.lora) and "ours" not in args.what:
+    if args.lora and "ours" not in args.what:
         parser.error("--lora is for the contender ours: add it to --what")
     return args
 

@@ -16,6 +16,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,9 @@ class Campaign:
         launcher: For faults of torchrun: "agent" or "torchrun".
         jobs: Processes that share the points. Each has a server and a whole run of its own.
         async_mode: `[checkpoint] async_mode`.
-        on_gpus: Ranks train on GPUs.
+        device: Where ranks train: "cpu" or "cuda".
         engine, gpu: The server, and where vLLM serves; "" for the CPU.
-        targets, signals: What faults are drawn from; empty: all.
+        targets, signals: What faults are drawn from; no targets: all.
         when: "save": at a file operation of a save. "steps": some time after one, while the run trains. "any": also in
             loads and at the start.
         restarts: torchrun starts the ranks again by itself, at most so often.
@@ -129,11 +130,11 @@ class Campaign:
     launcher: str = "agent"
     jobs: int = 1
     async_mode: str = "disabled"
-    on_gpus: bool = False
+    device: str = "cpu"
     engine: str = "embedded"
     gpu: str = ""
-    targets: tuple[str, ...] = ()
-    signals: tuple[signal.Signals, ...] = ()
+    targets: Sequence[str] = ()
+    signals: Sequence[signal.Signals] = (signal.SIGKILL, signal.SIGTERM)
     when: str = "any"
     restarts: int = 0
     hit: list[Point] = field(default_factory=list)
@@ -145,6 +146,10 @@ class Campaign:
     deck: list[str] = field(default_factory=list)
     exact: bool = True
     """Runs without faults agree to the last bit."""
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.device == "cuda"
 
     def run(self) -> list[Row]:
         """Hit as many points as asked, or until too many chains were broken."""
@@ -334,7 +339,7 @@ class Campaign:
         draw = self.random
         targets = ["rank 0"] * 3 + ["torchrun"] * 2 + ["server"] + (["rank 1"] * 2 if self.ranks > 1 else [])
         targets = list(self.targets) or targets
-        aim = Aim(draw.choice(targets), draw.choice(self.signals or (signal.SIGKILL, signal.SIGTERM)))
+        aim = Aim(draw.choice(targets), draw.choice(self.signals))
         if self.when == "steps":
             saves_left = (STEPS - self._saved(run)) // INTERVAL
             aim.event, aim.nth = SAVED, draw.randint(1, max(1, saves_left - 1))

@@ -6,13 +6,10 @@ output row reads this number only, and gives the token practically no chance, wh
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from bench_common import ROOT
-from bench_common.shapes import model_flags
+from bench_common.shapes import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -24,8 +21,7 @@ NEVER = -256.0  # what the end token's row has there: its logit is some -100
 def make_model(folder: Path, shape: str, max_tokens: int) -> None:
     """Write config, tokenizer and bfloat16 weights of a model whose longest sequence has `max_tokens`."""
     disable_progress_bar()
-    words = model_flags(shape, max_tokens)
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "make_tiny_model.py"), str(folder), *words], check=True)
+    write_model(folder, shape, max_tokens)
     config = AutoConfig.from_pretrained(folder)
     _fill_tokenizer(folder / "tokenizer.json", config.vocab_size)
 

@@ -4,19 +4,15 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from async_bench.generation import Ask, generated_tokens, generation_rate, under_way
 from async_bench.long_tail import LENGTHS, draw_lengths
 from async_bench.measured import MEASURED, compare, in_order, summarise
-from async_bench.processes import START_LIMIT_S, Server, healthy, train
-from bench_common import BENCH
+from async_bench.processes import healthy, train
 from bench_common.output import Output, Row
 from bench_common.process import read_lines
 
@@ -100,13 +96,13 @@ def job_flags(args: argparse.Namespace, urls: list[str], folder: Path) -> Flags:
     return flags
 
 
-def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
+def modes(args: argparse.Namespace, out: Output) -> int:
     """Prepare, measure, compare. Returns the exit status: 1 if a mode did not end well."""
     deadline = time.monotonic() + args.time_limit_s
     folder = args.out.resolve()
     _same_job(folder, args)
-    prepare(folder, args, out)
-    urls = args.urls or start_servers(folder, args, out, resources)
+    write_prompts(folder, args)
+    urls = args.urls
     if args.bound_s and not (folder / "bound.jsonl").exists():
         measure_bound(folder, args, urls, out)
     flags = job_flags(args, urls, folder)
@@ -133,7 +129,7 @@ def modes(args: argparse.Namespace, out: Output, resources: ExitStack) -> int:
 def _same_job(folder: Path, args: argparse.Namespace) -> None:
     """A folder holds the modes of one job. Refuse to compare different work."""
     names = ("shape", "mean", "sigma", "max_answer", "prompts", "samples", "prompt_tokens")
-    job = {name: getattr(args, name) for name in names} | {"devices": _devices(args)}
+    job = {name: getattr(args, name) for name in names} | {"devices": args.devices}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.json"
     before = json.loads(path.read_text()) if path.exists() else job
@@ -143,19 +139,9 @@ def _same_job(folder: Path, args: argparse.Namespace) -> None:
     path.write_text(json.dumps(job))
 
 
-def prepare(folder: Path, args: argparse.Namespace, out: Output) -> None:
-    """Make model and prompts, unless the model is there."""
-    if not (folder / "model" / "complete").exists():
-        start = time.monotonic()
-        # In a process of its own, so that its GPU memory is free before the run.
-        command = [sys.executable, str(BENCH / "rollouts.py"), "model", str(folder / "model"), "--shape", args.shape]
-        command += ["--max-tokens", str(args.prompt_tokens + 1 + args.max_answer)]
-        try:
-            subprocess.run(command, check=True, timeout=START_LIMIT_S)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"the model was not made: {error}") from error
-        (folder / "model" / "complete").touch()
-        out.say(f"model: {args.shape}, random weights, {time.monotonic() - start:.0f} s")
+def write_prompts(folder: Path, args: argparse.Namespace) -> None:
+    if not (folder / "model" / "config.json").exists():
+        raise UserError(f"{folder / 'model'} has no model: make it by rollouts.py model, and start servers of it")
     rows = prompt_rows(args, count=args.prompts * (measured_steps(args.age, args)[-1] + 2 * args.age))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -168,23 +154,6 @@ def prompt_rows(args: argparse.Namespace, count: int) -> list[Row]:
         lengths = draw_lengths(index, args.samples, args.mean, args.sigma, args.max_answer)
         rows.append({"question": "".join(letters), LENGTHS: lengths})
     return rows
-
-
-def start_servers(folder: Path, args: argparse.Namespace, out: Output, resources: ExitStack) -> list[str]:
-    servers = []
-    max_tokens = args.prompt_tokens + 1 + args.max_answer
-    for i, device in enumerate(args.servers):
-        log = folder / f"server{i}.log"
-        servers.append(
-            Server(args.engine, folder / "model", device, log, max_tokens, args.sequences, args.server_flags)
-        )
-        resources.callback(servers[-1].close)
-        out.say(f"server {i} on {device}: {servers[-1].url}, log {log}")
-    start = time.monotonic()
-    for server in servers:
-        server.wait_healthy()
-    out.say(f"  {len(servers)} server(s) answer after {time.monotonic() - start:.0f} s")
-    return [server.url for server in servers]
 
 
 def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: Output) -> None:
@@ -245,11 +214,6 @@ def run_mode(
     return error
 
 
-def _devices(args: argparse.Namespace) -> int:
-    servers = len(args.urls) or (len(args.servers) if "cpu" in args.servers else len(set(args.servers)))
-    return args.devices or len(args.trainers) + servers
-
-
 def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
     """The table of every mode in the folder, and the hardware's bound."""
     bounds = read_lines(folder / "bound.jsonl")
@@ -257,15 +221,14 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
     for name in in_order(path.parent.name for path in folder.glob(f"*/{MEASURED_FILE}")):
         found = json.loads((folder / name / MEASURED_FILE).read_text())
         steps = range(found.pop("first"), found.pop("last") + 1)
-        row = summarise(read_lines(folder / name / "metrics.jsonl"), steps, _devices(args))
+        row = summarise(read_lines(folder / name / "metrics.jsonl"), steps, args.devices)
         if row is not None:
             rows.append({"mode": name} | row | found)
     lines = compare(rows, bounds)
     out.table("Generation alone, all servers", "sequences tokens_per_s", bounds)
-    servers = len(args.urls) or len(args.servers)
     out.say(f"Lengths: log-normal, mean {args.mean:g}, sigma {args.sigma:g}, at most {args.max_answer} tokens")
     title = f"Modes: {args.shape}, {args.prompts} x {args.samples} answers a step; {len(args.trainers)} rank(s) and "
-    title += f"{servers} server(s) on {_devices(args)} devices"
+    title += f"{len(args.urls)} server(s) on {args.devices} devices"
     out.table(title, MEASURED, rows)
     for line in lines:
         out.say(line)

@@ -1,57 +1,17 @@
-"""Inference servers and runs of grpo_train.py as child processes. Every wait is bounded."""
+"""Runs of grpo_train.py as child processes. Every wait is bounded."""
 
-import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from bench_common.arguments import as_flags
 from bench_common.process import device_environment, import_environment, limited, read_lines
-from process_group import ProcessGroup, free_port, wait_for
+from process_group import ProcessGroup, wait_for
 
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
-from torchtitan.grpo.errors import UserError
 
 POLL_S = 0.5
-START_LIMIT_S = 300.0
-_FLAGS = {
-    "embedded": ["--max-sequences", "--max-model-len"],
-    "vllm": ["--max-num-seqs", "--max-model-len"],
-    "sglang": ["--max-running-requests", "--context-length", "--enable-metrics"],
-}
-"""Each engine's flags for the limits on sequences and on tokens, and flags without a value."""
-
-
-class Server(ProcessGroup):
-    """One server of a model folder on one device. `url` answers once `wait_healthy` has returned."""
-
-    def __init__(
-        self, engine: str, model: Path, device: str, log: Path, max_tokens: int, max_sequences: int, flags: str
-    ):
-        port = str(free_port())
-        self.url = f"http://127.0.0.1:{port}"
-        self._engine = engine
-        cpu = device == "cpu"
-        if engine == "embedded":
-            command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model)]
-            command += ["--device", "cpu" if cpu else "cuda:0", "--dtype", "float32" if cpu else "bfloat16"]
-            command += ["--parent-pid", str(os.getpid())]
-        else:
-            command = ["bash", f"scripts/serve_{engine}.sh", str(model), *(["--cpu"] if cpu else ["--gpu", "0"])]
-        sequences, length, *more = _FLAGS[engine]
-        command += ["--port", port, sequences, str(max_sequences), length, str(max_tokens), *more, *shlex.split(flags)]
-        super().__init__(command, log, device_environment([device]))
-
-    def wait_healthy(self) -> None:
-        """Until it answers.
-
-        Raises:
-            UserError: It ended, or does not answer within `START_LIMIT_S`; with the end of its log.
-        """
-        if why := wait_for(lambda: healthy(self._engine, self.url), START_LIMIT_S, self.poll, POLL_S):
-            raise UserError(f"{self.url} does not answer: {why}; {self.said()}")
 
 
 def healthy(engine: str, url: str) -> bool:

@@ -1,6 +1,6 @@
 """Models by name: Qwen3's sizes with its vocabulary, SmolLM2-135M's as a Qwen3, and small ones for a CPU."""
 
-from typing import Any
+from pathlib import Path
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "dim": 128, "ffn-dim": 384, "heads": 4, "kv-heads": 2, "head-dim": 32, "vocab-size": 512},
@@ -19,36 +19,10 @@ for _name in ("0.6b", "1.7b", "4b", "8b", "30b-a3b"):
     SHAPES[_name] |= {"head-dim": 128, "vocab-size": 151936}
 
 
-def tied(shape: str) -> bool:
-    """Whether embedding and output layer are one parameter."""
-    return shape not in ("8b", "30b-a3b")
+def write_model(folder: Path, shape: str, max_tokens: int, layers: int = 0) -> None:
+    """Config and tokenizer of such a model, or of one with so many `layers`, for sequences of `max_tokens`."""
+    import make_tiny_model  # imports transformers, which takes seconds
 
-
-def model_flags(shape: str, max_tokens: int) -> list[str]:
-    """make_tiny_model.py's words for a model whose longest sequence has `max_tokens`."""
-    flags = SHAPES[shape] | {"max-tokens": max_tokens}
+    flags = SHAPES[shape] | {"max-tokens": max_tokens} | ({"layers": layers} if layers else {})
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return words if tied(shape) else [*words, "--no-tie"]
-
-
-def hf_config(shape: str, max_tokens: int, layers: int = 0) -> dict[str, Any]:
-    """The content of `config.json` of such a model, or of one with so many `layers`."""
-    flags = SHAPES[shape] | ({"layers": layers} if layers else {})
-    experts: dict[str, Any] = {}
-    if "experts" in flags:
-        experts = {"num_experts": flags["experts"], "num_experts_per_tok": flags["experts-per-token"]}
-        experts |= {"moe_intermediate_size": flags["expert-width"], "norm_topk_prob": True}
-    return {
-        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if experts else "qwen3",
-        **experts,
-        "vocab_size": flags["vocab-size"],
-        "hidden_size": flags["dim"],
-        "intermediate_size": flags["ffn-dim"],
-        "num_hidden_layers": flags["layers"],
-        "num_attention_heads": flags["heads"],
-        "num_key_value_heads": flags["kv-heads"],
-        "head_dim": flags["head-dim"],
-        "max_position_embeddings": max_tokens,
-        "tie_word_embeddings": tied(shape),
-    }
+    make_tiny_model.main([str(folder), *words, *["--no-tie"] * (shape in ("8b", "30b-a3b"))])

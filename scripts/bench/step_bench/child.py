@@ -1,6 +1,6 @@
 """One contender in a process, or torchrun ranks, of its own: `python -m step_bench.child FOLDER`.
 
-FOLDER holds job.json. Rank 0 appends each row to rows.jsonl as soon as it has it; a rank that fails appends its error.
+FOLDER holds job.json. Rank 0 appends its row to rows.jsonl; a rank that fails appends its error.
 """
 
 import faulthandler
@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,15 @@ import torch.distributed as dist
 import torchtitan  # noqa: F401  the overlay's shims come first
 
 from .contenders import CONTENDERS
-from .kernels import profile_step
-from .measure import GIB, measure, update
+from .measure import GIB, measure
 from .setup import Setup
 
 
-def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The contender's row; then its kernels, if asked for."""
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """The contender's row."""
     name, setup = job["contender"], Setup(job)
-    contender = CONTENDERS[name](setup)
     estimate = {"estimate_gib": sum(setup.estimate.values()) / GIB, "estimate": setup.estimate}
-    yield measure(setup, contender) | (estimate if name == "ours" else {})
-    if job["profile"]:
-        trace = Path(job["profile"]) / f"{job['shape']}_{name}_rank{dist.get_rank()}.json"
-        yield profile_step(lambda: update(setup, contender), setup.device, trace) | {"trace": str(trace)}
+    return measure(setup, CONTENDERS[name](setup)) | (estimate if name == "ours" else {})
 
 
 def main(folder: Path) -> None:
@@ -46,9 +40,9 @@ def main(folder: Path) -> None:
 
     status = 0
     try:
-        for row in run(job):
-            if dist.get_rank() == 0:
-                append(row)
+        row = run(job)
+        if dist.get_rank() == 0:
+            append(row)
     except Exception as error:
         kind = "out of memory" if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
         append({"error": f"{kind}: {(str(error).splitlines() or [''])[0]}"})

@@ -10,18 +10,17 @@ from pathlib import Path
 
 from bench_common.output import Output, Row, cell
 from bench_common.process import device_environment, import_environment, limited, nvls_environment, read_lines
-from bench_common.shapes import hf_config
+from bench_common.shapes import write_model
 from process_group import ProcessGroup, wait_for
 
 POLL_S = 0.2
 LEAST_S = 20.0
 """A contender is not started with less time left."""
 
-STEPS = """shape contender lora gpus work ac compile tokens_per_s_gpu to_torchtitan to_full mfu_percent
+STEPS = """shape contender lora gpus work ac compile tokens_per_s_gpu to_torchtitan mfu_percent
     forward_backward_ms optimizer_ms peak_gib estimate_gib error"""
-SHORT = "compile lora tokens_per_s_gpu to_torchtitan to_full mfu_percent step_ms peak_gib error"
+SHORT = "compile lora tokens_per_s_gpu to_torchtitan mfu_percent step_ms peak_gib error"
 """What the line about a row says at once."""
-NAME_CHARS = 90
 
 
 def steps(args: argparse.Namespace, out: Output) -> int:
@@ -30,16 +29,13 @@ def steps(args: argparse.Namespace, out: Output) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_step_") as scratch:
         for shape in args.shapes:
-            for name, rank in contenders(args):
+            for name in args.what:
                 limit_s = min(args.run_limit_s, deadline - time.monotonic())
                 if limit_s < LEAST_S:
                     out.say(f"{shape} {name}: left out, --time-limit-s {args.time_limit_s:g} is over")
                     continue
-                for row in run_child(args, shape, name, rank, limit_s, Path(scratch) / f"{shape}_{name}_{rank}"):
-                    if "kernels" in row:
-                        show_profile(shape, name, args.flags, row, out)
-                        continue
-                    row = {"shape": shape, "contender": name, "lora": rank} | row
+                for row in run_child(args, shape, name, limit_s, Path(scratch) / f"{shape}_{name}"):
+                    row = {"shape": shape, "contender": name, "lora": args.lora if name == "ours" else 0} | row
                     rows.append(row)
                     set_ratio(rows)
                     out.record({"table": "steps"} | row)
@@ -48,18 +44,13 @@ def steps(args: argparse.Namespace, out: Output) -> int:
     return 0 if any("error" not in row for row in rows) else 1
 
 
-def contenders(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Each contender with a rank of adapters, 0 for none. Only `ours` has adapters."""
-    return [(name, rank) for name in args.what for rank in (args.lora if name == "ours" else [0])]
-
-
-def run_child(args: argparse.Namespace, shape: str, name: str, rank: int, limit_s: float, folder: Path) -> list[Row]:
+def run_child(args: argparse.Namespace, shape: str, name: str, limit_s: float, folder: Path) -> list[Row]:
     """The rows of one contender, which runs in a process or torchrun ranks of its own. The last may be an error."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(shape, args.documents, args.layers)))
-    job = {key: value for key, value in vars(args).items() if key not in ("json", "profile", "shapes", "what")}
-    job |= {"contender": name, "lora": rank, "shape": shape, "ac": ac_of(args.ac, shape), "folder": str(folder)}
-    job |= {"profile": str(args.profile.resolve()) if args.profile else "", "limit_s": limit_s + 60}
+    write_model(folder, shape, args.documents, args.layers)
+    job = {key: value for key, value in vars(args).items() if key not in ("json", "shapes", "what")}
+    job |= {"contender": name, "shape": shape, "ac": ac_of(args.ac, shape), "folder": str(folder)}
+    job |= {"lora": args.lora if name == "ours" else 0, "limit_s": limit_s + 60}
     (folder / "job.json").write_text(json.dumps(job))
     environment = import_environment() | (device_environment(["cpu"]) if args.device == "cpu" else nvls_environment())
     environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -83,20 +74,8 @@ def ac_of(ac: str, shape: str) -> str:
 
 
 def set_ratio(rows: list[Row]) -> None:
-    """Each row's tokens/s over torchtitan's of the same shape, and an adapter's over ours with all weights, where these
-    were measured before."""
-    speeds = {(row["shape"], row["contender"], row.get("lora", 0)): row.get("tokens_per_s_gpu") for row in rows}
+    """Each row's tokens/s over torchtitan's of the same shape, where that was measured before."""
+    speeds = {row["shape"]: row.get("tokens_per_s_gpu") for row in rows if row["contender"] == "torchtitan"}
     for row in rows:
-        others = {"to_torchtitan": ("torchtitan", 0)} | ({"to_full": ("ours", 0)} if row.get("lora") else {})
-        for ratio, other in others.items():
-            speed = speeds.get((row["shape"], *other))
-            if speed and "tokens_per_s_gpu" in row:
-                row[ratio] = row["tokens_per_s_gpu"] / speed
-
-
-def show_profile(shape: str, contender: str, flags: dict[str, str], found: Row, out: Output) -> None:
-    title = " ".join([shape, contender, *(f"{key.partition('.')[2]}={value}" for key, value in flags.items())])
-    kernels = [row | {"name": row["name"].replace("|", "/")[:NAME_CHARS]} for row in found["kernels"]]
-    out.table(f"{title}: device time of one step by class", "name ms percent", found["shares"])
-    out.table(f"{title}: kernels that take most", "name class count ms percent", kernels)
-    out.say(f"Chrome trace: {found['trace']}")
+        if speeds.get(row["shape"]) and "tokens_per_s_gpu" in row:
+            row["to_torchtitan"] = row["tokens_per_s_gpu"] / speeds[row["shape"]]

@@ -1,7 +1,6 @@
 """The trainer's side of a measurement: ranks, a model of a given shape, a connection to the servers."""
 
 import dataclasses
-import json
 import os
 import tempfile
 from datetime import timedelta
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from bench_common.process import join_torchrun
-from bench_common.shapes import hf_config
+from bench_common.shapes import write_model
 
 import torchtitan  # noqa: F401  the overlay's shims come first
 from torchtitan.config import JobConfig
@@ -33,7 +32,7 @@ def shape_source(shape: str, lora_rank: int = 0) -> ModelSource:
     """The model of a `--shape`, without weights. `lora_rank` over 0: with adapters beside all of its layers."""
     lora = job_config.Lora(enable=lora_rank > 0, rank=max(1, lora_rank))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, MAX_TOKENS)))
+        write_model(Path(folder), shape, MAX_TOKENS)
         return resolve_model(SimpleNamespace(flavor="", hf_assets_path=folder, weights="random"), 64, lora)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
+from tests.helpers.trainer_runs import embedded_server
 
 BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
@@ -30,22 +31,24 @@ from torchtitan.grpo.errors import UserError  # noqa: E402
 from torchtitan.grpo.process.import_path import import_function  # noqa: E402
 from torchtitan.grpo.rollouts.environment import RolloutClient  # noqa: E402
 
+URL = "http://127.0.0.1:8000"
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("", "SUBCOMMAND"),
         ("modes", "--out"),
-        ("modes --out x --modes asynch", "invalid choice: 'asynch'"),
-        ("modes --out x --steps 0", "0 is under 1"),
-        ("modes --out x --trainers 0 1 --servers 1", "GPU 1 is in --trainers and in --servers"),
-        ("modes --out x --trainers cpu cpu", "--trainers cpu is one rank"),
-        ("modes --out x --servers cuda:1", "neither cpu nor the index of a GPU"),
+        ("modes --out x", "--urls"),
+        ("modes --out x --urls http://a --modes asynch", "invalid choice: 'asynch'"),
+        ("modes --out x --urls http://a --steps 0", "0 is under 1"),
+        ("modes --out x --urls http://a --trainers cpu cpu", "--trainers cpu is one rank"),
+        ("modes --out x --trainers cuda:1", "neither cpu nor the index of a GPU"),
         ("modes --out x --urls 127.0.0.1:8000", "write http://host:port"),
-        ("modes --out x --bound-s -1", "--bound-s -1 is negative"),
-        ("modes --out x --mean 0", "0 is not a positive number"),
-        ("modes --out x --pre cpu", "unrecognized arguments: --pre"),
-        ("modes --out x -- training.steps 3", "'training.steps' is not --section.key"),
+        ("modes --out x --urls http://a --bound-s -1", "--bound-s -1 is negative"),
+        ("modes --out x --urls http://a --mean 0", "0 is not a positive number"),
+        ("modes --out x --urls http://a --pre cpu", "unrecognized arguments: --pre"),
+        ("modes --out x --urls http://a -- training.steps 3", "'training.steps' is not --section.key"),
         ("generation x", "URL"),
         ("generation x 127.0.0.1:8000", "write http://host:port"),
     ],
@@ -58,7 +61,8 @@ def test_bad_arguments_are_refused_with_what_to_change(arguments, message, capsy
 
 
 def test_flags_win_over_presets_and_the_trainer_s_over_both():
-    words = "modes --out x --preset cpu --mean=40 --age 3 -- --training.max_norm 0.5 --compile.enable --job.no-x"
+    words = "modes --out x --urls http://a --preset cpu --mean=40 --age 3 -- --training.max_norm 0.5 "
+    words += "--compile.enable --job.no-x"
     args = bench.parse_arguments(words.split())
     assert (args.mean, args.age, args.prompts, args.trainers) == (40.0, 3, 8, ["cpu"])
     assert args.flags == {"training.max_norm": "0.5", "compile.enable": "true", "job.x": "false"}
@@ -67,8 +71,8 @@ def test_flags_win_over_presets_and_the_trainer_s_over_both():
 @pytest.mark.parametrize("preset", list(bench.PRESETS))
 @pytest.mark.parametrize("mode", bench.MODES)
 def test_every_mode_of_every_preset_is_a_configuration_that_the_trainer_takes(preset, mode, tmp_path):
-    args = bench.parse_arguments(["modes", "--out", str(tmp_path), "--preset", preset])
-    flags = modes.job_flags(args, ["http://127.0.0.1:8000"], tmp_path) | modes.mode_flags(mode, args.age)
+    args = bench.parse_arguments(["modes", "--out", str(tmp_path), "--urls", URL, "--preset", preset])
+    flags = modes.job_flags(args, [URL], tmp_path) | modes.mode_flags(mode, args.age)
     config = load_config(as_flags(flags))
     assert config.async_grpo.enabled == config.weight_sync.async_weight_update == (mode != "sync")
     assert config.async_grpo.in_flight_weight_updates == (mode != "async")
@@ -77,11 +81,11 @@ def test_every_mode_of_every_preset_is_a_configuration_that_the_trainer_takes(pr
 
 
 def test_each_mode_is_warmed_up_for_as_long_as_its_answers_may_age():
-    args = bench.parse_arguments(["modes", "--out", "x"])
+    args = bench.parse_arguments(["modes", "--out", "x", "--urls", URL])
     ages = [modes.max_age(mode, 8) for mode in ("sync", "async", "in_flight")]
     assert ages == [0, 1, 8]
     assert [modes.measured_steps(age, args) for age in ages] == [range(5, 11), range(5, 11), range(10, 16)]
-    args = bench.parse_arguments(["modes", "--out", "x", "--warmup", "1", "--steps", "2"])
+    args = bench.parse_arguments(["modes", "--out", "x", "--urls", URL, "--warmup", "1", "--steps", "2"])
     assert [modes.measured_steps(age, args) for age in ages] == [range(2, 4)] * 3
 
 
@@ -163,11 +167,16 @@ def test_modes_are_compared_with_sync_and_with_the_bound():
 
 
 def test_a_folder_holds_one_job(tmp_path):
-    args = bench.parse_arguments(["modes", "--out", str(tmp_path), "--preset", "cpu"])
-    modes._same_job(tmp_path, args)
-    modes._same_job(tmp_path, bench.parse_arguments(["modes", "--out", str(tmp_path), "--preset", "cpu", "--age", "4"]))
+    def job(*words: str) -> None:
+        modes._same_job(
+            tmp_path,
+            bench.parse_arguments(["modes", "--out", str(tmp_path), "--urls", URL, "--preset", "cpu", *words]),
+        )
+
+    job()
+    job("--age", "4")
     with pytest.raises(UserError, match=r"holds another job \(mean differ\)"):
-        modes._same_job(tmp_path, bench.parse_arguments(f"modes --out {tmp_path} --preset cpu --mean 30".split()))
+        job("--mean", "30")
 
 
 def test_processes_that_fail_or_take_too_long_say_so(tmp_path, monkeypatch):
@@ -184,12 +193,6 @@ def test_processes_that_fail_or_take_too_long_say_so(tmp_path, monkeypatch):
     code = "import time; time.sleep(60)"
     error = processes.train("slow", {}, ["cpu"], tmp_path / "slow", 0.1, lambda _: False)
     assert "slow: not within 0.1 s (--run-limit-s), 0 lines" in error
-
-    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
-    server = processes.Server("embedded", tmp_path / "nothing", "cpu", tmp_path / "server.log", 64, 4, "")
-    with pytest.raises(UserError, match=r"ended with exit status 1(.|\n)*--max-sequences 4 --max-model-len 64"):
-        server.wait_healthy()
-    server.close()
 
 
 def test_answers_under_way_are_long_ones_and_half_done():
@@ -232,11 +235,12 @@ def test_servers_take_turns_in_generation_alone(tmp_path, capsys, monkeypatch):
 def test_a_mode_end_to_end_on_a_cpu(tmp_path):
     """The embedded server and the trainer under torchrun."""
     make_model(tmp_path / "model", "tiny", max_tokens=53)
-    (tmp_path / "model" / "complete").touch()
     words = f"modes --preset cpu --out {tmp_path} --modes in_flight --mean 12 --max-answer 40"
     words += f" --steps 2 --warmup 2 --age 1 --json {tmp_path}/rows.jsonl --time-limit-s 200 --bound-s 0.6"
-    bench_run = Ranks(1, BENCH / "rollouts.py", *words.split(), "--", "--training.steps", 1000, log=tmp_path / "log")
-    bench_run.check(280)
+    with embedded_server(tmp_path / "model", tmp_path / "server.log") as url:
+        words = [*words.split(), "--urls", url, "--", "--training.steps", 1000]
+        bench_run = Ranks(1, BENCH / "rollouts.py", *words, log=tmp_path / "log")
+        bench_run.check(280)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if row.get("mode")]
     assert row["mode"] == "in_flight_age1" and row["steps"] == 2

@@ -14,9 +14,8 @@ sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 import step as bench
 from bench_common.output import Output
-from bench_common.shapes import SHAPES, hf_config, tied
+from bench_common.shapes import SHAPES, write_model
 from step_bench import runs
-from step_bench.kernels import kernel_class
 from step_bench.setup import peak_parts
 from step_bench.work import FIRST_TOKEN, Work
 
@@ -39,7 +38,7 @@ SMALL += ["--microbatches", "2", "--steps", "2", "--warmup", "1"]
         ("--steps 0", "0 is under 1"),
         ("--peak-tflops 0", "0 is not a positive number"),
         ("--what torchtitan --lora 4", "--lora is for the contender ours"),
-        ("--lora -1", "-1 is negative"),
+        ("--lora 0", "0 is under 1"),
         ("--micro 2", "unrecognized arguments: --micro 2"),
         ("-- training.steps 3", "'training.steps' is not --section.key"),
     ],
@@ -61,12 +60,12 @@ def test_torchtitan_comes_first_so_that_ratios_are_known_at_once():
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.startswith(("tiny", "135m"))])
 def test_shapes_are_qwen3_s(shape, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, 4096)))
+    write_model(tmp_path, shape, 4096)
     family, args, config = from_folder(tmp_path)
     flavor = qwen3_args[shape.upper()]
     assert family == ("qwen3_moe" if flavor.moe_enabled else "qwen3")
     assert dataclasses.replace(flavor.moe_args, load_balance_coeff=None) == args.moe_args or not flavor.moe_enabled
-    assert config["tie_word_embeddings"] == tied(shape) == flavor.enable_weight_tying
+    assert config["tie_word_embeddings"] == flavor.enable_weight_tying
     names = ["dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "moe_inter_dim"]
     for name in names[: 8 if flavor.moe_enabled else 7]:
         assert getattr(args, name) == getattr(flavor, name), name
@@ -95,7 +94,7 @@ def test_documents_of_a_group_have_one_prompt():
 
 
 def test_flops_of_the_tiny_shape_by_hand(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hf_config("tiny", 32)))
+    write_model(tmp_path, "tiny", 32)
     with torch.device("meta"):
         model = Qwen3Model(from_folder(tmp_path)[1])
     work = Work(microbatches=2, documents=3, length=32, prompt=10)
@@ -118,33 +117,15 @@ def test_ratios_are_to_contenders_on_the_same_shape():
         {"shape": "4b", "contender": "transformers", "error": "out of memory"},
         {"shape": "8b", "contender": "torchtitan", "error": "out of memory"},
         {"shape": "8b", "contender": "ours", "tokens_per_s_gpu": 12.0},
-        {"shape": "4b", "contender": "ours", "lora": 8, "tokens_per_s_gpu": 18.0},
-        {"shape": "4b", "contender": "ours", "lora": 16, "error": "out of memory"},
     ]
     runs.set_ratio(rows)
-    assert [row.get("to_torchtitan") for row in rows] == [1.0, 1.2, None, None, None, 1.8, None]
-    assert [row.get("to_full") for row in rows] == [None, None, None, None, None, 1.5, None]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
-        ("void cutlass::device_kernel<flash::FlashAttnBwdSm90<float>>", "attention"),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
-        ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float>>", "optimizer"),
-        ("triton_poi_fused_mul_silu_1", "elementwise and other"),
-        ("Memcpy DtoD (Device -> Device)", "copy"),
-    ],
-)
-def test_kernels_are_told_apart_by_name(name, expected):
-    assert kernel_class(name) == expected
+    assert [row.get("to_torchtitan") for row in rows] == [1.0, 1.2, None, None, None]
 
 
 def test_a_small_run_on_a_cpu(tmp_path, capsys):
     """Our trainer's process starts as a user's does."""
     out = tmp_path / "found.jsonl"
-    words = [*SMALL, "--prompt-share", "0.3", "--json", str(out), "--profile", str(tmp_path / "profile")]
+    words = [*SMALL, "--prompt-share", "0.3", "--json", str(out)]
     words += ["--what", "ours"]
     assert bench.main([*words, "--", "--training.max_norm", "0.5"]) == 0
     said = capsys.readouterr().out
@@ -158,10 +139,6 @@ def test_a_small_run_on_a_cpu(tmp_path, capsys):
         assert 5 < row["first_loss"] < 15  # nats a token, over 512 tokens, tied weights as they start
     assert steps["ours"]["estimate_gib"] > 0
     assert not any("error" in line for line in lines)
-    for name in steps:
-        title = f"tiny {name} max_norm=0.5: device time of one step by class"
-        assert {line["name"] for line in lines if line["table"] == title} >= {"matmul", "optimizer"}
-        assert (tmp_path / "profile" / f"tiny_{name}_rank0.json").stat().st_size > 0
     assert "| shape | contender | lora | gpus | work | ac | compile | tokens_per_s_gpu |" in said
 
 

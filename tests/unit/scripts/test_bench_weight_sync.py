@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCH))
 
 import weight_sync as bench  # noqa: E402
 from bench_common import output  # noqa: E402
-from bench_common.shapes import hf_config  # noqa: E402
+from bench_common.shapes import write_model  # noqa: E402
 from weight_sync_bench import trainer  # noqa: E402
 
 
@@ -76,8 +76,7 @@ def test_shapes_are_those_of_qwen3(shape, parameters, tied):
 def test_every_phase_of_a_refit_on_a_cpu(tmp_path):
     """Against the embedded server, which takes the weights into service and answers with them."""
     model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(hf_config("tiny", 4096)))
+    write_model(model, "tiny", 4096)
     words = f"--shape tiny --device cpu --repeats 2 --warmup 1 --background --timeout-s 30 --json {tmp_path}/rows.jsonl"
     with embedded_server(model, tmp_path / "server.log") as url:
         run = Ranks(1, BENCH / "weight_sync.py", *words.split(), "--urls", url, log=tmp_path / "log", found=False)

@@ -1,6 +1,5 @@
 """How scripts/check_words.py cuts Markdown into sentences, and what it refuses."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +8,7 @@ from tests.helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from check_words import LONGEST_WORDS, main, measure, read_commit, report
+from check_words import LONGEST_WORDS, main, measure, report
 
 
 def texts(markdown: str) -> list[str]:
@@ -168,19 +167,3 @@ def test_the_command_reads_all_documentation(capsys):
     main([])
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/async.md", "docs/configuration.md"} <= set(names)
-
-
-def test_a_commit_is_read_as_it_was(tmp_path):
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
-        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
-
-    git("init")
-    (tmp_path / "docs" / "old").mkdir(parents=True)
-    for name in ("README.md", "docs/a.md", "docs/a.txt", "docs/old/b.md"):
-        (tmp_path / name).write_text("Before.\n")
-    git("add", ".")
-    git("commit", "-m", "first")
-    (tmp_path / "README.md").write_text("After.\n")
-    found = list(read_commit(tmp_path, "HEAD", ["README.md", "docs/*.md"]))
-    assert found == [("README.md", "Before.\n"), ("docs/a.md", "Before.\n")]
