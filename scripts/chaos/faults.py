@@ -41,8 +41,8 @@ class Member:
         return self.proxy.url if self.proxy else self.server.url
 
 
-Fault = Callable[[Member], Iterator[None]]
-"""Begins, yields while it lasts, and ends."""
+Fault = Callable[[Member], Iterator[float | None]]
+"""Begins, yields while it lasts, and ends. It may yield the time at which it fell."""
 
 
 def killed(member: Member) -> Iterator[None]:
@@ -181,7 +181,7 @@ def start_members(stack: ExitStack, engine: str, count: int, folder: Path, **how
 
 
 class Torment:
-    """Breaks every server again and again, each kind in turn, never all servers at once.
+    """Breaks every server again and again, each kind in turn, never all of several at once.
 
     Args:
         watch: Of the trainer that they serve.
@@ -216,7 +216,7 @@ class Torment:
         Raises:
             Broken: The trainer has ended, or did not see a server leave or come back.
         """
-        free = threading.Semaphore(len(self._members) - 1)
+        free = threading.Semaphore(max(1, len(self._members) - 1))
         threads = [
             threading.Thread(target=self._break_often, args=(member, free, self._random.random()), daemon=True)
             for member in self._members
@@ -260,7 +260,7 @@ class Torment:
         with self._lock:
             self.injections.append(injection)
         fault = kind.fault(member)
-        next(fault)
+        injection.at = next(fault) or injection.at
         hold_until = time.time() + draw.uniform(*kind.hold_s)
         what = f"{member.url} out of traffic after {kind.name!r}"
         watch.wait_for(what, lambda: watch.first(member.url, False, injection.at), kind.limit_s + 20.0)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.faults import BACK_S, KINDS, Injection, Torment, start_members
+from chaos.faults import BACK_S, KINDS, Injection, Member, Torment, start_members
 from chaos.in_flight import FLAGS, REQUEST_S, sound
 from chaos.processes import Broken, Trainer
 from chaos.report import Row, row
@@ -51,23 +51,29 @@ class Fleet:
     wrong: list[str] = field(default_factory=list)
     injections: list[Injection] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.kinds = [kind for kind in KINDS if kind.name.startswith(tuple(self.only) or "")]
+
+    def hit(self, members: list[Member]) -> list[Member]:
+        """Those that are broken."""
+        return members
+
     def run(self) -> list[Row]:
         with ExitStack() as stack:
-            kinds = [kind for kind in KINDS if kind.name.startswith(tuple(self.only) or "")]
             members = start_members(stack, self.engine, self.servers, self.folder, gpu=self.gpu)
             flags = FLAGS | {"--rollout.engine": self.engine, "--rollout.urls": ",".join(m.url for m in members)}
             flags |= {"--weight_sync.transport": self.transport}
             trainer = stack.enter_context(Trainer(self.folder / "run", flags, self.folder / "scratch"))
             self.watch = watch = Watch(trainer)
             stack.callback(watch.end)
-            watch.wait_for("four steps", lambda: len(watch.steps) >= 4, 120.0)
+            watch.wait_for("five steps", lambda: len(watch.steps) >= 5, 120.0)
             ends_at = time.monotonic() + self.seconds
 
             def over() -> bool:
                 enough = self.faults is not None and len(self.injections) >= self.faults
                 return enough or time.monotonic() > ends_at
 
-            torment = Torment(members, watch, random.Random(self.seed), over, kinds=kinds)
+            torment = Torment(self.hit(members), watch, random.Random(self.seed), over, kinds=self.kinds)
             self.injections = torment.injections
             try:
                 torment.run(self.seconds + 400.0)
@@ -80,7 +86,7 @@ class Fleet:
             watch.end()
             if "Traceback" in trainer.log:
                 self.wrong.append(f"a traceback: {trainer.log[trainer.log.index('Traceback') :][:3000]}")
-        self._check()
+        self.check()
         return self.rows()
 
     def rows(self) -> list[Row]:
@@ -112,7 +118,7 @@ class Fleet:
             for i in self.injections
         ]
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Each fault by itself, and the steps."""
         watch = self.watch
         quiet = [

@@ -6,23 +6,22 @@ The run goes on. It names the server, asks another one, and trains on nothing of
 import json
 import random
 import re
-import shutil
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from chaos.in_flight import FLAGS, REQUEST_S, sound
-from chaos.processes import Broken, Server, Trainer
-from chaos.proxy import GENERATE, Proxy, Reply
+from chaos.faults import Fault, Kind, Member
+from chaos.fleet import Fleet
+from chaos.in_flight import REQUEST_S
+from chaos.processes import until
+from chaos.proxy import GENERATE, Reply
 from chaos.report import Row, row
-from chaos.watch import Watch
 
 NAMED_S = REQUEST_S + 3.0
 """From the nonsense until the trainer says which server it came from."""
-BACK_S = 15.0
+SECONDS = 3600.0
+"""In which all kinds must have had their turn."""
 
 Change = Callable[[dict[str, Any], random.Random], None]
 """Spoils a decoded reply in place."""
@@ -150,141 +149,63 @@ WHOLE: dict[str, Callable[[Reply], Reply]] = {
 KINDS = [*WHOLE, *SPOILED]
 
 
-@dataclass
-class Spoiled:
-    """One reply that was spoiled. Times are those of `time.time()`.
+def spoiled(name: str, draw: random.Random) -> Fault:
+    """The fault that spoils the next reply to a prompt."""
 
-    Attributes:
-        named_at: When the trainer said that the server is out of traffic; 0 if it never did.
-        wrong: What the trainer did in place of asking again, "" if it asked again.
-    """
-
-    kind: str
-    at: float
-    named_at: float = 0.0
-    wrong: str = ""
-
-
-@dataclass
-class Garbage:
-    """A trainer with a good server and one whose replies are spoiled, each kind `rounds` times.
-
-    If a kind ends the run, another run goes on with the next kind.
-
-    Attributes:
-        wrong: What did not hold.
-    """
-
-    folder: Path
-    seed: int
-    rounds: int = 1
-    kinds: tuple[str, ...] = tuple(KINDS)
-    spoiled: list[Spoiled] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    def run(self) -> list[Row]:
-        self.random = random.Random(self.seed)
-        order = list(self.kinds) * self.rounds
-        self.random.shuffle(order)
-        with ExitStack() as stack:
-            good, bad = (stack.enter_context(Server("embedded", self.folder, name)) for name in ("good", "bad"))
-            for server in (good, bad):
-                server.wait_healthy()
-            proxy = stack.enter_context(Proxy(bad.url))
-            while order:
-                self._one_run(order, good, proxy)
-        return self.rows()
-
-    def rows(self) -> list[Row]:
-        groups = {"replies that are none": WHOLE, "replies with wrong content": SPOILED}
-        rows = []
-        for name, kinds in groups.items():
-            own = [spoiled for spoiled in self.spoiled if spoiled.kind in kinds]
-            if own:
-                detect_s = [spoiled.named_at - spoiled.at for spoiled in own if spoiled.named_at]
-                label = f"{name}, {len({spoiled.kind for spoiled in own})} kinds"
-                survived = sum(not spoiled.wrong for spoiled in own)
-                rows.append(row("garbage, 2 embedded", label, len(own), survived, detect_s, lost="no group"))
-        return rows
-
-    def details(self) -> list[str]:
-        """What became of each reply."""
-        return [
-            f"{one.kind}: {one.wrong or f'named after {one.named_at - one.at:.2f} s, asked again'}"
-            for one in self.spoiled
-        ]
-
-    def _one_run(self, order: list[str], good: Server, proxy: Proxy) -> None:
-        """Spoil replies until `order` is empty, or the run has ended."""
-        proxy.pass_on()
-        shutil.rmtree(self.folder / "run", ignore_errors=True)
-        flags = FLAGS | {"--rollout.urls": f"{good.url},{proxy.url}"}
-        first_of_run = len(self.spoiled)
-        with Trainer(self.folder / "run", flags, self.folder / "scratch") as trainer:
-            watch = Watch(trainer)
-            watch.wait_for("five steps", lambda: len(watch.steps) >= 5, 120.0)  # version 0 is too old by then
-            try:
-                while order:
-                    self._spoil(order.pop(), proxy, watch)
-                wanted = len(watch.steps) + 3
-                watch.wait_for("three more steps", lambda: len(watch.steps) >= wanted, 30.0)
-            except Broken:
-                if trainer.poll() is None:
-                    raise
-                last = self.spoiled[-1]
-                reason = [line for line in trainer.log.splitlines() if "rror: " in line or "rror:" in line][-1:]
-                last.wrong = f"it ended the run: {''.join(reason)[:300]}"
-                self.wrong.append(f"{last.kind!r}: {last.wrong}")
-                return
-            finally:
-                watch.end()
-            trainer.stop()
-            trainer.wait(30.0)
-            self._check(watch, self.spoiled[first_of_run:])
-
-    def _spoil(self, kind: str, proxy: Proxy, watch: Watch) -> None:
-        """Spoil the next reply to a prompt, and wait until the trainer has named the server."""
-        watch.wait_for("the bad server in traffic", lambda: watch.is_in(proxy.url), BACK_S)
-        done: list[Spoiled] = []
+    def fault(member: Member) -> Iterator[float | None]:
+        fell: list[float] = []
 
         def change(route: str, request: bytes, reply: Reply) -> Reply:
             # The check before a server is taken up has no request id.
-            if route not in GENERATE or reply.status != 200 or done or b'"request_id"' not in request:
+            if route not in GENERATE or reply.status != 200 or fell or b'"request_id"' not in request:
                 return reply
-            if kind in WHOLE:
-                changed = WHOLE[kind](reply)
+            if name in WHOLE:
+                changed = WHOLE[name](reply)
             else:
                 content = json.loads(reply.body)
                 if not any(choice["token_ids"] for choice in content["choices"]):
                     return reply
-                SPOILED[kind](content, self.random)
+                SPOILED[name](content, draw)
                 changed = Reply(200, as_json(content))
-            done.append(Spoiled(kind, time.time()))
-            self.spoiled.append(done[0])
+            fell.append(time.time())
             return changed
 
-        proxy.change = change
-        watch.wait_for(f"a request at the bad server, to spoil it with {kind!r}", lambda: done, 20.0)
-        (spoiled,) = done
-        given_up = time.time() + NAMED_S
-        watch.wait_for(
-            "the bad server out of traffic",
-            lambda: watch.first(proxy.url, False, spoiled.at) or time.time() > given_up,
-            2 * NAMED_S,
-        )
-        proxy.pass_on()
-        if left := watch.first(proxy.url, False, spoiled.at):
-            spoiled.named_at = left.time
-        else:
-            spoiled.wrong = f"it was not named within {NAMED_S:g} s"
-            self.wrong.append(f"{kind!r}: {spoiled.wrong}")
+        member.proxy.change = change
+        until(f"a request at {member.url}, to spoil it with {name!r}", lambda: fell, 20.0)
+        yield fell[0]
+        member.proxy.pass_on()
 
-    def _check(self, watch: Watch, spoiled: list[Spoiled]) -> None:
-        """Of a run that went on: what was spoiled was asked again, and nothing of it was trained on."""
-        lines = [line for _, line in watch.steps]
-        retried, last = lines[-1]["rollout/retried"], lines[-1]
-        if retried < sum(not one.wrong for one in spoiled):
-            self.wrong.append(f"{len(spoiled)} replies were spoiled, only {retried:g} requests were sent again")
+    return fault
+
+
+class Garbage(Fleet):
+    """A trainer with a good server and one whose replies are spoiled, each kind `rounds` times."""
+
+    def __init__(self, folder: Path, seed: int, rounds: int = 1) -> None:
+        super().__init__(folder, "embedded", 2, SECONDS, seed, faults=rounds * len(KINDS))
+        draw = random.Random(seed)
+        self.kinds = [Kind(name, spoiled(name, draw), NAMED_S, (0.0, 0.0), by_proxy=True) for name in KINDS]
+
+    def hit(self, members: list[Member]) -> list[Member]:
+        return [member for member in members if member.proxy]
+
+    def rows(self) -> list[Row]:
+        rows = []
+        for name, kinds in {"replies that are none": WHOLE, "replies with wrong content": SPOILED}.items():
+            own = [injection for injection in self.injections if injection.kind.name in kinds]
+            if own:
+                detect_s = [injection.out_at - injection.at for injection in own if injection.out_at]
+                label = f"{name}, {len({injection.kind.name for injection in own})} kinds"
+                survived = sum(not injection.wrong for injection in own)
+                rows.append(row("garbage, 2 embedded", label, len(own), survived, detect_s, lost="no group"))
+        return rows
+
+    def check(self) -> None:
+        """What was spoiled was asked again, and no group was given up for it."""
+        super().check()
+        last = self.watch.steps[-1][1]
+        retried, spoilt = last["rollout/retried"], sum(not injection.wrong for injection in self.injections)
+        if retried < spoilt:
+            self.wrong.append(f"{spoilt} replies were spoiled, only {retried:g} requests were sent again")
         if last["rollout/groups_timed_out"] or last["rollout/groups_late"]:
             self.wrong.append("groups were given up")
-        self.wrong += sound(lines)

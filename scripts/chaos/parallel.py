@@ -4,11 +4,12 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from chaos.processes import Broken
+
+STOP_S = 60.0
 
 
 def in_processes(work: Callable[..., Any], arguments: Sequence[tuple], jobs: int) -> list[Any]:
@@ -23,21 +24,39 @@ def in_processes(work: Callable[..., Any], arguments: Sequence[tuple], jobs: int
     if jobs <= 1:
         return [work(*own) for own in arguments]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_stop_in_order, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(work, *own) for own in arguments]
-        try:
-            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                future.result()
-        except BaseException as error:
-            for process in list(pool._processes.values()):
-                process.terminate()
-            pool.shutdown(cancel_futures=True)
-            if isinstance(error, BrokenProcessPool):
-                raise Broken("a part has ended by itself") from error
-            raise
-    return [future.result() for future in futures]
+    results: dict[int, Any] = {}
+    waiting, running = list(enumerate(arguments)), {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, own = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_run, args=(theirs, work, own))
+                process.start()
+                theirs.close()
+                running[ours] = index, process
+            for connection in wait(list(running)):
+                index, process = running[connection]
+                try:
+                    failure, results[index] = connection.recv()
+                except EOFError:
+                    process.join(STOP_S)
+                    failure = f"part {index} ended with exit status {process.exitcode}"
+                if failure:
+                    raise Broken(failure)
+                process.join(STOP_S)
+                del running[connection]
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.join(STOP_S)
+    return [results[index] for index in range(len(arguments))]
 
 
-def _stop_in_order() -> None:
-    """SIGTERM raises, so that a part stops what it started."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def _run(connection: Connection, work: Callable[..., Any], arguments: tuple) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it stops what it started
+    try:
+        connection.send(("", work(*arguments)))
+    except Broken as error:
+        connection.send((str(error), None))

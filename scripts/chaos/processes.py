@@ -27,6 +27,7 @@ Flags = dict[str, str | None]
 """Keys and values of grpo_train.py's command line; None is a switch."""
 
 HERE = Path(__file__).resolve().parent
+AGENT = ROOT / "tests" / "helpers" / "forked_torchrun.py"
 EMBEDDED = ROOT / "torchtitan" / "grpo" / "engines" / "embedded" / "__main__.py"
 TINY = ROOT / "train_configs" / "tiny_qwen3"
 MARK = "CHAOS_MARK"
@@ -104,7 +105,7 @@ class Trainer:
             self._process = ProcessGroup(command, self.log_path, variables)
         elif launcher == "agent":
             arguments = ["--nproc-per-node", ranks, script, *words]
-            self._process = Ranks(1, HERE / "agent.py", *arguments, log=self.log_path, environment=variables)
+            self._process = Ranks(1, AGENT, *arguments, log=self.log_path, environment=variables)
         else:
             self._process = Ranks(ranks, script, *words, log=self.log_path, environment=variables)
 

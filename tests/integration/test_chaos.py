@@ -43,7 +43,8 @@ def test_nonsense_from_one_server_is_named_asked_again_and_never_trained_on(tmp_
     garbage = Garbage(tmp_path, seed=0)
     garbage.run()
     assert not garbage.wrong, "\n".join(garbage.wrong)
-    assert sorted(spoiled.kind for spoiled in garbage.spoiled) == sorted(KINDS)
+    assert sorted(injection.kind.name for injection in garbage.injections) == sorted(KINDS)
+    assert all(injection.out_at and injection.in_at for injection in garbage.injections)
 
 
 def test_foreign_data_ends_no_run_and_costs_no_trained_step(tmp_path):

@@ -20,7 +20,7 @@ from tests.helpers.trainer_runs import arguments, embedded_url, environment, pro
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the only rank of each node would take the first GPU")
 # Whichever of the two is under way notices it: a collective, or a stage of a save.
 LOST = "lost the connection to|Connection (closed|reset) by peer|Broken pipe|rank 0 waited for the others"
-AGENT = ROOT / "scripts" / "chaos" / "agent.py"
+AGENT = ROOT / "tests" / "helpers" / "forked_torchrun.py"
 FLAGS: dict[str, str | None] = {
     "--job.config_file": str(ROOT / "train_configs" / "quickstart.toml"),
     "--model.hf_assets_path": str(TINY_QWEN3),

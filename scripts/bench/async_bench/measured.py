@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from bench_common.output import Row
 
 MODES = ("sync", "async", "in_flight", "in_flight_keep_kv")
-MEASURED = """mode steps tokens_per_s tokens_per_s_gpu tokens_per_s_median generated_per_s ratio of_bound step_s
-    rollout_s train_s sync_ms sync_ms_max busy age_mean age_max answer_mean answer_max"""
+MEASURED = """mode steps tokens_per_s tokens_per_s_gpu ratio of_bound step_s step_s_max rollout_s train_s sync_ms
+    sync_ms_max busy age_mean age_max"""
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -46,9 +46,9 @@ def summarise(lines: list[Row], measured: range, devices: int) -> Row | None:
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "tokens_per_s_gpu": tokens / seconds / devices,
-        "tokens_per_s_median": statistics.median(s["rollout/answer_tokens"] / s["time/step_s"] for s in steps),
         "train_tokens_per_s": tokens / sum(each("time/train_s")),
         "step_s": median("time/step_s"),
+        "step_s_max": max(each("time/step_s")),
         "rollout_s": median("time/rollout_s"),
         "train_s": median("time/train_s"),
         "sync_ms": median("time/sync_s", 1e3),
@@ -56,8 +56,6 @@ def summarise(lines: list[Row], measured: range, devices: int) -> Row | None:
         "busy": mean("server/busy_share"),
         "age_mean": mean("rollout/age_mean"),
         "age_max": max(each("rollout/age_max"), default=None),
-        "answer_mean": tokens / sum(s["rollout/answer_tokens"] / s["rollout/answer_tokens_mean"] for s in steps),
-        "answer_max": max(each("rollout/answer_tokens_max")),
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_bench.generation import Ask, generated_tokens, generation_rate, under_way
+from async_bench.generation import Ask, generation_rate, under_way
 from async_bench.long_tail import LENGTHS, draw_lengths
 from async_bench.measured import MEASURED, compare, in_order, summarise
 from async_bench.processes import healthy, train
@@ -24,7 +24,7 @@ Flags = dict[str, Any]
 LEAST_S = 30.0
 """A mode is not started with less time left."""
 MEASURED_FILE = "measured.json"
-"""In a run's folder: which of its steps are measured, and what its servers generated meanwhile."""
+"""In a run's folder: which of its steps are measured."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 
 
@@ -113,7 +113,7 @@ def modes(args: argparse.Namespace, out: Output) -> int:
             out.say(f"{mode}: left out, {left_s:.0f} s are left of --time-limit-s; call again with the same --out")
             failed = True
             continue
-        error = run_mode(mode, args, flags, urls, folder, min(args.run_limit_s, left_s - 5), out)
+        error = run_mode(mode, args, flags, folder, min(args.run_limit_s, left_s - 5), out)
         lost = [url for url in urls if not healthy(args.engine, url)]
         for line in [error] if error else []:
             out.say(f"FAIL  {line}")
@@ -175,9 +175,7 @@ def measure_bound(folder: Path, args: argparse.Namespace, urls: list[str], out: 
     (folder / "bound.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_mode(
-    mode: str, args: argparse.Namespace, flags: Flags, urls: list[str], folder: Path, limit_s: float, out: Output
-) -> str:
+def run_mode(mode: str, args: argparse.Namespace, flags: Flags, folder: Path, limit_s: float, out: Output) -> str:
     """One run; its metrics stay in a folder of its name. Returns what went wrong."""
     # The run has more steps than are measured and is ended early: in its last steps servers get no new requests and run
     # empty.
@@ -190,11 +188,8 @@ def run_mode(
         (run / file).unlink(missing_ok=True)
     out.say(name)
     start = time.monotonic()
-    counted: list[tuple[float, float | None]] = []
 
     def show(line: Mapping[str, float]) -> bool:
-        if line.get("step") in (measured[0] - 1, measured[-1]):
-            counted.append((time.monotonic(), generated_tokens(urls)))
         if line.get("step", 0) > 0 and "time/step_s" in line:
             out.say(
                 f"  {time.monotonic() - start:4.0f} s  step {line['step']}: "
@@ -206,11 +201,7 @@ def run_mode(
         return line.get("step") == measured[-1]
 
     error = train(name, flags, args.trainers, run, limit_s, show)
-    found: Row = {"first": measured[0], "last": measured[-1]}
-    if len(counted) == 2 and counted[0][1] is not None:
-        (start, before), (end, after) = counted
-        found["generated_per_s"] = (after - before) / (end - start)
-    (run / MEASURED_FILE).write_text(json.dumps(found) + "\n")
+    (run / MEASURED_FILE).write_text(json.dumps({"first": measured[0], "last": measured[-1]}) + "\n")
     return error
 
 
@@ -220,10 +211,10 @@ def report(folder: Path, args: argparse.Namespace, out: Output) -> None:
     rows = []
     for name in in_order(path.parent.name for path in folder.glob(f"*/{MEASURED_FILE}")):
         found = json.loads((folder / name / MEASURED_FILE).read_text())
-        steps = range(found.pop("first"), found.pop("last") + 1)
+        steps = range(found["first"], found["last"] + 1)
         row = summarise(read_lines(folder / name / "metrics.jsonl"), steps, args.devices)
         if row is not None:
-            rows.append({"mode": name} | row | found)
+            rows.append({"mode": name} | row)
     lines = compare(rows, bounds)
     out.table("Generation alone, all servers", "sequences tokens_per_s", bounds)
     out.say(f"Lengths: log-normal, mean {args.mean:g}, sigma {args.sigma:g}, at most {args.max_answer} tokens")

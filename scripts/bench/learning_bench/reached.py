@@ -1,6 +1,5 @@
 """What metrics.jsonl of runs says about learning: when a reward was reached, and with how many tokens."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,22 +79,7 @@ def summarise(seeds: Sequence[Sequence[Row]], thresholds: Sequence[float], answe
         row[f"seconds_to_{number}"] = statistics.fmean(point.seconds for point in reached) if everyone else None
         row[f"tokens_to_{number}"] = statistics.fmean(point.tokens for point in reached) if everyone else None
         row[f"answers_to_{number}"] = answers * statistics.fmean(p.step for p in reached) if everyone else None
-    steps = [line for lines in seeds for line in lines if line.get("step", 0) > 0]
-    row["age_mean"] = _mean(line.get("rollout/age_mean") for line in steps)
-    row["age_max"] = max((line["rollout/age_max"] for line in steps if "rollout/age_max" in line), default=None)
-    row["mismatch"] = _mean(line.get("policy/mismatch_kl") for line in steps)
-    row["ess"] = _mean(map(effective_share, steps))
-    row["clipped"] = _mean(line.get("policy/clip_fraction") for line in steps)
     return row
-
-
-def effective_share(line: Row) -> float | None:
-    """The effective sample size of a step's tokens: of each age's, by its share of the tokens. None without ages."""
-    ages = [name.split("/")[1] for name in line if name.startswith("age/") and name.endswith("/ess")]
-    weights = [line.get(f"age/{age}/tokens_fraction", 0.0) for age in ages]
-    if not sum(weights):
-        return None
-    return sum(w * line[f"age/{age}/ess"] for w, age in zip(weights, ages, strict=True)) / sum(weights)
 
 
 def best(rows: Sequence[Row]) -> Row:
@@ -105,8 +89,3 @@ def best(rows: Sequence[Row]) -> Row:
         if reached:
             return min(reached, key=lambda row: row[f"seconds_to_{number}"])
     return max(rows, key=lambda row: row["final"])
-
-
-def _mean(values: object) -> float | None:
-    kept = [value for value in values if value is not None and math.isfinite(value)]  # type: ignore[attr-defined]
-    return statistics.fmean(kept) if kept else None

@@ -13,8 +13,7 @@ from learning_bench.runs import RUN_FILE, complete
 from torchtitan.grpo.errors import UserError
 
 COLUMNS = """contender lr seeds steps seconds start final final_std seconds_to_1 seconds_to_2 seconds_to_3
-    tokens_to_1 tokens_to_2 tokens_to_3 answers_to_1 answers_to_2 answers_to_3 reached_3
-    age_mean age_max mismatch ess clipped"""
+    tokens_to_1 tokens_to_2 tokens_to_3 answers_to_1 answers_to_2 answers_to_3 reached_3"""
 Seeds = list[list[Row]]
 """Lines of metrics.jsonl of each seed."""
 

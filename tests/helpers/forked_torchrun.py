@@ -1,4 +1,4 @@
-"""torchrun's agent whose ranks are forked, not started anew: `agent.py [torchrun's flags] SCRIPT [arguments ...]`.
+"""torchrun's agent whose ranks are forked: `forked_torchrun.py [torchrun's flags] SCRIPT [arguments ...]`.
 
 The rendezvous, the watch over the ranks and the handling of signals are torchrun's. Only the imports are spared: the
 process that runs this file has them.
