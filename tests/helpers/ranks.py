@@ -4,6 +4,7 @@ With CUDA they import for themselves.
 Otherwise they are as torchrun or a shell starts them: a script with arguments, environment, folder and log of its own.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -90,7 +91,8 @@ class Ranks:
 
     def send_signal(self, number: int) -> None:
         for pid in self.running():
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     signal = send_signal  # as a `ProcessGroup` has it: to all of them
 
