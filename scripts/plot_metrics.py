@@ -9,12 +9,12 @@ experiment: the line is their mean at each step, the band their range.
 
 import argparse
 import glob
-import json
 import statistics
 import sys
 from pathlib import Path
 
 import matplotlib
+from run_report.run_folder import records
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -50,14 +50,10 @@ def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
 def read_curves(file: Path) -> dict[str, Curve]:
     """Every metric of one run. Supervised steps have their own axis, `sft/step`."""
     curves: dict[str, Curve] = {}
-    with file.open(encoding="utf-8", errors="replace") as lines:  # a torn last line may end inside a character
-        for line in lines:
-            if not line.endswith("\n"):
-                continue  # still being written
-            record = json.loads(line)
-            step = record.get("step", record.get("sft/step"))
-            for name, value in record.items():
-                curves.setdefault(name, {})[step] = value
+    for record in records(file):
+        step = record.get("step", record.get("sft/step"))
+        for name, value in record.items():
+            curves.setdefault(name, {})[step] = value
     return curves
 
 

@@ -7,11 +7,12 @@
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from run_report.run_folder import records
 
 BOLD, DIM, RED, GREEN, CYAN = "\033[1m", "\033[2m", "\033[31m", "\033[32m", "\033[36m"
 
@@ -35,8 +36,7 @@ def read_samples(path: Path, validation: bool) -> list[dict[str, Any]]:
         key = "[validation] enable and [metrics] validation_samples are on"
         key = key if validation else "[metrics] samples_per_step is over 0"
         sys.exit(f"error: {path} does not exist; a run writes it if {key}")
-    with path.open(encoding="utf-8", errors="replace") as lines:  # a torn last line may end inside a character
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    return records(path)
 
 
 def chosen(samples: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:

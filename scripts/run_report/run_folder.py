@@ -81,21 +81,22 @@ def read_run(folder: Path) -> Run:
     Raises:
         FileNotFoundError: It has no metrics.jsonl.
     """
-    records = _records(folder / "metrics.jsonl")
+    lines = records(folder / "metrics.jsonl")
     config = folder / "config.toml"
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
     return Run(
         folder,
-        [line for line in records if "step" in line],
-        [line for line in records if "sft/step" in line],
-        _records(folder / "samples.jsonl", required=False),
-        _records(folder / "validation_samples.jsonl", required=False),
+        [line for line in lines if "step" in line],
+        [line for line in lines if "sft/step" in line],
+        records(folder / "samples.jsonl", required=False),
+        records(folder / "validation_samples.jsonl", required=False),
         _settings(text),
         dict(_flat(tomllib.loads(text))),
     )
 
 
-def _records(path: Path, required: bool = True) -> list[dict[str, Any]]:
+def records(path: Path, required: bool = True) -> list[dict[str, Any]]:
+    """The complete lines of a JSONL file that may still be written."""
     if not required and not path.exists():
         return []
     with path.open(encoding="utf-8", errors="replace") as lines:  # a torn last line may end inside a character
