@@ -41,7 +41,7 @@ FLAGS: Flags = {
     "--grpo.prompts_per_step": str(PROMPTS),
     "--grpo.group_size": str(SAMPLES),
     "--reward.functions": "exact_match,tests.helpers.rewards:varied",
-    "--data.size": "500",  # all are tokenized at each start
+    "--data.source_args": '{"max": 39, "size": 500}',  # all are tokenized at each start
     "--checkpoint.interval": str(INTERVAL),
     "--checkpoint.keep_latest_k": "0",
     "--checkpoint.resume": "auto",

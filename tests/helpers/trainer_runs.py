@@ -21,7 +21,7 @@ SMALL = {
     "--job.config_file": "train_configs/quickstart.toml",
     "--training.steps": "3",
     "--sft.steps": "2",
-    "--data.size": "500",  # all are tokenized at each start
+    "--data.source_args": '{"max": 39, "size": 500}',  # all are tokenized at each start
     "--grpo.prompts_per_step": "8",
     "--grpo.group_size": "4",
     "--validation.prompts": "8",

@@ -445,7 +445,7 @@ def test_another_run_is_refused_while_the_first_lives(served: Served, monkeypatc
 def test_the_quickstart_learns_and_a_checkpoint_goes_on_with_another_engine(served: Served, tmp_path):
     flags = {
         "--model.hf_assets_path": str(served.folders["A"]),
-        "--data.arithmetic_max": "9",
+        "--data.source_args": '{"max": 9}',
         "--sft.steps": "60",
         "--sft.batch_size": "32",
         "--grpo.prompts_per_step": "32",

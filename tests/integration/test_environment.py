@@ -17,6 +17,7 @@ CALCULATOR = {
     "--training.steps": "2",
     "--sft.steps": "60",
     "--metrics.samples_per_step": "1000",
+    "--data.source_args": '{"operators": ["*"], "max": 99, "size": 500}',
 }
 SETS = """
 [[validation.sets]]

@@ -107,7 +107,7 @@ def compare_with_peft(folder: Path, of_way: Path) -> None:
 SFT = {
     "--job.config_file": "train_configs/sft_quickstart.toml",
     "--training.steps": 8,
-    "--data.size": 200,
+    "--data.source_args": '{"max": 39, "size": 200}',
     "--sft.batch_size": 16,
     "--validation.prompts": 8,
     "--validation.freq": 4,

@@ -151,7 +151,9 @@ def test_nodes_without_a_common_folder_are_refused(tmp_path):
 
 
 def test_what_rank_0_refuses_ends_the_other_node_with_the_reason(tmp_path):
-    with two_nodes(tmp_path, {"--data.source": "jsonl", "--data.path": "none.jsonl"}) as nodes:
+    with two_nodes(
+        tmp_path, {"--data.source": "jsonl", "--data.source_args": "{}", "--data.path": "none.jsonl"}
+    ) as nodes:
         assert [node.wait(60) for node in nodes] == [1, 1]
     why = "[data] path = 'none.jsonl' is not a file"
     assert f"error: {why}" in nodes[0].log

@@ -19,7 +19,7 @@ STEPS, INTERVAL, HELD_OUT = 60, 20, 24
 FLAGS = {
     "--job.config_file": "train_configs/sft_quickstart.toml",
     "--training.steps": STEPS,
-    "--data.size": 500,
+    "--data.source_args": '{"max": 39, "size": 500}',
     "--sft.batch_size": 16,
     "--validation.prompts": HELD_OUT,
     "--validation.freq": 10,
@@ -94,7 +94,7 @@ def test_two_ranks_train_what_one_does(whole, tmp_path):
 
 def test_the_export_has_the_validation_loss_in_transformers(whole):
     tokenizer = load_tokenizer(str(export(whole)))
-    data = Data(arithmetic_max=39, size=500, chat_template=False)
+    data = Data(source_args={"max": 39, "size": 500}, chat_template=False)
     end = [tokenizer.eos_token_id]
     source = ConversationSource(
         data, tokenizer, 0, sft=Sft(), seq_len=64, end_ids=end, held_out=True, validation_prompts=HELD_OUT

@@ -29,7 +29,9 @@ RUN = {
     "--rollout.engine": "embedded",
     "--rollout.no-colocate": None,
     "--training.mixed_precision_param": "float32",
-    "--data.size": 200,
+    "--data.source_args": (
+        '{"max": 60, "question": "What is {left} + {right}? Answer with the number only.", "size": 200}'
+    ),
     "--grpo.prompts_per_step": 1,
     "--grpo.group_size": 4,
     "--rollout.max_answer_tokens": 6,

@@ -92,11 +92,11 @@ MIXTURE = """
 [[data.mixture]]
 name = "small"
 weight = 3
-arithmetic_max = 9
+source_args = { max = 9 }
 
 [[data.mixture]]
 name = "large"
-arithmetic_max = 39
+source_args = { max = 39 }
 functions = ["numeric_match"]
 
 [[validation.sets]]
@@ -105,8 +105,7 @@ samples_per_prompt = 4
 
 [[validation.sets]]
 name = "products"
-arithmetic_operators = ["*"]
-arithmetic_max = 3
+source_args = { operators = ["*"], max = 3 }
 samples_per_prompt = 1
 max_answer_tokens = 3
 """
@@ -117,7 +116,7 @@ def test_an_evaluation_of_the_checkpoint_gives_the_runs_own_numbers(tmp_path):
     text = (ROOT / "train_configs" / "quickstart.toml").read_text()
     config.write_text(text + MIXTURE)
     flags = {"--job.config_file": str(config), "--validation.prompts": "40", "--sft.steps": "80"}
-    flags |= {"--reward.functions": "exact_match,numeric_match", "--data.size": "10000"}
+    flags |= {"--reward.functions": "exact_match,numeric_match"}
     lines = train(tmp_path / "run", flags | {"--training.steps": "2"})
     assert all({"reward/small/mean", "reward/large/mean"} <= line.keys() for line in lines)
     assert [line["data/small/share"] for line in lines] == [0.75, 0.75]

@@ -238,6 +238,7 @@ def test_a_run_trains_on_one_turn_on_tools_on_several_turns_and_on_openenv(tmp_p
         "--training.steps": "2",
         "--sft.steps": "0",
         "--data.source": "environment",
+        "--data.source_args": "{}",
         "--data.chat_template": None,
         "--data.max_prompt_tokens": "40",
         "--training.seq_len": "96",

@@ -28,7 +28,8 @@ def test_tables_are_compared_by_their_contents(tmp_path):
     def of(weight: int) -> dict:
         file = tmp_path / "run.toml"
         head = Path(QUICKSTART[1]).read_text()
-        tables = f'[[data.mixture]]\nname = "a"\nweight = {weight}\n[[data.mixture]]\nname = "b"\narithmetic_max = 9\n'
+        tables = f'[[data.mixture]]\nname = "a"\nweight = {weight}\n[[data.mixture]]\nname = "b"\n'
+        tables += "source_args = { max = 9 }\n"
         file.write_text(head + tables)
         return resolved(load_config(["--job.config_file", str(file)]))
 

@@ -81,7 +81,9 @@ BAD = {
     "one tokenizer, one template": (SET + 'chat_template_file = "t.jinja"', "unknown key", '"b" chat_template_file'),
     "type": (MIXTURE + "weight = '2'", '[[data.mixture]] "a" weight = "2"', "write 2, without quotes"),
     "range": (MIXTURE + "weight = 0", '"a" weight = 0.0 must be over 0'),
-    "range of [data]": (MIXTURE + "size = 0", '"a" size = 0 must be at least 1'),
+    "range of [data]": (MIXTURE + "max_prompt_tokens = 0", '"a" max_prompt_tokens = 0 must be at least 1'),
+    "argument of a source": (MIXTURE + "source_args = { size = 0 }", '"a" source_args size = 0 must be at least 1'),
+    "key of an earlier version": (MIXTURE + "size = 9", '"a" size is a key of an earlier version', "source_args"),
     "one table": ('[data.mixture]\nname = "a"', "[[data.mixture]] is a list of tables", "two brackets"),
     "a value": ("[data]\nmixture = 3", "[[data.mixture]] is a list of tables"),
     "no name": ("[[data.mixture]]\nweight = 1", "[[data.mixture]] 1 has no name"),
@@ -152,7 +154,7 @@ def test_a_set_takes_what_environment_it_likes(tmp_path):
     config = load(
         tmp_path,
         f"{SET}{own}\n[rollout]\nenvironment_concurrency = 2\n[reward]\nfunctions = ['reasoning_gym']"
-        "\n[data]\nsource = 'reasoning_gym'\ntasks = ['chain_sum']",
+        "\n[data]\nsource = 'reasoning_gym'\nsource_args = { tasks = ['chain_sum'] }",
     )
     (held_out,) = config.validation.sets
     assert held_out.environment_args == {"taskset": {"split": "test"}}

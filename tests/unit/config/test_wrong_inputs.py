@@ -39,7 +39,7 @@ from torchtitan.grpo.weight_sync.link import WeightSyncError
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
 MODEL = {"--model.hf_assets_path": "model"}
-JSONL = {"--data.source": "jsonl", "--data.path": "rows.jsonl"}
+JSONL = {"--data.source": "jsonl", "--data.source_args": "{}", "--data.path": "rows.jsonl"}
 RANDOM = {"--model.weights": "random"}
 SMALL = (
     MODEL
@@ -50,7 +50,7 @@ SMALL = (
         "--training.seq_len": "64",
         "--training.mixed_precision_param": "float32",
         "--data.max_prompt_tokens": "16",
-        "--data.arithmetic_max": "9",
+        "--data.source_args": '{"max": 9}',
         "--rollout.max_answer_tokens": "8",
         "--grpo.prompts_per_step": "2",
         "--grpo.group_size": "2",
@@ -364,8 +364,15 @@ DATA = {
     "held-out rows are the training rows": wrong(
         JSONL | {"--data.validation_path": "rows.jsonl"}, "name the same rows", spoil=rows()
     ),
-    "a hub's name": wrong({"--data.source": "hf", "--data.path": "openai/gsm8k"}, "not a folder", "(hf download"),
-    "unknown task": wrong({"--data.source": "reasoning_gym", "--data.tasks": "basic_arithmetc"}, '"basic_arithmetic"?'),
+    "a hub's name": wrong(
+        {"--data.source": "hf", "--data.source_args": "{}", "--data.path": "openai/gsm8k"},
+        "not a folder",
+        "(hf download",
+    ),
+    "unknown task": wrong(
+        {"--data.source": "reasoning_gym", "--data.source_args": '{"tasks": ["basic_arithmetc"]}'},
+        '"basic_arithmetic"?',
+    ),
     "template without {prompt}": flag("--data.prompt_template", "Q:", "[data] prompt_template", "lacks {prompt}"),
     "system prompt without chat template": wrong(
         {"--data.no-chat_template": None, "--data.system_prompt": "Be brief."},

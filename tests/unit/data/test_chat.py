@@ -220,7 +220,7 @@ def test_prompts_end_in_an_empty_thought_where_thinking_is_switched_off(tokenize
     tokenizer.chat_template = SWITCHED
     ends = []
     for words in ([], ["enable_thinking=true"], ["enable_thinking=false"]):
-        data = Data(arithmetic_max=1, chat_template_kwargs=words)
+        data = Data(source_args={"max": 1}, chat_template_kwargs=words)
         ends.append(PromptSource(data, tokenizer, 0).next(1)[0].text.rpartition("assistant\n")[2])
     assert ends == ["", "", "<think>\n\n</think>\n\n"]
     with pytest.raises(UserError, match=r"\[data\] chat_template_kwargs names 'enable_thinkin'"):

@@ -109,7 +109,7 @@ def test_a_mixture_of_conversations_and_pairs_holds_out_its_own_rows(tokenizer, 
         '[rollout]\nengine = "vllm"\n[reward]\nfunctions = ["exact_match"]\n'
         f'[[data.mixture]]\nname = "chats"\nsource = "jsonl"\npath = "{chats}"\nmessages_column = "messages"\n'
         'functions = ["exact_match"]\n'
-        '[[data.mixture]]\nname = "sums"\nchat_template = false\narithmetic_max = 9\nweight = 3.0\n'
+        '[[data.mixture]]\nname = "sums"\nchat_template = false\nsource_args = { max = 9 }\nweight = 3.0\n'
     )
     flags = ["--job.config_file", str(tmp_path / "run.toml"), "--model.hf_assets_path", str(TINY_QWEN3)]
     config = load_config(flags, job="sft")

@@ -19,10 +19,10 @@ chat_template = false
 [[data.mixture]]
 name = "small"
 weight = 3
-arithmetic_max = 4
+source_args = { max = 4 }
 [[data.mixture]]
 name = "large"
-arithmetic_max = 9
+source_args = { max = 9 }
 functions = ["numeric_match"]
 [reward]
 functions = ["exact_match", "numeric_match"]
@@ -99,7 +99,7 @@ def test_resume_refuses_other_sources(prompts_of, tokenizer):
     other, _ = prompts_of(TWO.replace("small", "tiny"))
     with pytest.raises(UserError, match=r"sources \['tiny', 'large'\].*\['small', 'large'\].*\[job\] dump_folder"):
         other.load_state_dict(mixture.state_dict())
-    alone = PromptSource(Data(arithmetic_max=4), tokenizer, 0)
+    alone = PromptSource(Data(source_args={"max": 4}), tokenizer, 0)
     with pytest.raises(UserError, match=r"\[data\] alone"):
         mixture.load_state_dict(alone.state_dict())
     with pytest.raises(UserError, match="not those that the checkpoint was trained on"):
@@ -138,7 +138,7 @@ def test_no_source_trains_on_what_any_held_out_set_asks(prompts_of, tmp_path):
 def test_without_sets_each_source_holds_out_its_own(prompts_of):
     _, sets = prompts_of(TWO + "[validation]\nenable = true\nprompts = 3\n")
     assert [(each.name, len(each.prompts)) for each in sets] == [("small", 3), ("large", 3)]
-    plain, (unnamed,) = prompts_of("[data]\narithmetic_max = 4\n[validation]\nenable = true\nprompts = 3\n")
+    plain, (unnamed,) = prompts_of("[data]\nsource_args = { max = 4 }\n[validation]\nenable = true\nprompts = 3\n")
     assert isinstance(plain, PromptSource)
     assert (unnamed.name, len(unnamed.prompts), unnamed.prompts[0].source) == ("", 3, "")
 
@@ -175,6 +175,7 @@ def test_supervised_targets_are_in_each_sources_own_column(prompts_of, tokenizer
 
 def test_reasoning_gym_tasks_are_told_apart(prompts_of):
     pytest.importorskip("reasoning_gym")
-    text = '[data]\nsource = "reasoning_gym"\ntasks = ["chain_sum", "coin_flip"]\nsize = 4\nmax_prompt_tokens = 2000\n'
+    text = '[data]\nsource = "reasoning_gym"\nsource_args = { tasks = ["chain_sum", "coin_flip"], size = 4 }\n'
+    text += "max_prompt_tokens = 2000\n"
     prompts, _ = prompts_of(text + "[training]\nseq_len = 4000\n")
     assert Counter(prompt.source for prompt in prompts.next(8)) == {"chain_sum": 4, "coin_flip": 4}

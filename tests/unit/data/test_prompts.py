@@ -109,7 +109,7 @@ def test_tiny_tokenizer_has_a_token_for_every_row_of_the_embedding(tokenizer):
 
 
 def test_arithmetic_is_right_distinct_and_held_out(tokenizer):
-    data = Data(arithmetic_max=9, arithmetic_operators=["+", "-", "*"], size=10000)
+    data = Data(source_args={"max": 9, "operators": ["+", "-", "*"]})
     train = PromptSource(data, tokenizer, 0, validation_prompts=30)
     held_out = PromptSource(data, tokenizer, 1, held_out=True, validation_prompts=30)
     assert len(train) == 270 and len(held_out) == 30
@@ -121,19 +121,21 @@ def test_arithmetic_is_right_distinct_and_held_out(tokenizer):
 
 
 def test_arithmetic_asks_in_words(tokenizer):
-    data = Data(arithmetic_max=2, arithmetic_operators=["-"], arithmetic_question="What is {left} less {right}?")
+    data = Data(source_args={"max": 2, "operators": ["-"], "question": "What is {left} less {right}?"})
     asked = {prompt.columns["question"]: prompt.answer for prompt in PromptSource(data, tokenizer, 0).next(9)}
     assert len(asked) == 9 and asked["What is 1 less 2?"] == "-1"
 
 
 def test_arithmetic_size_limits_the_training_prompts(tokenizer):
-    assert len(PromptSource(Data(size=50), tokenizer, 0, validation_prompts=8)) == 50
+    assert len(PromptSource(Data(source_args={"size": 50}), tokenizer, 0, validation_prompts=8)) == 50
 
 
 def test_reasoning_gym_never_trains_on_held_out_questions(tokenizer):
     """coin_flip has few distinct questions, so the generator repeats itself."""
     pytest.importorskip("reasoning_gym")
-    data = Data(source="reasoning_gym", tasks=["coin_flip", "chain_sum"], size=300, max_prompt_tokens=2000)
+    data = Data(
+        source="reasoning_gym", source_args={"tasks": ["coin_flip", "chain_sum"], "size": 300}, max_prompt_tokens=2000
+    )
     train = PromptSource(data, tokenizer, 0, validation_prompts=41)
     held_out = PromptSource(data, tokenizer, 0, held_out=True, validation_prompts=41)
     assert len(held_out) == 41 and 0 < len(train) < 2 * (300 + 21) - 41 + 1
@@ -293,21 +295,21 @@ def test_no_answer_column(tokenizer, tmp_path):
 
 
 def test_every_epoch_has_every_prompt_in_a_new_order(tokenizer):
-    source = PromptSource(Data(arithmetic_max=4), tokenizer, 3)
+    source = PromptSource(Data(source_args={"max": 4}), tokenizer, 3)
     epochs = [[prompt.index for prompt in source.next(25)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(25)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != list(range(25))
-    again = PromptSource(Data(arithmetic_max=4), tokenizer, 3)
+    again = PromptSource(Data(source_args={"max": 4}), tokenizer, 3)
     assert [prompt.index for prompt in again.next(75)] == [index for epoch in epochs for index in epoch]
-    other = PromptSource(Data(arithmetic_max=4), tokenizer, 4)
+    other = PromptSource(Data(source_args={"max": 4}), tokenizer, 4)
     assert [prompt.index for prompt in other.next(25)] != epochs[0]
-    fixed = PromptSource(Data(arithmetic_max=4, shuffle=False), tokenizer, 3)
+    fixed = PromptSource(Data(source_args={"max": 4}, shuffle=False), tokenizer, 3)
     assert [prompt.index for prompt in fixed.next(30)] == [*range(25), *range(5)]
 
 
 @pytest.mark.parametrize("taken", [0, 7, 25, 33, 50])
 def test_resume_continues_exactly(tokenizer, taken):
-    data = Data(arithmetic_max=4)
+    data = Data(source_args={"max": 4})
     source = PromptSource(data, tokenizer, 3)
     source.next(taken)
     state = json.loads(json.dumps(source.state_dict()))
@@ -319,14 +321,14 @@ def test_resume_continues_exactly(tokenizer, taken):
 
 
 def test_resume_refuses_other_prompts(tokenizer):
-    state = PromptSource(Data(arithmetic_max=4), tokenizer, 3).state_dict()
-    other = PromptSource(Data(arithmetic_max=4, prompt_template="{prompt} "), tokenizer, 3)
+    state = PromptSource(Data(source_args={"max": 4}), tokenizer, 3).state_dict()
+    other = PromptSource(Data(source_args={"max": 4}, prompt_template="{prompt} "), tokenizer, 3)
     with pytest.raises(UserError, match=r"not those that the checkpoint was trained on.*\[job\] dump_folder"):
         other.load_state_dict(state)
 
 
 def test_prompts_by_index_leave_the_position_alone(tokenizer):
-    source, untouched = (PromptSource(Data(arithmetic_max=4), tokenizer, 3) for _ in range(2))
+    source, untouched = (PromptSource(Data(source_args={"max": 4}), tokenizer, 3) for _ in range(2))
     taken = source.next(7)
     assert source.at([prompt.index for prompt in reversed(taken)]) == taken[::-1]
     assert source.at([]) == []
@@ -371,22 +373,22 @@ def hook(function):
 
 
 def test_a_curriculum_skips_and_keeps_the_order_of_what_it_asks(tokenizer):
-    plain = PromptSource(Data(arithmetic_max=4), tokenizer, 3)
-    source = PromptSource(Data(arithmetic_max=4, curriculum=hook(refuse_odd_answers)), tokenizer, 3)
+    plain = PromptSource(Data(source_args={"max": 4}), tokenizer, 3)
+    source = PromptSource(Data(source_args={"max": 4}, curriculum=hook(refuse_odd_answers)), tokenizer, 3)
     expected = [prompt for prompt in plain.next(75) if int(prompt.answer) % 2 == 0]
     assert 30 <= len(expected) < 75
     assert [prompt for _ in range(10) for prompt in source.next(3)] == expected[:30]
 
 
 def test_what_a_curriculum_refuses_unseen_is_neither_rendered_nor_tokenized(tokenizer, monkeypatch):
-    source = PromptSource(Data(arithmetic_max=4, curriculum=hook(refuse_all_but_one)), tokenizer, 3)
+    source = PromptSource(Data(source_args={"max": 4}, curriculum=hook(refuse_all_but_one)), tokenizer, 3)
     made, make = [], source._prompts
     monkeypatch.setattr(source, "_prompts", lambda positions: made.extend(positions) or make(positions))
     assert [prompt.index for prompt in source.next(3)] == made == [7] * 3
 
 
 def test_a_curriculum_sees_the_whole_prompt(tokenizer):
-    source = PromptSource(Data(arithmetic_max=4, curriculum=hook(look_at_all)), tokenizer, 3)
+    source = PromptSource(Data(source_args={"max": 4}, curriculum=hook(look_at_all)), tokenizer, 3)
     SEEN.clear()
     asked = source.next(5)
     assert [asdict(prompt) for prompt in asked] == SEEN
@@ -406,7 +408,7 @@ def test_a_curriculum_sees_the_whole_prompt(tokenizer):
     ],
 )
 def test_a_curriculum_may_use_a_prompt_like_any_other(use, tokenizer):
-    source = PromptSource(Data(arithmetic_max=4), tokenizer, 3)
+    source = PromptSource(Data(source_args={"max": 4}), tokenizer, 3)
     offered, (whole,) = source._offered(3), source.at([3])
     assert use(offered) == use(whole)
     assert offered.columns == whole.columns and offered == whole
@@ -415,7 +417,7 @@ def test_a_curriculum_may_use_a_prompt_like_any_other(use, tokenizer):
 
 
 def test_solved_prompts_are_not_asked_again(tokenizer):
-    source = PromptSource(Data(arithmetic_max=1, curriculum=UNSOLVED), tokenizer, 0)
+    source = PromptSource(Data(source_args={"max": 1}, curriculum=UNSOLVED), tokenizer, 0)
     first = source.next(4)
     for prompt, mean_reward in zip(first, (1.0, 0.99, 1.0, 0.0), strict=True):
         source.record(prompt.index, mean_reward)
@@ -431,12 +433,12 @@ def test_solved_prompts_are_not_asked_again(tokenizer):
 
 def test_one_accepted_prompt_is_found_however_epochs_are_ordered(tokenizer):
     """It may come first in one epoch and last in the next, with nearly two epochs of refused prompts in between."""
-    source = PromptSource(Data(arithmetic_max=4, curriculum=hook(refuse_all_but_one)), tokenizer, 0)
+    source = PromptSource(Data(source_args={"max": 4}, curriculum=hook(refuse_all_but_one)), tokenizer, 0)
     assert [prompt.index for _ in range(50) for prompt in source.next(1)] == [7] * 50
 
 
 def test_resume_with_a_curriculum_continues_exactly(tokenizer):
-    data = Data(arithmetic_max=4, curriculum=UNSOLVED)
+    data = Data(source_args={"max": 4}, curriculum=UNSOLVED)
 
     def go_on(source, steps):
         asked = []
@@ -459,7 +461,7 @@ def test_resume_with_a_curriculum_continues_exactly(tokenizer):
 
 
 def test_a_curriculum_may_come_and_go_between_runs(tokenizer):
-    with_hook, without = Data(arithmetic_max=1, curriculum=UNSOLVED), Data(arithmetic_max=1)
+    with_hook, without = Data(source_args={"max": 1}, curriculum=UNSOLVED), Data(source_args={"max": 1})
     source = PromptSource(without, tokenizer, 3)
     source.record(source.next(1)[0].index, 1.0)
     assert "pass_rates" not in source.state_dict()
@@ -473,7 +475,7 @@ def test_a_curriculum_may_come_and_go_between_runs(tokenizer):
 
 
 def test_held_out_prompts_have_no_curriculum(tokenizer):
-    data = Data(arithmetic_max=4, curriculum=hook(forget_to_return))
+    data = Data(source_args={"max": 4}, curriculum=hook(forget_to_return))
     assert len(PromptSource(data, tokenizer, 0, held_out=True, validation_prompts=5).first(5)) == 5
 
 
@@ -490,7 +492,7 @@ def test_held_out_prompts_have_no_curriculum(tokenizer):
 )
 def test_bad_curriculum(tokenizer, curriculum, words):
     with pytest.raises(UserError) as caught:
-        PromptSource(Data(arithmetic_max=4, curriculum=curriculum), tokenizer, 0).next(25)
+        PromptSource(Data(source_args={"max": 4}, curriculum=curriculum), tokenizer, 0).next(25)
     for word in words:
         assert word in str(caught.value)
 
@@ -516,7 +518,7 @@ def test_tokens_without_an_embedding_may_be_there_if_no_text_has_them(tokenizer,
     assert len(load_tokenizer(str(TINY_QWEN3), vocab_size=64)) == 64 and not caplog.text
     load_tokenizer(str(TINY_QWEN3), vocab_size=60)
     assert "ids up to 63, and the model embeddings for 60" in caplog.text
-    data = Data(arithmetic_max=3)
+    data = Data(source_args={"max": 3})
     prompts = PromptSource(data, tokenizer, 0, vocab_size=60).next(2)
     assert end_token_ids(tokenizer, str(TINY_QWEN3), 60) == [2]
     assert len(sft_pairs(prompts, data, "", tokenizer, 60)) == 2
@@ -577,7 +579,10 @@ def test_a_csv_file_is_read_as_a_folder(tokenizer, tmp_path, name):
     [
         ({"source": "hf", "path": "nowhere"}, ["[data] path = 'nowhere'", "not a folder", "download"]),
         ({"answer_pattern": "#### (.+)"}, ["[data] answer_pattern", "does not match", "row "]),
-        ({"source": "reasoning_gym", "tasks": ["chain_sun"]}, ["[data] tasks", '"chain_sum"']),
+        (
+            {"source": "reasoning_gym", "source_args": {"tasks": ["chain_sun"]}},
+            ["[data] source_args tasks", '"chain_sum"'],
+        ),
     ],
 )
 def test_bad_settings_say_what_to_change(tokenizer, settings, words):

@@ -61,7 +61,7 @@ def test_a_call_may_end_in_any_token_that_holds_its_bracket(tokenizer):
 
 
 def test_the_worked_column_is_what_the_environment_leads_to(tokenizer):
-    data = Data(arithmetic_operators=["+", "-", "*"], chat_template=False, shuffle=False)
+    data = Data(source_args={"operators": ["+", "-", "*"]}, chat_template=False, shuffle=False)
     for row, prompt in enumerate(PromptSource(data, tokenizer, 0).next(60)):
         call, _, rest = prompt.columns["calculation"].rpartition(">")
         assert call == ("" if row % 3 else "<" + prompt.text.rstrip("="))

@@ -36,7 +36,7 @@ def test_a_model_is_a_checkpoint_with_an_export_or_a_hugging_face_folder(tmp_pat
 
 def test_a_checkpoint_brings_its_runs_configuration_and_its_results_stay_with_it(tmp_path):
     path, step = tmp_path / "run.toml", tmp_path / "run" / "checkpoint" / "step-3"
-    of_set = '[[validation.sets]]\nname = "sums"\nsource = "arithmetic"\narithmetic_max = 3\n'
+    of_set = '[[validation.sets]]\nname = "sums"\nsource = "arithmetic"\nsource_args = { max = 3 }\n'
     path.write_text((ROOT / "train_configs" / "quickstart.toml").read_text() + of_set)
     flags = ["--validation.prompts", "7", "--job.dump_folder", "outputs/other", "--rollout.max_answer_tokens", "5"]
     run = load_config(["--job.config_file", str(path), *flags])
@@ -46,7 +46,12 @@ def test_a_checkpoint_brings_its_runs_configuration_and_its_results_stay_with_it
     ask = partial(evaluation_config, folder=step / "hf", engine="embedded", urls=[])
     config = ask(["--rollout.max_answer_tokens", "9"])
     (of_set,) = config.validation.sets
-    assert (of_set.name, of_set.prompts, of_set.max_answer_tokens, of_set.data.arithmetic_max) == ("sums", 7, 9, 3)
+    assert (of_set.name, of_set.prompts, of_set.max_answer_tokens, of_set.data.source_args) == (
+        "sums",
+        7,
+        9,
+        {"max": 3},
+    )
     assert (config.model.hf_assets_path, config.job.dump_folder) == (str(step / "hf"), str(tmp_path / "run"))
     other = ask(QUICKSTART)
     assert (other.validation.sets, other.validation.prompts) == ([], load_config(QUICKSTART).validation.prompts)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers import ROOT
 from torchtitan.grpo.config.job_config import Data, Distill, Reward, Rollout
+from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.data.sources import load_rows
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards import process
 from torchtitan.grpo.rewards.functions import exact_match, numeric_match
@@ -408,7 +408,7 @@ def test_reasoning_gym_scores_by_the_tasks_own_scorer():
     """arc_agi's scorer needs tuples in its entry, which JSON would turn into lists."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     tasks = ["chain_sum", "arc_agi", "knights_knaves"]
-    rows = load_rows(Data(source="reasoning_gym", tasks=tasks, size=2), False, 0)
+    rows = load_rows(Data(source="reasoning_gym", source_args={"tasks": tasks, "size": 2}), False, 0)
     prompts = [Prompt(i, [1], row["question"], row["answer"], row) for i, row in enumerate(rows.rows)]
     right = [Sample(prompt, [1], [0.0], [0], "stop", text=prompt.answer) for prompt in prompts]
     wrong = [Sample(prompt, [1], [0.0], [0], "stop", text="nonsense") for prompt in prompts]

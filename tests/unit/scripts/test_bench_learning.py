@@ -155,7 +155,7 @@ def test_a_variant_differs_in_all_but_its_task(tmp_path, monkeypatch):
     job()
     job("--variant", "pairs", "--", "--grpo.group_size", "2")
     job()  # the variant has not become the job
-    with pytest.raises(UserError, match=r"another configuration \(data.arithmetic_max\): name another folder$"):
-        job("--variant", "small", "--", "--data.arithmetic_max", "5")
+    with pytest.raises(UserError, match=r"another configuration \(data.source_args\): name another folder$"):
+        job("--variant", "small", "--", "--data.source_args", '{"max": 5}')
     with pytest.raises(UserError, match=r"\(grpo.group_size\): name another folder, or a --variant"):
         job("--", "--grpo.group_size", "2")

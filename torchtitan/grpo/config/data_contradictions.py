@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
-from torchtitan.grpo.config.keys import LARGEST, keys, label, show
+from torchtitan.grpo.config.keys import LARGEST, Mismatch, check_value, keys, label, show
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.errors import did_you_mean
+from torchtitan.grpo.sources.table import SOURCES, Source
 
 BUILT_IN = ("exact_match", "numeric_match", "math_verify", "reasoning_gym")
 """Reward functions without a module: those of `rewards/functions.py`."""
@@ -54,34 +55,22 @@ def check_tables(config: JobConfig) -> Iterator[str]:
 
 def _check_rows(data: Data) -> Iterator[str]:
     """The keys of one source, as [data] has them."""
-    readers = {
-        "path": ("jsonl", "hf"),
-        "subset": ("hf",),
-        "validation_path": ("jsonl", "hf"),
-        "validation_split": ("hf",),
-        "messages_column": ("jsonl", "hf"),
-        "tools_column": ("jsonl", "hf"),
-        "tasks": ("reasoning_gym",),
-    }
-    for name, sources in readers.items():
+    source = SOURCES[data.source]
+    for name in dict.fromkeys(name for each in SOURCES.values() for name in each.keys):
         value = getattr(data, name)
-        if value and data.source not in sources:
-            wanted = " or ".join(show(source) for source in sources)
+        if name not in source.keys and value not in ("", {}, keys()[f"data.{name}"].default):
+            wanted = " or ".join(show(other) for other, each in SOURCES.items() if name in each.keys)
             yield (
                 f"[data] {name} = {show(value)} is not read with source = {show(data.source)}: set source = {wanted}, "
                 "or leave it out"
             )
-    if data.source in ("jsonl", "hf") and not data.path:
-        what = "a file" if data.source == "jsonl" else "a folder"
-        yield f"[data] path is missing: source = {show(data.source)} needs {what}"
-    if data.source == "reasoning_gym" and not data.tasks:
-        yield '[data] tasks is empty: source = "reasoning_gym" needs task names, as in ["basic_arithmetic"]'
-    for task, times in Counter(data.tasks).items():
-        if times > 1:
-            yield f"[data] tasks has {show(task)} {times} times"
-    if data.source in ("jsonl", "hf") and not data.prompt_column:
+    if source.arguments:
+        yield from (f"[data] source_args {problem}" for problem in _check_arguments(data, source))
+    if source.path and not data.path:
+        yield f"[data] path is missing: source = {show(data.source)} needs {source.path}"
+    if source.path and not data.prompt_column:
         yield "[data] prompt_column is empty: name the column with the question"
-    if data.source == "hf" and not data.split:
+    if "split" in source.keys and not data.split:
         yield '[data] split is empty: name one, usually "train"'
     if "{prompt}" not in data.prompt_template:
         yield f"[data] prompt_template = {show(data.prompt_template)} lacks {{prompt}}, which stands for the question"
@@ -97,23 +86,35 @@ def _check_rows(data: Data) -> Iterator[str]:
         _ = data.template_arguments
     except ValueError as error:
         yield f"[data] chat_template_kwargs: {error}"
-    if data.source == "arithmetic":
-        unknown = [operator for operator in data.arithmetic_operators if operator not in ("+", "-", "*")]
-        if unknown or not data.arithmetic_operators:
-            yield f'[data] arithmetic_operators = {show(data.arithmetic_operators)} must hold some of "+", "-", "*"'
-        wanted_places = ["{left}", "{right}", *(["{operator}"] if len(data.arithmetic_operators) > 1 else [])]
-        if lacking := [place for place in wanted_places if place not in data.arithmetic_question]:
-            yield f"[data] arithmetic_question = {show(data.arithmetic_question)} lacks {', '.join(lacking)}"
     yield from _check_pattern("data.answer_pattern", data.answer_pattern)
     training = (data.path, data.split)
     held_out = (data.validation_path or data.path, data.validation_split or data.split)
-    named = data.source in ("jsonl", "hf") and (data.validation_path or data.validation_split)
+    named = source.path and (data.validation_path or data.validation_split)
     if named and held_out == training:
         yield (
             "[data] validation_path and validation_split name the same rows as [data] "
             f"path = {show(data.path)}, split = {show(data.split)}: change them, or leave them out to hold out the "
             "last rows"
         )
+
+
+def _check_arguments(data: Data, source: Source) -> Iterator[str]:
+    """`[data] source_args`: the names and types that the source's function takes, then its own check."""
+    known, problems = source.arguments, []
+    for name, value in data.source_args.items():
+        if name not in known:
+            takes = ", ".join(known)
+            problems.append(
+                f"has {show(name)}, which source = {show(data.source)} does not take{did_you_mean(name, known)}: it "
+                f"takes {takes}"
+            )
+            continue
+        try:
+            check_value(value, known[name].annotation)
+        except Mismatch as error:
+            problems.append(f"{name} = {error}")
+    defaults = {name: each.default for name, each in known.items()}
+    yield from problems or source.check(**defaults | data.source_args)
 
 
 def check_reward(config: JobConfig) -> Iterator[str]:
@@ -157,7 +158,7 @@ def check_reward(config: JobConfig) -> Iterator[str]:
                 f"{show(data.source)}: leave it out{own}"
             )
         compared = {"exact_match", "numeric_match", "math_verify"} & set(functions)
-        if compared and data.source in ("jsonl", "hf") and not data.answer_column:
+        if compared and SOURCES[data.source].path and not data.answer_column:
             names = ", ".join(sorted(compared))
             yield f"{title} answer_column is empty, but [reward] functions {names} compare with it: name it{own}"
     if reward.answer_pattern and reward.functions and all(":" in function for function in reward.functions):
@@ -171,7 +172,7 @@ def check_reward(config: JobConfig) -> Iterator[str]:
 def check_warm_start(config: JobConfig) -> Iterator[str]:
     for source in training_sources(config):
         data = source.data
-        if config.sft.steps and data.source in ("jsonl", "hf") and not (config.sft.target_column or data.answer_column):
+        if config.sft.steps and SOURCES[data.source].path and not (config.sft.target_column or data.answer_column):
             yield "[sft] target_column is missing: name the column to learn, or set [data] answer_column"
             break
 
@@ -194,7 +195,7 @@ def check_sft(config: JobConfig) -> Iterator[str]:
         if data.tools_column and not data.messages_column:
             yield f"{title} tools_column = {show(data.tools_column)} is read with messages_column only"
         learned = data.messages_column or config.sft.target_column or data.answer_column
-        if data.source in ("jsonl", "hf") and not learned:
+        if SOURCES[data.source].path and not learned:
             yield (
                 f"{title}: there is no column to learn: set messages_column, or [sft] target_column or [data] "
                 "answer_column"

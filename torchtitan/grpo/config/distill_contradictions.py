@@ -73,7 +73,4 @@ def _check_urls(config: JobConfig) -> Iterator[str]:
 
 def source_names(config: JobConfig) -> list[str]:
     """The values that `Prompt.source` has in training; none if all prompts have one source."""
-    names = [source.name for source in training_sources(config) if source.name]
-    if not names and config.data.source == "reasoning_gym" and len(config.data.tasks) > 1:
-        return list(config.data.tasks)
-    return names
+    return [source.name for source in training_sources(config) if source.name] or config.data.tasks

@@ -23,6 +23,15 @@ REFUSED = {
 }
 """Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
 
+GONE = {
+    "data.tasks": 'write [data] source_args = { tasks = ["chain_sum"] }',
+    "data.size": "write [data] source_args = { size = 500 }",
+    "data.arithmetic_max": "write [data] source_args = { max = 39 }",
+    "data.arithmetic_operators": 'write [data] source_args = { operators = ["+"] }',
+    "data.arithmetic_question": 'write [data] source_args = { question = "{left}{operator}{right}=" }',
+}
+"""Keys of earlier versions, and what replaces them."""
+
 _SHOWN = 20
 """Keys of another trainer's section in one message."""
 _TELLING = 6
@@ -45,6 +54,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
             part = part_of(path)
             hint = _keys_in(table, path) or (f"no key is like it: {part[1]}" if part else hint)
         return f"unknown section [{shortened(path)}]: {hint}"
+    if path in GONE:
+        return f"{label(path)} is a key of an earlier version: {GONE[path]}"
     if name in REFUSED:
         return f"{label(path) if section else name} {REFUSED[name]}"
     what = f"[{section}] {shortened(name)}" if section else f"{shortened(name)} outside any section"
@@ -54,6 +65,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
 def unknown_flag(flag: str) -> str:
     """Message for an unknown flag."""
     path = flag.removeprefix("--").replace("-", "_")
+    if path in GONE:
+        return f"{flag} is a flag of an earlier version: {GONE[path]}"
     if (name := path.rpartition(".")[2]) in REFUSED and _exact(path) is None:
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"

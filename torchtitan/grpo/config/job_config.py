@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from torchtitan.grpo.config.ranges import Range
+from torchtitan.grpo.sources.table import SOURCES
 
-ROW_KEYS = {"source", "path", "subset", "split", "tasks", "size", "arithmetic_max", "arithmetic_operators"} | {
-    "arithmetic_question"
-}
+ROW_KEYS = {"source", "path", "subset", "split", "source_args"}
 """Keys of [data] that say which rows there are."""
 NO_ENVIRONMENT = "none"
 """The `environment` of a held-out set whose prompts get one answer, in a run that has an environment."""
@@ -522,9 +521,11 @@ class Offload:
 
 @dataclass
 class Data:
-    source: Literal["arithmetic", "jsonl", "hf", "reasoning_gym", "environment"] = "arithmetic"
-    """Generated sums, a JSONL file, a local Hugging Face dataset folder, reasoning-gym tasks, or the rows that
-    `rollout.environment` brings."""
+    source: Annotated[str, tuple(SOURCES)] = "arithmetic"
+    """Where rows come from: docs/data.md describes each source."""
+    source_args: dict = field(default_factory=dict)
+    """A table of arguments for the source, as in `{ max = 39 }` for `arithmetic`: docs/data.md lists them. It refuses
+    those that it does not take."""
     path: str = ""
     """JSONL file or dataset folder."""
     subset: str = ""
@@ -565,18 +566,8 @@ class Data:
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What to do with longer prompts, and in `sft_train.py` with rows over `training.seq_len`. The log says how many
     were dropped."""
-    tasks: list[str] = field(default_factory=list)
-    """reasoning-gym task names."""
     curriculum: str = ""
     """`module:function` that says whether to ask a prompt now. It gets the prompt and its last mean reward, or None."""
-    size: Annotated[int, Range(at_least=1, at_most=10**8)] = 10000
-    """Number of generated prompts: of `arithmetic` in all, of `reasoning_gym` per task."""
-    arithmetic_max: Annotated[int, Range(at_least=1)] = 99
-    """Largest operand of `arithmetic`."""
-    arithmetic_operators: list[str] = field(default_factory=lambda: ["+"])
-    """Operators of `arithmetic`: +, -, *."""
-    arithmetic_question: str = "{left}{operator}{right}="
-    """What `arithmetic` asks, with places for both operands and the operator, which may be left out if there is one."""
     reward_column: str = ""
     """Column that names a row's own reward functions: one name or a list, all of them in `[reward] functions`."""
     mixture: list[MixtureSource] = field(default_factory=list)
@@ -600,6 +591,12 @@ class Data:
             if not name.isidentifier() or name in _TEMPLATE_OWN:
                 raise ValueError(f"{shown} must begin with the name of a variable of the template")
         return arguments
+
+    @property
+    def tasks(self) -> list[str]:
+        """The source's tasks if there are several, each with metrics of its own."""
+        tasks = self.source_args.get("tasks")
+        return [str(task) for task in tasks] if isinstance(tasks, list) and len(tasks) > 1 else []
 
     @property
     def question_column(self) -> str:

@@ -123,10 +123,10 @@ def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
 
 
 def _split(annotation: Any) -> tuple[Any, Range | None]:
-    """`Annotated[int, Range(at_least=2)]` as its type and its range."""
+    """`Annotated[int, Range(at_least=2)]` as its type and its range; `Annotated[str, names]` as a Literal of these."""
     if get_origin(annotation) is Annotated:
         bare, allowed = get_args(annotation)
-        return bare, allowed
+        return (Literal[allowed], None) if isinstance(allowed, tuple) else (bare, allowed)
     return annotation, None
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.hints import GONE
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import Mismatch, check_value, keys, range_problem, shortened, show, table_keys
@@ -29,7 +30,7 @@ INHERITED = {
     "environment": "rollout.environment",
 }
 """Keys of a held-out set, and where their values come from if it leaves them out."""
-_OF_OTHER_ROWS = ("path", "subset", "split", "validation_path", "validation_split", "tasks")
+_OF_OTHER_ROWS = ("path", "subset", "split", "validation_path", "validation_split", "source_args")
 
 
 def table_title(path: str, name: str, number: int = 0) -> str:
@@ -51,6 +52,9 @@ def _read_table(path: str, number: int, table: dict[str, Any], problems: list[st
     known, given = table_keys(path), {}
     for name, value in table.items():
         if name not in known:
+            if f"data.{name}" in GONE:
+                problems.append(f"{title} {name} is a key of an earlier version: {GONE[f'data.{name}']}")
+                continue
             hint = did_you_mean(name, known) or f": see [[{path}]] in docs/configuration.md for its keys"
             problems.append(f"unknown key {title} {shortened(name)}{hint}")
             continue

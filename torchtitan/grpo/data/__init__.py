@@ -1,17 +1,14 @@
 """From a dataset to prompts in a fixed order.
 
-    load.py        all prompts of a configuration: to train on, and the held-out sets
-      mixture.py   several sources as one, interleaved by weights
-      held_out.py  HeldOut, HeldOutAnswers: one set, and the answers to it
-    sources.py     rows of `[data] source`: arithmetic, jsonl, hf, reasoning_gym;
-                   which of them are held out
-    prompts.py     PromptSource: renders rows, skips long ones, shuffles by the seed,
-                   resumes exactly; asks the curriculum; supervised pairs
-      curricula.py ready-made hooks for `[data] curriculum`
-    conversations.py ConversationSource: rows to learn from, for supervised fine-tuning
-      chat.py      which tokens of a rendered conversation the assistant says
-    routes.py      RouteShape: which experts computed a token, checked, and as text
-    samples.py     Prompt, Sample, Group and Conversation, which every other room uses
-
-A source of data is one function in sources.py that returns its rows.
+load.py        all prompts of a configuration: to train on, and the held-out sets
+  mixture.py   several sources as one, interleaved by weights
+  held_out.py  HeldOut, HeldOutAnswers: one set, and the answers to it
+rows.py        rows of a source (the room sources/), and which of them are held out
+prompts.py     PromptSource: renders rows, skips long ones, shuffles by the seed,
+               resumes exactly; asks the curriculum; supervised pairs
+  curricula.py ready-made hooks for `[data] curriculum`
+conversations.py ConversationSource: rows to learn from, for supervised fine-tuning
+  chat.py      which tokens of a rendered conversation the assistant says
+routes.py      RouteShape: which experts computed a token, checked, and as text
+samples.py     Prompt, Sample, Group and Conversation, which every other room uses
 """

@@ -10,8 +10,9 @@ from torchtitan.grpo.config.job_config import Data, Sft
 from torchtitan.grpo.data.chat import ChatRenderer, conversation, tools_of
 from torchtitan.grpo.data.prompts import PromptSource, check_embeddings, plain, sft_pairs
 from torchtitan.grpo.data.samples import Conversation, Document, Prompt
-from torchtitan.grpo.data.sources import DatasetRow
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.sources.rows import DatasetRow
+from torchtitan.grpo.sources.table import SOURCES
 from torchtitan.tools.logging import logger
 
 
@@ -99,7 +100,7 @@ class ConversationSource(PromptSource):
             if column and column not in row:
                 raise UserError(f"{place} has no column {column!r}: set [data] {key} to one of {list(row)}")
         said = f"{place}: column {data.messages_column!r}"
-        messages = conversation(row[data.messages_column], data.system_prompt, data.source == "hf", said)
+        messages = conversation(row[data.messages_column], data.system_prompt, SOURCES[data.source].fills_columns, said)
         tools = (
             tools_of(row[data.tools_column], f"{place}: column {data.tools_column!r}") if data.tools_column else None
         )

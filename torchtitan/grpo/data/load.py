@@ -12,8 +12,9 @@ from torchtitan.grpo.config.tables import held_out_rows, held_out_sets, source_o
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.mixture import Mixture
 from torchtitan.grpo.data.prompts import PromptSource
-from torchtitan.grpo.data.sources import DatasetRow, row_keys
+from torchtitan.grpo.data.rows import row_keys
 from torchtitan.grpo.errors import renamed
+from torchtitan.grpo.sources.rows import DatasetRow
 
 Prompts = PromptSource | Mixture
 """What a run trains on."""

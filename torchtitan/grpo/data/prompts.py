@@ -14,10 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.chat import joined_text
+from torchtitan.grpo.data.rows import load_rows
 from torchtitan.grpo.data.samples import ANY_VOCAB, Document, Prompt
-from torchtitan.grpo.data.sources import DatasetRow, load_rows
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.process.import_path import is_async, load_function, source
+from torchtitan.grpo.sources.rows import DatasetRow
+from torchtitan.grpo.sources.table import SOURCES
 from torchtitan.tools.logging import logger
 
 RENDER_BATCH = 1024
@@ -369,7 +371,7 @@ class PromptSource:
         if unknown:
             message = "%s: %d %ss hold characters that the tokenizer does not know"
             logger.warning(message, self._rows.name, unknown, self.NOUN)
-        if blank and self._data.answer_column and self._data.source in ("jsonl", "hf"):
+        if blank and self._data.answer_column and SOURCES[self._data.source].path:
             message = "%s: the answer of %d %ss is null, NaN or empty text"
             logger.warning(message, self._rows.name, blank, self.NOUN)
         return kept, digest.hexdigest()
@@ -402,8 +404,8 @@ class PromptSource:
         return {"index": position, "answer": answer, "source": self._task(row), "functions": functions}
 
     def _task(self, row: DatasetRow) -> str:
-        """The row's reasoning-gym task if there are several, else ""."""
-        return row["task"] if self._data.source == "reasoning_gym" and len(self._data.tasks) > 1 else ""
+        """The row's task if its source has several, else ""."""
+        return row["task"] if self._data.tasks else ""
 
     def _reward_functions(self, row: DatasetRow, place: str) -> tuple[str, ...]:
         """The functions that the row names in `[data] reward_column`."""

@@ -21,7 +21,7 @@ from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets
 from torchtitan.grpo.data.held_out import HeldOut
 from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.sources import row_keys
+from torchtitan.grpo.data.rows import row_keys
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.hf_config import adapters_alone
