@@ -77,6 +77,7 @@ class Trainer(Run):
 
     def set_up(self) -> None:
         """In this order, so that bad input is refused before a process group or a server exists."""
+        losses.check_functions(self.config.grpo)
         self.read_model()
         inputs = self.config, self.source, self.tokenizer, self.end_token_ids, self.resources
         self.rollouts = Rollouts(*inputs) if self.is_rank0 else Absent(self.config)
@@ -202,13 +203,25 @@ class Trainer(Run):
         """The loss of a minibatch's row, by its number and the row. `has_moved`: the step has had an optimizer step."""
         config = self.config
         ahead = config.async_grpo
-        counts = ahead.max_trajectory_age_steps if ahead.enabled else 0, len(batch.servers)
+        max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
 
         def loss(index: int, row: Microbatch) -> LossAndSums:
             self.policy.offload.poll()
             logprobs, entropy, *top_logprobs = self.policy.model(row, config.rollout.temperature)
-            given = *fixed[index], *counts, config.distill.coef, *top_logprobs
-            return losses.row_loss(logprobs, entropy, row, config.grpo, *given, has_moved=has_moved)
+            old, reference = fixed[index]
+            return losses.row_loss(
+                logprobs,
+                entropy,
+                row,
+                config.grpo,
+                old_logprobs=old,
+                reference_logprobs=reference,
+                max_age=max_age,
+                num_servers=len(batch.servers),
+                distill_coef=config.distill.coef,
+                top_logprobs=next(iter(top_logprobs), None),
+                has_moved=has_moved,
+            )
 
         return loss
 

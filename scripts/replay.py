@@ -104,7 +104,7 @@ class ReplayTrainer(grpo_train.Trainer):
         config.rollout.record_gib = 0.0
         config.reward = Reward(workers=1)
         if after or not config.sft.steps:  # else the warm start reads the data, less the held-out rows
-            config.data, config.validation.enable = Data(chat_template=False, size=1), False
+            config.data, config.validation.enable = Data(chat_template=False, source_args={"size": 1}), False
         super().__init__(config)
 
     def set_up(self) -> None:

@@ -34,7 +34,7 @@ from torchtitan.grpo.weight_wire.version_names import version_name
 
 B = 4
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=6, seed=17, ignore_eos=True)
-DATA = Data(source="arithmetic", size=600, chat_template=False)
+DATA = Data(source="arithmetic", source_args={"size": 600}, chat_template=False)
 REQUEST_TIMEOUT_S = 20.0
 
 

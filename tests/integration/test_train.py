@@ -60,6 +60,13 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
     assert "trained tokens" in said.splitlines()[-6]
     assert [line.split()[0] for line in said.splitlines()[-5:]] == ["1", "2", "3", "4", "median"]
 
+    # With a loss and a baseline of the user's own, which are the built-in ones.
+    functions = {"policy_loss": "clipped", "advantage_baseline": "less_mean"}
+    own, _ = replay("own", **{f"--grpo.{key}": f"tests.helpers.losses:{f}" for key, f in functions.items()})
+    unsaid = ("policy/clipped", "policy/clip")
+    told = [[{k: v for k, v in line.items() if not k.startswith(unsaid)} for line in run] for run in (own, again)]
+    assert told[0] == told[1]
+
     # From the checkpoint in the middle, with another loss: the policy that step 3 begins with is the run's.
     other, _ = replay("other", "--after", "2", **{"--grpo.policy_loss": "cispo"})
     assert [line["step"] for line in other] == [3, 4]

@@ -92,6 +92,8 @@ BAD_TOML = {
         'did you mean "vllm"?',
     ),
     "choice as int": ("[grpo]\npolicy_loss = 1", "[grpo] policy_loss", '"ppo" or "gspo" or "cispo"'),
+    "loss of no name": ("[grpo]\npolicy_loss = 'pp0'", 'or "cispo" or "module:function"', 'did you mean "ppo"?'),
+    "loss of no module": ("[grpo]\npolicy_loss = 'my-losses:f'", "[grpo] policy_loss", "is not allowed"),
     "none as text": (
         "[lr_scheduler]\ntotal_steps = 'none'",
         "[lr_scheduler] total_steps",
@@ -317,8 +319,7 @@ BAD_TOML = {
     "no such source": ("[data]\nsource = 'arithmetics'", '"arithmetic" or "jsonl"', 'did you mean "arithmetic"?'),
     "key of an earlier version": (
         "[data]\narithmetic_max = 9",
-        "[data] arithmetic_max is a key of an earlier version",
-        "[data] source_args = { max = 39 }",
+        "unknown key [data] arithmetic_max: write [data] source_args = { max = 39 }",
     ),
     "template value of Python": (
         "[data]\nchat_template_kwargs = ['enable_thinking=False']",

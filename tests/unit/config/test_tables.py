@@ -83,7 +83,7 @@ BAD = {
     "range": (MIXTURE + "weight = 0", '"a" weight = 0.0 must be over 0'),
     "range of [data]": (MIXTURE + "max_prompt_tokens = 0", '"a" max_prompt_tokens = 0 must be at least 1'),
     "argument of a source": (MIXTURE + "source_args = { size = 0 }", '"a" source_args size = 0 must be at least 1'),
-    "key of an earlier version": (MIXTURE + "size = 9", '"a" size is a key of an earlier version', "source_args"),
+    "key of an earlier version": (MIXTURE + "size = 9", '"a" size: write [[data.mixture]] "a" source_args'),
     "one table": ('[data.mixture]\nname = "a"', "[[data.mixture]] is a list of tables", "two brackets"),
     "a value": ("[data]\nmixture = 3", "[[data.mixture]] is a list of tables"),
     "no name": ("[[data.mixture]]\nweight = 1", "[[data.mixture]] 1 has no name"),

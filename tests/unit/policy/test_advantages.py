@@ -1,8 +1,17 @@
 import statistics
+import sys
 
 import pytest
 
-from torchtitan.grpo.policy.advantages import group_advantages, overlong_penalty, with_penalties, zero_variance
+from torchtitan.grpo.config.job_config import Grpo
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.advantages import (
+    check_baseline,
+    group_advantages,
+    overlong_penalty,
+    with_penalties,
+    zero_variance,
+)
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0, 1.0], [0.3, -2.0], [5.0, 5.5, 7.25]]
 
@@ -43,9 +52,30 @@ def test_an_answer_without_a_reward_is_no_part_of_its_group(baseline, divide_by_
     assert group_advantages([[None, 1.0, None], [None]], baseline, divide_by_std) == [[0.0] * 3, [0.0]]
 
 
-def test_unknown_baseline_is_an_error():
-    with pytest.raises(ValueError, match="leave_one_out"):
-        group_advantages([[0.0, 1.0]], "median", True)
+def test_an_own_baseline_is_a_function_of_one_groups_rewards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "own_baselines.py").write_text(
+        "def mean(rewards):\n    return rewards - rewards.mean()\n"
+        "def median(rewards):\n    rewards -= rewards.median()\n    return rewards.float()\n"
+        "def alone(rewards, prompt):\n    return rewards\n"
+        "def one(rewards):\n    return rewards.mean()\n"
+        "def endless(rewards):\n    return rewards / 0\n"
+        "def broken(rewards):\n    return rewards.nothing\n"
+    )
+    assert group_advantages(GROUPS, "own_baselines:mean", True) == group_advantages(GROUPS, "mean", True)
+    check_baseline(Grpo(advantage_baseline="own_baselines:median"))
+    assert group_advantages([[1.0, None, 4.0, 5.0]], "own_baselines:median", False) == [[-3.0, 0.0, 0.0, 1.0]]
+    for name, message in {
+        "alone": "must take 1 arguments",
+        "one": "it must return a finite number for each",
+        "endless": "it must return a finite number for each",
+        "broken": r"failed on a trial: AttributeError.*own_baselines.py:13",
+        "mode": "has no function",
+        "": 'must be "module:function"',
+    }.items():
+        with pytest.raises(UserError, match=rf"^\[grpo\] advantage_baseline: .*{message}"):
+            check_baseline(Grpo(advantage_baseline=f"own_baselines:{name}"))
 
 
 def test_zero_variance():

@@ -2,15 +2,18 @@
 
 import math
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchtitan.grpo.config.job_config import Grpo
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import (
     POLICY_LOSSES,
     age_sums,
+    check_loss,
     importance_weights,
     kl_estimate,
     mismatch_sums,
@@ -269,11 +272,75 @@ def test_extreme_ratios_stay_finite(name):
     assert loss.isfinite() and new.grad.isfinite().all() and all(v.isfinite() for v in metrics.values())
 
 
+OWN = """
+import torch
+
+def clipped(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    ratio = (logprobs - old_logprobs).exp()
+    held = ratio.clamp(1 - grpo.ratio_clip_min, 1 + grpo.ratio_clip_max)
+    return torch.maximum(-ratio * advantages, -held * advantages)
+
+def short(logprobs, old_logprobs, advantages):
+    return -logprobs
+
+def mean(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    return (-logprobs * advantages).mean()
+
+def detached(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    return -logprobs.detach()
+
+def endless(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    return -logprobs / 0
+
+def of_some(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    return logprobs / logprobs.max()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of losses in the folder where a run is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "own_losses.py").write_text(OWN)
+    return "own_losses"
+
+
+def test_an_own_loss_is_trained_as_a_built_in_one(own):
+    new, old, advantages, ids = batch()
+    results = []
+    for name in ("ppo", f"{own}:clipped"):
+        grpo = Grpo(policy_loss=name, kl_coef=0.1, entropy_coef=0.01)
+        given = {"importance": new.detach().exp(), "reference_logprobs": old - 0.3, "entropy": new.square()}
+        check_loss(grpo)
+        loss, sums = policy_loss(new, old, advantages, weights_of(LENGTHS), ids, grpo, **given)
+        results.append((loss, *torch.autograd.grad(loss, new), sums))
+    (loss, grad, sums), (own_loss, own_grad, own_sums) = results
+    assert own_loss == loss and own_grad.equal(grad) and sums["clipped_high_tokens"] > 0
+    assert own_sums == sums | {"clipped_low_tokens": 0, "clipped_high_tokens": 0}  # it does not say what it clips
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", r"must take 5 arguments \(logprobs, old_logprobs, advantages, sample_ids, grpo\)"),
+        ("mean", r"failed on a trial: ValueError: the loss has the shape \[\], not one value for each of 4 tokens"),
+        ("detached", "failed on a trial: RuntimeError: .*does not require grad"),
+        ("endless", r"failed on a trial: ValueError: losses \[inf"),
+        ("of_some", r"failed on a trial: RuntimeError: .*\(.*own_losses.py:22\)"),
+        ("clip", r'has no function "clip"'),
+    ],
+)
+def test_a_wrong_own_loss_is_refused(own, name, message):
+    with pytest.raises(UserError, match=rf"^\[grpo\] policy_loss: .*{message}"):
+        check_loss(Grpo(policy_loss=f"{own}:{name}"))
+
+
 def test_missing_inputs_and_unknown_names_are_errors():
     new, old, advantages, ids = batch()
     weights = weights_of(LENGTHS)
     for grpo, match in (
-        (Grpo(policy_loss="reinforce"), "cispo, gspo|ppo, gspo"),
+        (Grpo(policy_loss="reinforce"), r'\[grpo\] policy_loss: "reinforce" must be'),
         (Grpo(kl_coef=0.1), "reference_logprobs"),
         (Grpo(entropy_coef=0.1), "entropy_coef"),
     ):

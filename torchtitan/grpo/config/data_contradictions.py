@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import LARGEST, Mismatch, check_value, keys, label, show
+from torchtitan.grpo.config.ranges import ImportPath
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.errors import did_you_mean
 from torchtitan.grpo.sources.table import SOURCES, Source
@@ -239,6 +240,5 @@ def _check_pattern(path: str, pattern: str) -> Iterator[str]:
 
 def check_function(path: str, name: str) -> Iterator[str]:
     """An import path must look like one. Whether the function exists is known when it is imported."""
-    module, colon, function = name.partition(":")
-    if name and not (colon and all(part.isidentifier() for part in [*module.split("."), function])):
+    if name and not ImportPath.is_one(name):
         yield f'{label(path)}: {show(name)} must be "module:function", as in "my_package.my_module:my_function"'

@@ -30,7 +30,7 @@ GONE = {
     "data.arithmetic_operators": 'write [data] source_args = { operators = ["+"] }',
     "data.arithmetic_question": 'write [data] source_args = { question = "{left}{operator}{right}=" }',
 }
-"""Keys of earlier versions, and what replaces them."""
+"""Keys of earlier versions, and what to do instead."""
 
 _SHOWN = 20
 """Keys of another trainer's section in one message."""
@@ -54,8 +54,6 @@ def unknown_name(section: str, name: str, value: Any) -> str:
             part = part_of(path)
             hint = _keys_in(table, path) or (f"no key is like it: {part[1]}" if part else hint)
         return f"unknown section [{shortened(path)}]: {hint}"
-    if path in GONE:
-        return f"{label(path)} is a key of an earlier version: {GONE[path]}"
     if name in REFUSED:
         return f"{label(path) if section else name} {REFUSED[name]}"
     what = f"[{section}] {shortened(name)}" if section else f"{shortened(name)} outside any section"
@@ -65,8 +63,6 @@ def unknown_name(section: str, name: str, value: Any) -> str:
 def unknown_flag(flag: str) -> str:
     """Message for an unknown flag."""
     path = flag.removeprefix("--").replace("-", "_")
-    if path in GONE:
-        return f"{flag} is a flag of an earlier version: {GONE[path]}"
     if (name := path.rpartition(".")[2]) in REFUSED and _exact(path) is None:
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"
@@ -97,6 +93,8 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
     Args:
         shown: How to write a key, in a TOML file or as a flag.
     """
+    if path in GONE:
+        return GONE[path]
     section = path.rpartition(".")[0]
     meant, note = _exact(path) or _similar(path)
     if meant:

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from torchtitan.grpo.config.ranges import Range
+from torchtitan.grpo.config.ranges import ImportPath, Range
 from torchtitan.grpo.sources.table import SOURCES
 
 ROW_KEYS = {"source", "path", "subset", "split", "source_args"}
@@ -275,8 +275,9 @@ class Grpo:
     minibatches: Annotated[int, Range(at_least=1)] = 1
     """Optimizer steps per batch of rollouts. Above 1, old log-probabilities are computed before the first one,
     unless `proximal_logprobs` is `sampler`."""
-    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
-    """Baseline subtracted from a reward: the group's mean (GRPO) or the mean of the other answers (RLOO)."""
+    advantage_baseline: Literal["mean", "leave_one_out"] | ImportPath = "mean"
+    """What a reward is compared with: the group's mean (GRPO), the mean of the other answers (RLOO), or by a function
+    of your own (docs/rewards.md)."""
     advantage_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO). Dr. GRPO sets false."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
@@ -288,9 +289,9 @@ class Grpo:
     oversampling: Annotated[float, Range(at_least=0)] = 0.0
     """Extra groups in flight, as a share of `prompts_per_step`. A step takes the first to finish; the rest serve the
     next step if they are young enough, or are cancelled."""
-    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """Clipped token ratio (PPO, GRPO, DAPO), clipped sequence ratio (GSPO), or clipped weights with all gradients
-    kept (CISPO)."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] | ImportPath = "ppo"
+    """Clipped token ratio (PPO, GRPO, DAPO), clipped sequence ratio (GSPO), clipped weights with all gradients kept
+    (CISPO), or a function of your own (docs/rewards.md)."""
     ratio_clip_min: Annotated[float, Range(above=0, at_most=1, why="ratios are held above 1 - ratio_clip_min")] = 0.2
     """Lower clip: ratios stay above 1 - ratio_clip_min. GSPO's paper uses about 3e-4 on both sides. 1.0 leaves the
     lower side open, as CISPO does."""

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.config.ranges import Range
+from torchtitan.grpo.config.ranges import ImportPath, Range
 from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
-from torchtitan.grpo.errors import nearest
+from torchtitan.grpo.errors import did_you_mean
 
 MODULE = job_config.__name__
 """Value of `job.custom_config_module`."""
@@ -159,6 +159,8 @@ def type_name(annotation: Any) -> str:
         return " or ".join(type_name(option) for option in get_args(annotation))
     if origin is Literal:
         return " or ".join(f'"{value}"' for value in get_args(annotation))
+    if annotation is ImportPath:
+        return '"module:function"'
     if origin is list:
         return f"list[{type_name(get_args(annotation)[0])}]"
     if is_dataclass(annotation) or annotation is dict:
@@ -179,6 +181,10 @@ def check_value(value: Any, annotation: Any) -> Any:
         return _check_literal(value, annotation)
     if origin is list:
         return _check_list(value, annotation)
+    if annotation is ImportPath:
+        if isinstance(value, str) and ImportPath.is_one(value):
+            return value
+        raise Mismatch(f"{show(value)} is not {type_name(annotation)}")
     if annotation is type(None):
         if value is None:
             return None
@@ -209,9 +215,10 @@ def _check_union(value: Any, annotation: Any) -> Any:
             mismatches.append(error)
     if type(None) in options and type(value) is str and value.lower() in ("none", "null", ""):
         raise Mismatch(f"{show(value)} is text, not {type_name(annotation)}: leave the key out for none")
-    if any(get_origin(option) is Literal for option in options):
+    if literals := [option for option in options if get_origin(option) is Literal]:
         written = ["true, false" if option is bool else type_name(option) for option in options]
-        raise Mismatch(f"{show(value)} is not allowed: write {' or '.join(written)}")
+        hint = did_you_mean(str(value).lower(), get_args(literals[0]))
+        raise Mismatch(f"{show(value)} is not allowed: write {' or '.join(written)}{hint}")
     raise mismatches[0]
 
 
@@ -219,8 +226,7 @@ def _check_literal(value: Any, annotation: Any) -> Any:
     allowed = get_args(annotation)
     if type(value) is str and value in allowed:
         return value
-    near = nearest(str(value).lower(), allowed)
-    hint = f' (did you mean "{near}"?)' if near else ""
+    hint = did_you_mean(str(value).lower(), allowed)
     raise Mismatch(f"{show(value)} is not allowed: write {type_name(annotation)}{hint}")
 
 

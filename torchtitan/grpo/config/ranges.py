@@ -1,4 +1,5 @@
-"""The range of a number, as its field states it: `group_size: Annotated[int, Range(at_least=2)] = 8`."""
+"""What a key's annotation may hold: the range of a number, as in `group_size: Annotated[int, Range(at_least=2)] = 8`;
+`ImportPath` among the names of functions."""
 
 from dataclasses import dataclass
 
@@ -30,3 +31,13 @@ class Range:
     def __str__(self) -> str:
         words = {"at least": self.at_least, "over": self.above, "at most": self.at_most, "under": self.below}
         return " and ".join(f"{word} {end}" for word, end in words.items() if end is not None)
+
+
+class ImportPath(str):
+    """ "module:function", a function of the user's own. Whether it exists is known when it is imported."""
+
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Whether a text looks like one."""
+        module, colon, function = text.partition(":")
+        return bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])

@@ -52,10 +52,12 @@ def _read_table(path: str, number: int, table: dict[str, Any], problems: list[st
     known, given = table_keys(path), {}
     for name, value in table.items():
         if name not in known:
-            if f"data.{name}" in GONE:
-                problems.append(f"{title} {name} is a key of an earlier version: {GONE[f'data.{name}']}")
-                continue
-            hint = did_you_mean(name, known) or f": see [[{path}]] in docs/configuration.md for its keys"
+            gone = GONE.get(f"data.{name}", "").replace("[data]", title)
+            hint = (
+                (gone and f": {gone}")
+                or did_you_mean(name, known)
+                or f": see [[{path}]] in docs/configuration.md for its keys"
+            )
             problems.append(f"unknown key {title} {shortened(name)}{hint}")
             continue
         try:

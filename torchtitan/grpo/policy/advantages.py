@@ -1,11 +1,15 @@
 """Groups of rewards -> advantages. Pure functions over plain floats."""
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Distill, Grpo
+from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.import_path import load_function, trial
 
 STD_EPSILON = 1e-4  # added to the standard deviation, as in TRL's GRPOTrainer
 
@@ -17,8 +21,56 @@ def reward_advantages(rewards: Sequence[Sequence[float | None]], grpo: Grpo, dis
     return group_advantages(rewards, grpo.advantage_baseline, grpo.advantage_std)
 
 
+class Baseline(Protocol):
+    """What `[grpo] advantage_baseline` names: compares the answers of one group."""
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """
+        Args:
+            rewards: float64 [n], on the CPU, of the n answers that have one. They are not all equal.
+
+        Returns:
+            Their advantages [n], the same on every rank. `[grpo] advantage_std` divides them by the standard deviation
+            of the rewards: set it to false if the function has scaled them.
+        """
+
+
+def _mean(rewards: Tensor) -> Tensor:
+    return rewards - rewards.mean()
+
+
+def _leave_one_out(rewards: Tensor) -> Tensor:
+    n = len(rewards)
+    return (rewards - rewards.mean()) * (n / (n - 1))  # r - (sum - r) / (n - 1)
+
+
+BASELINES: dict[str, Baseline] = {"mean": _mean, "leave_one_out": _leave_one_out}
+"""By `[grpo] advantage_baseline`, which may also be the "module:function" of another."""
+_KEY = "[grpo] advantage_baseline"
+
+
+@functools.cache
+def named_baseline(name: str) -> Baseline:
+    """The baseline of this name.
+
+    Raises:
+        UserError: There is no such function, or it does not take one argument.
+    """
+    return BASELINES.get(name) or load_function(_KEY, name, "rewards")
+
+
+def check_baseline(grpo: Grpo) -> None:
+    """Try `[grpo] advantage_baseline` on a group of three rewards.
+
+    Raises:
+        UserError: There is no such function, it raises, or it does not return what `Baseline` says.
+    """
+    with trial(_KEY, grpo.advantage_baseline):
+        group_advantages([[0.0, 0.5, 1.0]], grpo.advantage_baseline, grpo.advantage_std)
+
+
 def group_advantages(
-    rewards: Sequence[Sequence[float | None]], baseline: Literal["mean", "leave_one_out"], divide_by_std: bool
+    rewards: Sequence[Sequence[float | None]], baseline: str, divide_by_std: bool
 ) -> list[list[float]]:
     """Advantage of each answer relative to the other answers to the same prompt.
 
@@ -28,6 +80,9 @@ def group_advantages(
     of equal rewards, gets exact zeros. Groups may differ in size; an empty one stays empty.
 
     An answer whose reward is None counts in no mean, deviation or size of its group, and gets 0.
+
+    Raises:
+        UserError: A function of the user's own does not return a finite number for each reward.
     """
     return [_one_group(group, baseline, divide_by_std) for group in rewards]
 
@@ -36,14 +91,14 @@ def _one_group(group: Sequence[float | None], baseline: str, divide_by_std: bool
     if zero_variance(group):
         return [0.0] * len(group)
     rewards = torch.tensor([reward for reward in group if reward is not None], dtype=torch.float64)
-    n = len(rewards)
-    advantages = rewards - rewards.mean()
-    if baseline == "leave_one_out":
-        advantages *= n / (n - 1)  # r - (sum - r) / (n - 1)
-    elif baseline != "mean":
-        raise ValueError(f"unknown baseline {baseline!r}: use 'mean' or 'leave_one_out'")
+    advantages = torch.as_tensor(named_baseline(baseline)(rewards))
+    if advantages.shape != rewards.shape or not advantages.isfinite().all():
+        raise UserError(
+            f'{_KEY}: "{baseline}" returned {advantages.tolist()} for the rewards {rewards.tolist()}: it must return a '
+            "finite number for each"
+        )
     if divide_by_std:
-        advantages /= rewards.std(correction=1) + STD_EPSILON
+        advantages = advantages / (rewards.std(correction=1) + STD_EPSILON)
     scored = iter(advantages.tolist())
     return [0.0 if reward is None else next(scored) for reward in group]
 

@@ -5,16 +5,18 @@ normaliser of the whole step (`token_weights`), so sums over microbatches and ra
 divided anywhere else, and gradients are summed, not averaged.
 """
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Grpo
+from torchtitan.grpo.policy.advantages import check_baseline
 from torchtitan.grpo.policy.distillation import teacher_sums, top_k_kl
 from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.process.import_path import load_function, trial
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -129,6 +131,28 @@ class TokenLosses:
     dual_clipped: Tensor
 
 
+class PolicyLoss(Protocol):
+    """What `[grpo] policy_loss` names: a loss per token of one packed row."""
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_ids: Tensor, grpo: Grpo
+    ) -> TokenLosses | Tensor:
+        """
+        Args:
+            logprobs: float32 [T], of the row's answer tokens under the policy, with gradient.
+            old_logprobs: float32 [T], under the policy that the ratio compares with: of the step's start, or the
+                sampler's with `[grpo] proximal_logprobs = "sampler"`.
+            advantages: float32 [T], of each token's answer.
+            sample_ids: int64 [T], 0, 0, ..., 1, 1, ...: which tokens are one answer. A row has answers as a whole, and
+                some rows have none (T = 0).
+            grpo: The keys of [grpo], such as `grpo.ratio_clip_max`.
+
+        Returns:
+            The loss of each token [T], to be made small, with gradient; or `TokenLosses`, for metrics of clipping. The
+            caller averages over tokens (`[grpo] loss_aggregation`) and adds importance weights, KL and entropy.
+        """
+
+
 def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_ids: Tensor, grpo: Grpo) -> TokenLosses:
     """PPO's clipped surrogate on token ratios (arXiv 1707.06347), as in GRPO; unequal bounds are DAPO's clip-higher."""
     return _clipped_surrogate(_ratio(logprobs - old_logprobs), advantages, grpo)
@@ -160,12 +184,57 @@ def cispo_loss(
     return TokenLosses(losses, ratio, ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Grpo], TokenLosses]] = {
-    "ppo": ppo_loss,
-    "gspo": gspo_loss,
-    "cispo": cispo_loss,
-}
-"""By `[grpo] policy_loss`. To add one: write a function (logprobs, old_logprobs, advantages, sample_ids, grpo) here."""
+POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo_loss, "gspo": gspo_loss, "cispo": cispo_loss}
+"""By `[grpo] policy_loss`, which may also be the "module:function" of another."""
+_LOSS_KEY = "[grpo] policy_loss"
+
+
+@functools.cache
+def named_loss(name: str) -> PolicyLoss:
+    """The loss of this name.
+
+    Raises:
+        UserError: There is no such function, or it does not take the arguments of `PolicyLoss`.
+    """
+    arguments = "logprobs", "old_logprobs", "advantages", "sample_ids", "grpo"
+    return POLICY_LOSSES.get(name) or load_function(_LOSS_KEY, name, *arguments)
+
+
+def check_loss(grpo: Grpo) -> None:
+    """Try `[grpo] policy_loss` on two answers of three tokens and one, and on no token, before anything is trained.
+
+    Raises:
+        UserError: There is no such function, it raises, or it does not return what `PolicyLoss` says.
+    """
+    logprobs = torch.tensor([-0.1, -0.5, -1.0, -2.0], requires_grad=True)
+    advantages, sample_ids = torch.tensor([1.0, 1.0, 1.0, -1.0]), torch.tensor([0, 0, 0, 1])
+    old_logprobs, loss = logprobs.detach() - 0.1, named_loss(grpo.policy_loss)
+    with trial(_LOSS_KEY, grpo.policy_loss):
+        for n in (len(logprobs), 0):
+            given = logprobs[:n], old_logprobs[:n]
+            result = _token_losses(loss(*given, advantages[:n], sample_ids[:n], grpo), *given)
+            (gradient,) = torch.autograd.grad(result.losses.sum(), logprobs)
+            if not (result.losses.isfinite().all() and gradient.isfinite().all()):
+                raise ValueError(f"losses {result.losses.tolist()} or gradients {gradient.tolist()} are not finite")
+
+
+def check_functions(grpo: Grpo) -> None:
+    """Try the functions of the user's own, before anything is trained: `check_loss` and `check_baseline`."""
+    check_loss(grpo)
+    check_baseline(grpo)
+
+
+def _token_losses(result: TokenLosses | Tensor, logprobs: Tensor, old_logprobs: Tensor) -> TokenLosses:
+    """What a loss returned, with nothing clipped if it does not say."""
+    if isinstance(result, Tensor):
+        unclipped = torch.zeros_like(logprobs, dtype=torch.bool)
+        ratio = _ratio((logprobs - old_logprobs).detach())
+        result = TokenLosses(result, ratio, unclipped, unclipped, unclipped)
+    if result.losses.shape != logprobs.shape:
+        raise ValueError(
+            f"the loss has the shape {list(result.losses.shape)}, not one value for each of {len(logprobs)} tokens"
+        )
+    return result
 
 
 def policy_loss(
@@ -203,9 +272,8 @@ def policy_loss(
         reference), `entropy_sum`, `importance_sum`, `importance_masked_tokens` (importance 0) and
         `left_out_tokens`.
     """
-    if grpo.policy_loss not in POLICY_LOSSES:
-        raise ValueError(f"unknown [grpo] policy_loss {grpo.policy_loss!r}: use one of {', '.join(POLICY_LOSSES)}")
-    result = POLICY_LOSSES[grpo.policy_loss](logprobs, old_logprobs, advantages, sample_ids, grpo)
+    given = named_loss(grpo.policy_loss)(logprobs, old_logprobs, advantages, sample_ids, grpo)
+    result = _token_losses(given, logprobs, old_logprobs)
     per_token = result.losses if importance is None else importance * result.losses
     if left_out is not None:
         per_token = per_token.where(~left_out, 0)
@@ -250,13 +318,13 @@ def row_loss(
     entropy: Tensor,
     row: Microbatch,
     grpo: Grpo,
+    *,
     old_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     max_age: int = 0,
     num_servers: int = 0,
     distill_coef: float = 0.0,
     top_logprobs: Tensor | None = None,
-    *,
     has_moved: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One packed row's share of the step's loss, and detached sums for metrics.

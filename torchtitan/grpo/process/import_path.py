@@ -74,6 +74,19 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
     return function
 
 
+@contextlib.contextmanager
+def trial(key: str, name: str) -> Iterator[None]:
+    """Around a call of such a function before the run: what it raises becomes a UserError that names the key."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        raise UserError(f'{key}: "{name}" failed on a trial: {what}') from error
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives a coroutine, which is awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
