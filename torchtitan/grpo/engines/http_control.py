@@ -53,6 +53,8 @@ class HttpControl:
     health_path = "/health"
     sampling_hint = ""
     """What to change if log-probabilities are not those of the sampled distribution."""
+    length_flag = ""
+    """Its flag for the longest prompt and answer together."""
     asleep = False
     """The server may have no weights, keys and values now, since it was told to sleep."""
 
@@ -149,6 +151,38 @@ class HttpControl:
             UserError: Its routes, its model, its maximum length, its log-probabilities or what it tells of experts do
                 not fit. The message says what to change.
         """
+        self._check_setup(recomputes)
+        self.world_size()
+        if trained is not None:
+            self._check_model(self._identity(), trained)
+        served = self._longest_tokens()
+        if served is not None and served < longest_tokens:
+            raise UserError(
+                f"{self.url}: serves at most {served} tokens ({self.length_flag}), the trainer asks for up to "
+                f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
+            )
+        if self._answers():
+            self.check_sampling([prompt_id])
+            if routes:
+                self._check_routes(prompt_id)
+
+    def _check_setup(self, recomputes: bool) -> None:
+        """Refuse versions and flags that `check` finds nothing of."""
+
+    def _identity(self) -> ModelIdentity:
+        """The served model, as far as the server tells."""
+        raise NotImplementedError
+
+    def _longest_tokens(self) -> int | None:
+        """The longest prompt and answer together that it serves; None if it does not say."""
+        raise NotImplementedError
+
+    def _answers(self) -> bool:
+        """Whether it answers requests before it gets weights: not if an interrupted update left it paused."""
+        raise NotImplementedError
+
+    def _check_routes(self, prompt_id: int) -> None:
+        """Refuse a server that does not say which experts compute an answer."""
         raise NotImplementedError
 
     def _check_model(self, served: ModelIdentity, trained: ModelIdentity) -> None:

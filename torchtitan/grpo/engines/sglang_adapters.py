@@ -14,7 +14,6 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.engines.sglang import SglangClient, _Meta
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_wire.model_identity import ModelIdentity
 from torchtitan.grpo.weight_wire.version_names import version_name, version_of
 
 _FUSED = {
@@ -76,16 +75,8 @@ class SglangAdapterClient(SglangClient):
 class SglangAdapterControl(SglangControl):
     """As `SglangControl`, for servers of adapters."""
 
-    def check(
-        self,
-        longest_tokens: int,
-        prompt_id: int = 1,
-        recomputes: bool = False,
-        trained: ModelIdentity | None = None,
-        routes: bool = False,
-    ) -> None:
-        """See `HttpControl.check`. No keys and values are ever computed again."""
-        super().check(longest_tokens, prompt_id, False, trained, routes)
+    def _check_setup(self, recomputes: bool) -> None:
+        super()._check_setup(False)  # no keys and values are ever computed again
 
     def check_place(self, rank: int, layers: Collection[str]) -> None:
         """Whether the server was started with a place for adapters.

@@ -23,6 +23,7 @@ class SglangControl(HttpControl):
 
     # The scheduler answers this even while paused. /health generates a token, and would wait.
     health_path = "/server_info"
+    length_flag = "--context-length"
     sampling_hint = "Is SGLANG_RETURN_ORIGINAL_LOGPROB set in the server's environment? Unset it."
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 300.0):
@@ -54,15 +55,7 @@ class SglangControl(HttpControl):
         self.workers = (info.get("tp_size") or 1) * (info.get("pp_size") or 1)
         return self.workers
 
-    def check(
-        self,
-        longest_tokens: int,
-        prompt_id: int = 1,
-        recomputes: bool = False,
-        trained: ModelIdentity | None = None,
-        routes: bool = False,
-    ) -> None:
-        """See `HttpControl.check`."""
+    def _check_setup(self, recomputes: bool) -> None:
         info = self.info()
         version = str(info.get("version", ""))
         if _numbers(version) < OLDEST:
@@ -75,25 +68,26 @@ class SglangControl(HttpControl):
                 f"start it with --disable-radix-cache, use {'.'.join(map(str, FORGETS_IN_FLIGHT))} or newer, or set "
                 "[async_grpo] recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
             )
-        if routes and not info.get("enable_return_routed_experts"):
+
+    def _longest_tokens(self) -> int | None:
+        if length := self.info().get("context_length"):
+            return int(length)
+        models = self.models()
+        return models[0].get("max_model_len") if models else None
+
+    def _answers(self) -> bool:
+        self._check_owner()
+        if self.is_paused():  # by us
+            return False
+        self.resume()  # a trainer that crashed may have left it paused
+        return True
+
+    def _check_routes(self, prompt_id: int) -> None:
+        if not self.info().get("enable_return_routed_experts"):
             raise UserError(
                 f"{self.url}: does not tell which experts compute an answer, which [grpo] routing_replay needs: start "
                 "it with --enable-return-routed-experts"
             )
-        self.world_size()
-        if trained is not None:
-            self._check_model(self._identity(), trained)
-        served = info.get("context_length") or self._served_tokens()
-        if served is not None and served < longest_tokens:
-            raise UserError(
-                f"{self.url}: serves at most {served} tokens (--context-length), the trainer asks for up to "
-                f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
-            )
-        self._check_owner()
-        if self.is_paused():  # by us
-            return
-        self.resume()  # a trainer that crashed may have left it paused
-        self.check_sampling([prompt_id])
 
     def _check_owner(self) -> None:
         """SGLang knows no owner, but it has the name of the weights. A run on this host can be looked up, and one that
@@ -107,10 +101,6 @@ class SglangControl(HttpControl):
         model = self._json("GET", "/model_info", "model info", dict)
         here = identity_of_folder(str(model.get("model_path")))
         return identity(here.name, {"architectures": model.get("architectures")} | here.config)
-
-    def _served_tokens(self) -> int | None:
-        models = self.models()
-        return models[0].get("max_model_len") if models else None
 
     def pause(self, mode: str = "keep", clear_cache: bool = True, timeout_s: float | None = None) -> None:
         """See `HttpControl.pause`. SGLang has no `wait`."""

@@ -22,6 +22,7 @@ _TOP_LOGPROBS = 5
 class VllmControl(HttpControl):
     """See `HttpControl`."""
 
+    length_flag = "--max-model-len"
     sampling_hint = "Start vLLM with --logprobs-mode processed_logprobs."
     _reports_version = True  # until it says otherwise, on each connection
 
@@ -50,30 +51,16 @@ class VllmControl(HttpControl):
             raise UserError(f"{self.url}: /v1/models lists no model")
         return models[0]
 
-    def check(
-        self,
-        longest_tokens: int,
-        prompt_id: int = 1,
-        recomputes: bool = False,
-        trained: ModelIdentity | None = None,
-        routes: bool = False,
-    ) -> None:
-        self.world_size()
-        model = self.model_info()
-        if trained is not None:
-            self._check_model(served_identity(model), trained)
-        served = model.get("max_model_len")
-        if served is not None and served < longest_tokens:
-            raise UserError(
-                f"{self.url}: serves at most {served} tokens (--max-model-len), the trainer asks for up to "
-                f"{longest_tokens} ([training] seq_len, or what a held-out set needs)"
-            )
-        if self.is_paused():  # it answers nothing until it gets weights
+    def _identity(self) -> ModelIdentity:
+        return served_identity(self.model_info())
+
+    def _longest_tokens(self) -> int | None:
+        return self.model_info().get("max_model_len")
+
+    def _answers(self) -> bool:
+        if paused := self.is_paused():
             logger.info("%s is paused, as an interrupted weight update leaves it", self.url)
-            return
-        self.check_sampling([prompt_id])
-        if routes:
-            self._check_routes(prompt_id)
+        return not paused
 
     def _check_routes(self, prompt_id: int) -> None:
         phase, path = "check of routing", "/inference/v1/generate"
