@@ -8,13 +8,13 @@ import torch
 
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
+from torchtitan.grpo.weight_sync.link import GroupLink, Pause, WeightSyncError
 
 
 def test_refused_connections_leave_no_thread_in_nccl():
     server = ServerThread(0)
     control = VllmControl(server.url, None, 60.0)
-    link = ServerLink(control, "nccl", torch.device("cuda:0"), 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
+    link = GroupLink(control, "nccl", torch.device("cuda:0"), 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
     info = {"protocol": 0, "run": "r", "num_buffers": 1, "verify": True, "plan": []}
     try:
         for _ in range(10):

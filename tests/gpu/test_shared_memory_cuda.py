@@ -14,7 +14,7 @@ from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.weight_sync.link import Pause, ServerLink
+from torchtitan.grpo.weight_sync.link import GroupLink, Pause
 from torchtitan.grpo.weight_wire.buckets import (
     Bucket,
     Checksum,
@@ -152,7 +152,7 @@ def test_an_embedded_server_loads_from_the_trainers_memory(tmp_path):
     with EmbeddedServer() as server:
         url = server.start(TINY_QWEN3, Rollout(), "cuda:0", tmp_path / "log")
         control = VllmControl(url, None, 60.0)
-        link = ServerLink(control, "ipc", CUDA, 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
+        link = GroupLink(control, "ipc", CUDA, 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
         link.connect(plan | {"plan": plan_to_json(whole.buckets)})
         link.stop(7)
         link.update(whole, whole.buckets, 2)

@@ -38,7 +38,7 @@ from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
-from torchtitan.grpo.weight_sync.link import ServerLink
+from torchtitan.grpo.weight_sync.link import GroupLink
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
 from torchtitan.grpo.weight_wire.buckets import TRAILER_BYTES
@@ -46,7 +46,7 @@ from torchtitan.grpo.weight_wire.transport import Group
 from torchtitan.grpo.weight_wire.version_names import version_of
 
 send = Group.broadcast
-post = ServerLink._post
+post = GroupLink._post
 most_in_flight = 0
 SETTLE_S = 40.0
 
@@ -65,7 +65,7 @@ class WatchedFleet(Fleet):
         super().withdraw(server, reason, lost)
 
 
-def post_and_count(self: ServerLink, wire: torch.Tensor, *args) -> None:
+def post_and_count(self: GroupLink, wire: torch.Tensor, *args) -> None:
     global most_in_flight
     post(self, wire, *args)
     most_in_flight = max(most_in_flight, len(self._in_flight))
@@ -157,7 +157,7 @@ def main(job: dict) -> None:
     settings = job_config.WeightSync(**job["sync"])
     published = model_weights(model, source.adapter, wire_dtype(settings, device), source.tied)
     sync = WeightSync(published, settings, fleet, device)
-    ServerLink._post = post_and_count
+    GroupLink._post = post_and_count
     sync.connect()
     dtype = getattr(torch, job["sync"]["dtype"])
 

@@ -28,7 +28,7 @@ from torchtitan.grpo.weight_wire.version_names import version_name
 OTHER_TRAINER = """
 import sys, threading, torch
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.weight_sync.link import Pause, ServerLink
+from torchtitan.grpo.weight_sync.link import Pause, GroupLink
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.version_names import own_run
@@ -36,7 +36,7 @@ from torchtitan.grpo.weight_wire.version_names import own_run
 plan = plan_to_json(plan_buckets([TensorSpec("weight", torch.float32, (8,))], 1 << 10))
 for url in sys.argv[1:]:
     arguments = "gloo", torch.device("cpu"), 20.0, Pause(), lambda: None, lambda: None, lambda: 0
-    link = globals()[url] = ServerLink(VllmControl(url, None, 20.0), *arguments)
+    link = globals()[url] = GroupLink(VllmControl(url, None, 20.0), *arguments)
     link.connect({"protocol": PROTOCOL, "run": own_run(), "num_buffers": 1, "verify": True, "plan": plan})
 print(own_run(), flush=True)
 threading.Event().wait()

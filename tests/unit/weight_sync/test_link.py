@@ -11,7 +11,7 @@ import torch
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.weight_sync.link import Pause, ServerLink, WeightSyncError
+from torchtitan.grpo.weight_sync.link import GroupLink, Pause, WeightSyncError
 from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.version_names import own_run
@@ -29,17 +29,17 @@ def server() -> Iterator[ServerThread]:
 
 
 @pytest.fixture
-def link(server: ServerThread) -> ServerLink:
+def link(server: ServerThread) -> GroupLink:
     control = VllmControl(server.url, None, 60.0)
-    return ServerLink(control, "gloo", CPU, 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
+    return GroupLink(control, "gloo", CPU, 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
 
 
-def refused(link: ServerLink) -> None:
+def refused(link: GroupLink) -> None:
     with pytest.raises(WeightSyncError, match="weight transfer protocol 0 from the trainer"):
         link.connect(INFO | {"protocol": 0})
 
 
-def accepted(link: ServerLink) -> None:
+def accepted(link: GroupLink) -> None:
     link.connect(INFO)
     link.close()
 
@@ -50,7 +50,7 @@ def used() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("attempt", [refused, accepted])
-def test_connections_leave_no_threads_and_no_descriptors(link: ServerLink, attempt: Callable[[ServerLink], None]):
+def test_connections_leave_no_threads_and_no_descriptors(link: GroupLink, attempt: Callable[[GroupLink], None]):
     """Without the garbage collector, which a trainer runs rarely."""
     gc.collect()
     gc.disable()
@@ -68,7 +68,7 @@ def test_connections_leave_no_threads_and_no_descriptors(link: ServerLink, attem
         gc.enable()
 
 
-def test_a_server_that_fell_asleep_without_a_reply_is_woken(server: ServerThread, link: ServerLink):
+def test_a_server_that_fell_asleep_without_a_reply_is_woken(server: ServerThread, link: GroupLink):
     """Its weights are gone. What an update wrote to them would go nowhere."""
     link.control.timeout_s = 0.1
     server.loop.call_soon_threadsafe(time.sleep, 0.3)

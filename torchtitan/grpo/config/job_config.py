@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from torchtitan.grpo.config.ranges import ImportPath, Range
 from torchtitan.grpo.sources.table import SOURCES
+from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 
 ROW_KEYS = {"source", "path", "subset", "split", "source_args"}
 """Keys of [data] that say which rows there are."""
@@ -454,7 +455,7 @@ class Rollout:
 
 @dataclass
 class WeightSync:
-    transport: Literal["auto", "nccl", "gloo", "ipc", "disk"] = "auto"
+    transport: Annotated[str, ("auto", *TRANSPORTS)] = "auto"
     """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a spawned server on the same GPU; ipc with
     `rollout.colocate`; disk for adapters to SGLang. Set `ipc` for vLLM or embedded servers on the trainer's own GPU
     (on CPU: its machine), which then read the trainer's memory, and `disk` for servers that can join no process

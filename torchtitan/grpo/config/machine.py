@@ -20,6 +20,7 @@ from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
 from torchtitan.grpo.process.server_commands import ServerCommandError, engine_folder, engine_python
+from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 LOOPBACK = "127.0.0.1"
 """Where `[metrics] prometheus_port` is."""
@@ -118,8 +119,8 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     if config.compile.enable and not gpus:
         yield "[compile] enable = true needs CUDA, and this machine has none: packed attention compiles only there"
     transport = config.weight_sync.transport
-    if transport == "nccl" and not gpus:
-        yield '[weight_sync] transport = "nccl" needs CUDA, and this machine has none: use "auto" or "gloo"'
+    if needs_own_gpus(transport) and not gpus:
+        yield f'[weight_sync] transport = "{transport}" needs CUDA, and this machine has none: use "auto" or "gloo"'
     yield from _check_replicas(config, world_size, gpus)
     rollout = config.rollout
     if config.lora.enable and rollout.engine == "sglang" and rollout.replicas and not gpus and not config.ray.enable:
@@ -153,7 +154,7 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     if device == "cuda" and not gpus:
         yield '[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"'
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if transport == "nccl" and gpus and (device == "cpu" or (gpus <= trainers and not rollout.replicas)):
+    if needs_own_gpus(transport) and gpus and (device == "cpu" or (gpus <= trainers and not rollout.replicas)):
         takes = "processes take" if trainers > 1 else "process takes"
         yield (
             '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL cannot join two processes on one '

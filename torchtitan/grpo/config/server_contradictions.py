@@ -11,6 +11,7 @@ from torchtitan.grpo.config.keys import keys, show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.process.server_commands import OWN_FLAGS, is_loopback
+from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 _INSTEAD = {
     "api-key": "ps shows it to everyone; name its variable in [rollout] api_key_env",
@@ -178,8 +179,8 @@ def _check_colocated(config: JobConfig) -> Iterator[str]:
             yield f"{one}, and [rollout] {name} = {value}: leave {name} out"
     if config.ray.enable:
         yield f"{one}, and [ray] enable = true places servers on GPUs of their own: leave one of them out"
-    if config.weight_sync.transport == "nccl":
-        yield f'{one}, and [weight_sync] transport = "nccl" cannot join two processes on one GPU: use "auto"'
+    if needs_own_gpus(transport := config.weight_sync.transport):
+        yield f'{one}, and [weight_sync] transport = "{transport}" cannot join two processes on one GPU: use "auto"'
     for flag in rollout.server_flags:
         if flag.partition("=")[0] in ("--gpu-memory-utilization", "--memory-share"):
             yield f"[rollout] server_flags has {show(flag)}: with colocate set [rollout] memory_share"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _made_for_cuda(config: JobConfig) -> str:
     """The key by which a run is meant for a GPU; "" if there is none."""
     keys = {
         "[compile] enable = true": config.compile.enable,
-        '[weight_sync] transport = "nccl"': config.weight_sync.transport == "nccl",
+        f'[weight_sync] transport = "{config.weight_sync.transport}"': needs_own_gpus(config.weight_sync.transport),
         '[rollout] embedded_device = "cuda"': config.rollout.embedded_device == "cuda",
         '[training] mixed_precision_param = "bfloat16"': config.training.mixed_precision_param == "bfloat16",
     }

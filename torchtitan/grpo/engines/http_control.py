@@ -5,7 +5,7 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
@@ -121,6 +121,10 @@ class HttpControl:
     def sleep(self) -> None:
         """Have the server finish what runs, stop, and give up the memory of weights, keys and values. The next update
         wakes it up. For engines that share the trainer's GPU."""
+        raise NotImplementedError
+
+    def wake_up(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Have it take the memory again, which then holds anything. It is awake when it has both."""
         raise NotImplementedError
 
     def world_size(self) -> int:

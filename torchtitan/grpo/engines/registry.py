@@ -15,16 +15,16 @@ _LINKS = "torchtitan.grpo.weight_sync"
 
 ENGINES = {
     "embedded": Engine(  # it has vLLM's routes
-        VllmControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=True
+        VllmControl, VllmClient, f"{_LINKS}.link:GroupLink", f"{_LINKS}.disk:FolderLink", repeats_in_flight=True
     ),
     "vllm": Engine(
-        VllmControl, VllmClient, f"{_LINKS}.link:ServerLink", f"{_LINKS}.disk:DiskLink", repeats_in_flight=False
+        VllmControl, VllmClient, f"{_LINKS}.link:GroupLink", f"{_LINKS}.disk:FolderLink", repeats_in_flight=False
     ),
     "sglang": Engine(
         SglangControl,
         SglangClient,
         f"{_LINKS}.sglang_link:SglangLink",
-        f"{_LINKS}.sglang_link:SglangDiskLink",
+        f"{_LINKS}.sglang_link:SglangFolderLink",
         repeats_in_flight=False,
         with_adapters=Engine(
             SglangAdapterControl,

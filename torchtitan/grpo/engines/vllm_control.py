@@ -84,7 +84,6 @@ class VllmControl(HttpControl):
         self._call("POST", "/sleep", "sleep", params={"level": "2", "mode": "wait"})
 
     def wake_up(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Have it take the memory again, which then holds anything. It is awake when it has both."""
         self._call("POST", "/wake_up", "wake up", params={"tags": what})
         self.asleep = what == "weights"
 

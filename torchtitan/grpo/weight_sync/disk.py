@@ -26,7 +26,7 @@ from typing import TextIO
 import torch
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.weight_sync.link import ServerLink
+from torchtitan.grpo.weight_sync.link import ReceiverLink
 from torchtitan.grpo.weight_sync.push import VersionCopy
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, block_layers, peft_config
 from torchtitan.grpo.weight_wire.bucket_files import check_bucket, write_bucket
@@ -154,7 +154,7 @@ class DiskFeed:
     expected: tuple[int, ...] = ()
 
 
-class DiskLink(ServerLink):
+class FolderLink(ReceiverLink):
     """A server that reads versions from a `DiskCopy`. There is no group: an HTTP reply acknowledges a version."""
 
     def connect(self, plan_info: dict) -> None:
@@ -166,10 +166,7 @@ class DiskLink(ServerLink):
             info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self._timeout_s}
             self.control.init_transfer(info)
 
-    # A DiskLink only gets what a DiskCopy feeds.
-    def update(  # type: ignore[override]
-        self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int
-    ) -> dict[str, float]:
+    def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
         update_info = {"version": feed.version, "run": own_run(), "folder": str(feed.folder)}
         self._begin(update_info | {"expected": list(feed.expected)})

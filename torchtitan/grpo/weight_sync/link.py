@@ -8,11 +8,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.errors import PlainError, UserError
 from torchtitan.grpo.weight_sync.push import Feed
@@ -53,11 +55,17 @@ class Pause:
 
 
 class ServerLink:
-    """One server, one process group, used from one thread at a time.
+    """One server, used from one thread at a time.
 
-    A version takes `stop`, then `update`: begin (the server's receive loop starts), post each bucket with at most
-    `num_buffers` on the wire, acknowledge, finish (which resumes). A failure raises WeightSyncError, gives up the group
-    and leaves the server paused, so it never serves a mix of versions (I3). `connect` starts over.
+    A version takes `stop`, then `update`, which resumes the server. A failure raises WeightSyncError, gives up the
+    group, if there is one, and leaves the server paused, so it never serves a mix of versions (I3). `connect` starts
+    over.
+
+        ServerLink
+          ReceiverLink             servers that run weight_wire/receiver.py: vLLM, embedded
+            GroupLink              over a process group
+            disk.FolderLink        over files
+          sglang_link.SglangServerLink    and its SglangLink, SglangFolderLink and SglangAdapterLink
 
     An engine's row in `engines/registry.py` names its link. All links take these arguments.
 
@@ -75,7 +83,7 @@ class ServerLink:
 
     def __init__(
         self,
-        control: VllmControl,
+        control: HttpControl,
         backend: str,
         device: torch.device,
         timeout_s: float,
@@ -108,18 +116,8 @@ class ServerLink:
         self.seconds: dict[str, float] = {}
 
     def connect(self, plan_info: dict) -> None:
-        """Form the group with the server. `plan_info`: the fields of `InitInfo` that all servers share."""
-        self._buckets = len(plan_info["plan"])
-        self._given = False
-        self._update = None  # the last update's error must not explain failures from here on
-        with self._phase("connect"):
-            deadline = time.monotonic() + self._timeout_s
-            world_size = 1 + self.control.world_size()
-            address = self._own_address()
-            rendezvous = Rendezvous(self._backend, world_size, self._device, self._timeout_s, address)
-            info = plan_info | {"backend": self._backend, "master_address": address, "master_port": rendezvous.port}
-            info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self._timeout_s}
-            self._group = self._both_ends(lambda: self.control.init_transfer(info), rendezvous, deadline)
+        """Form the connection with the server. `plan_info`: the fields of `InitInfo` that all servers share."""
+        raise NotImplementedError
 
     def _own_address(self) -> str:
         """This machine's address on the route to the server."""
@@ -182,8 +180,11 @@ class ServerLink:
             futures.wait([paused], timeout=_DRAIN_CHECK_S)
         paused.result()
 
-    def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+    def update(self, feed: Any, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Bring the server, which `stop` paused, to the feed's version, and resume it.
+
+        Args:
+            feed: What the transport's `VersionCopy` gives; over a group a `Feed`.
 
         Returns:
             Seconds by phase. `pause`: from `stop` until the server listened. `wire`: from the first bucket until the
@@ -192,66 +193,7 @@ class ServerLink:
             in which it generated nothing. `wake`, of a server that slept: until it had its memory again. `drain`,
             without `Pause.in_flight`: the part of `pause` in which it finished its running answers.
         """
-        with self._on_stream():
-            self._begin({"version": feed.version, "run": own_run()})
-            wire_started = time.perf_counter()
-            for bucket in buckets:
-                wire, filled = feed.bucket(bucket.index)
-                self._post(wire, bucket.payload_bytes, filled)
-                self._wait_in_flight(num_buffers - 1)
-                feed.let_go(bucket.index + 1 - len(self._in_flight))
-            self._wait_in_flight(0)
-            feed.let_go(len(buckets))
-            self.seconds["wire"] = time.perf_counter() - wire_started
-            self._acknowledge(feed.expected())
-            self._finish(feed.version)
-        return self.seconds
-
-    def _begin(self, update_info: dict) -> None:
-        """Have the server listen (`receiver.UpdateInfo`)."""
-        self._version = update_info["version"]
-        with self._phase("start"):
-            self.control.start_update()
-        self.seconds["pause"] = time.perf_counter() - self._started
-        # One call covers the whole plan. Each bucket is bounded by `timeout_s`, and those bounds fire before this one.
-        update_timeout_s = (self._buckets + 2) * self._timeout_s
-        self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
-
-    def _post(self, wire: torch.Tensor, payload_bytes: int, filled: torch.cuda.Event | None) -> None:
-        """Put a bucket on the wire. It must not change until `_wait_in_flight` has waited for it."""
-        with self._phase("transfer"):
-            if filled is not None:
-                torch.cuda.current_stream(self._device).wait_event(filled)
-            deadline = time.monotonic() + self._timeout_s
-            self._in_flight.append((self._group.broadcast(wire), payload_bytes, deadline))
-
-    def _wait_in_flight(self, at_most: int) -> None:
-        """Wait until at most that many buckets are on the wire. Each is bounded from the moment it was posted."""
-        with self._phase("transfer"):
-            while len(self._in_flight) > at_most:
-                work, payload_bytes, deadline = self._in_flight[0]
-                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error, self._group.rest)
-                self._in_flight.popleft()
-                self.bytes_done += payload_bytes
-
-    def _acknowledge(self, expected: list[int]) -> None:
-        """Wait until every rank of the server has acknowledged the full version and its update call has returned."""
-        started = time.perf_counter()
-        with self._phase("acknowledge"):
-            deadline = time.monotonic() + self._timeout_s
-            table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self._device)
-            what = "the server's acknowledgement"
-            wait(self._group.all_reduce(table), deadline, what, self._raise_servers_error, self._group.rest)
-            for rank, row in enumerate(table.tolist()[1:]):
-                if row[0] == 0:
-                    self._servers_error(deadline)
-                if row != expected:
-                    raise RuntimeError(
-                        f"server rank {rank} acknowledged [ok, version, tensors, bytes, checksum] {row}, "
-                        f"expected {expected}"
-                    )
-            self.seconds["apply"] = time.perf_counter() - started
-            self._servers_error(deadline)
+        raise NotImplementedError
 
     def _finish(self, version: int) -> None:
         """Take the weights into service: finish the update, check the version that the server reports, resume it."""
@@ -333,3 +275,91 @@ class ServerLink:
                 raise TimeoutError("timed out waiting for the server's update call to return")
             futures.wait([update], timeout=_CHECK_S)
         update.result()
+
+
+class ReceiverLink(ServerLink):
+    """A server that runs `weight_wire.receiver`. One call covers the whole plan."""
+
+    control: VllmControl
+
+    def _begin(self, update_info: dict) -> None:
+        """Have the server listen (`receiver.UpdateInfo`)."""
+        self._version = update_info["version"]
+        with self._phase("start"):
+            self.control.start_update()
+        self.seconds["pause"] = time.perf_counter() - self._started
+        # One call covers the whole plan. Each bucket is bounded by `timeout_s`, and those bounds fire before this one.
+        update_timeout_s = (self._buckets + 2) * self._timeout_s
+        self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
+
+
+class GroupLink(ReceiverLink):
+    """A process group with the server. An update begins (the server's receive loop starts), posts each bucket with at
+    most `num_buffers` on the wire, waits for the acknowledgement and finishes."""
+
+    def connect(self, plan_info: dict) -> None:
+        """See `ServerLink.connect`."""
+        self._buckets = len(plan_info["plan"])
+        self._given = False
+        self._update = None  # the last update's error must not explain failures from here on
+        with self._phase("connect"):
+            deadline = time.monotonic() + self._timeout_s
+            world_size = 1 + self.control.world_size()
+            address = self._own_address()
+            rendezvous = Rendezvous(self._backend, world_size, self._device, self._timeout_s, address)
+            info = plan_info | {"backend": self._backend, "master_address": address, "master_port": rendezvous.port}
+            info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self._timeout_s}
+            self._group = self._both_ends(lambda: self.control.init_transfer(info), rendezvous, deadline)
+
+    def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
+        """See `ServerLink.update`."""
+        with self._on_stream():
+            self._begin({"version": feed.version, "run": own_run()})
+            wire_started = time.perf_counter()
+            for bucket in buckets:
+                wire, filled = feed.bucket(bucket.index)
+                self._post(wire, bucket.payload_bytes, filled)
+                self._wait_in_flight(num_buffers - 1)
+                feed.let_go(bucket.index + 1 - len(self._in_flight))
+            self._wait_in_flight(0)
+            feed.let_go(len(buckets))
+            self.seconds["wire"] = time.perf_counter() - wire_started
+            self._acknowledge(feed.expected())
+            self._finish(feed.version)
+        return self.seconds
+
+    def _post(self, wire: torch.Tensor, payload_bytes: int, filled: torch.cuda.Event | None) -> None:
+        """Put a bucket on the wire. It must not change until `_wait_in_flight` has waited for it."""
+        with self._phase("transfer"):
+            if filled is not None:
+                torch.cuda.current_stream(self._device).wait_event(filled)
+            deadline = time.monotonic() + self._timeout_s
+            self._in_flight.append((self._group.broadcast(wire), payload_bytes, deadline))
+
+    def _wait_in_flight(self, at_most: int) -> None:
+        """Wait until at most that many buckets are on the wire. Each is bounded from the moment it was posted."""
+        with self._phase("transfer"):
+            while len(self._in_flight) > at_most:
+                work, payload_bytes, deadline = self._in_flight[0]
+                wait(work, deadline, "the server to receive a bucket", self._raise_servers_error, self._group.rest)
+                self._in_flight.popleft()
+                self.bytes_done += payload_bytes
+
+    def _acknowledge(self, expected: list[int]) -> None:
+        """Wait until every rank of the server has acknowledged the full version and its update call has returned."""
+        started = time.perf_counter()
+        with self._phase("acknowledge"):
+            deadline = time.monotonic() + self._timeout_s
+            table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self._device)
+            what = "the server's acknowledgement"
+            wait(self._group.all_reduce(table), deadline, what, self._raise_servers_error, self._group.rest)
+            for rank, row in enumerate(table.tolist()[1:]):
+                if row[0] == 0:
+                    self._servers_error(deadline)
+                if row != expected:
+                    raise RuntimeError(
+                        f"server rank {rank} acknowledged [ok, version, tensors, bytes, checksum] {row}, "
+                        f"expected {expected}"
+                    )
+            self.seconds["apply"] = time.perf_counter() - started
+            self._servers_error(deadline)

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.disk import DiskFeed
-from torchtitan.grpo.weight_sync.sglang_link import SglangLink
+from torchtitan.grpo.weight_sync.sglang_link import SglangServerLink
 from torchtitan.grpo.weight_wire.adapters import ENDS, PREFIX, AdapterInfo, adapted_layers, block_layers, fingerprint
 from torchtitan.grpo.weight_wire.buckets import Bucket, TensorSpec, plan_from_json
 from torchtitan.grpo.weight_wire.refusals import ADAPTERS
@@ -31,7 +31,7 @@ from torchtitan.grpo.weight_wire.version_names import lives, other_run, owned_by
 _ONE_READS = threading.Lock()
 
 
-class SglangAdapterLink(SglangLink):
+class SglangAdapterLink(SglangServerLink):
     """See `ServerLink`. There is no group, and nothing is paused."""
 
     control: SglangAdapterControl
@@ -64,10 +64,7 @@ class SglangAdapterLink(SglangLink):
             self.seconds["drain"] = time.perf_counter() - self._started
         self._stopped = time.perf_counter()
 
-    # As in DiskLink, a DiskCopy feeds it.
-    def update(  # type: ignore[override]
-        self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int
-    ) -> dict[str, float]:
+    def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Have the server load the feed's version. `wire` is 0, since reading is part of `apply`.
 
         `stopped` is 0 with `Pause.in_flight`: the server generates all the time.

@@ -21,49 +21,16 @@ from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 from torchtitan.grpo.weight_wire.transport import in_thread, wait
+from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import version_name
 
 _DRAIN_LOOK_S = 0.02
 
 
-class SglangLink(ServerLink):
+class SglangServerLink(ServerLink):
     """See `ServerLink`. SGLang cannot drain while new requests wait there, so the trainer sends none meanwhile."""
 
-    # What calls other routes of VllmControl is overridden here.
-    control: SglangControl  # type: ignore[assignment]
-    _name = ""
-    """Of the process group, "" while there is none."""
-
-    def connect(self, plan_info: dict) -> None:
-        """Form a process group with the server. The plan stays in the trainer."""
-        self._update, self._given = None, False
-        with self._phase("connect"):
-            deadline = time.monotonic() + self._timeout_s
-            world_size = 1 + self.control.world_size()
-            self.control.check_takes_models()
-            self._leave()
-            name = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}"
-            address = self._own_address()
-            prefixes = (
-                name,
-                f"{name}/",
-                "cuda/" if self._backend == "nccl" else "cpu/",
-            )  # as SGLang's torch nests them
-            rendezvous = Rendezvous(
-                self._backend, world_size, self._device, self._timeout_s, address, prefixes=prefixes, hello=False
-            )
-
-            def serve() -> None:
-                self.control.join_group(name, self._backend, address, rendezvous.port, world_size)
-
-            self._group = self._both_ends(serve, rendezvous, deadline)
-            self._name = name
-
-    def _leave(self) -> None:
-        name, self._name = self._name, ""
-        if name:
-            with suppress(EngineError, UserError):  # a server that was restarted does not know the group
-                self.control.leave_group(name)
+    control: SglangControl
 
     def _drain(self) -> None:
         self._wait_until_idle()
@@ -83,6 +50,50 @@ class SglangLink(ServerLink):
                     "[async_grpo] in_flight_weight_updates = false)"
                 )
             time.sleep(_DRAIN_LOOK_S)
+
+    def _forget(self) -> None:
+        """Drop cached prefixes, unless frozen answers use them. Then `extra_key` keeps versions apart."""
+        if self._clear_cache:
+            with self._phase("apply"):
+                self.control.forget()
+
+
+class SglangLink(SglangServerLink):
+    """A process group with the server."""
+
+    _name = ""
+    """Of the process group, "" while there is none."""
+
+    def connect(self, plan_info: dict) -> None:
+        """Form a process group with the server. The plan stays in the trainer."""
+        self._update, self._given = None, False
+        with self._phase("connect"):
+            deadline = time.monotonic() + self._timeout_s
+            world_size = 1 + self.control.world_size()
+            self.control.check_takes_models()
+            self._leave()
+            name = f"torchtitan_grpo_{uuid.uuid4().hex[:12]}"
+            address = self._own_address()
+            prefixes = (
+                name,
+                f"{name}/",
+                "cuda/" if TRANSPORTS[self._backend].own_gpus else "cpu/",
+            )  # as SGLang's torch nests them
+            rendezvous = Rendezvous(
+                self._backend, world_size, self._device, self._timeout_s, address, prefixes=prefixes, hello=False
+            )
+
+            def serve() -> None:
+                self.control.join_group(name, self._backend, address, rendezvous.port, world_size)
+
+            self._group = self._both_ends(serve, rendezvous, deadline)
+            self._name = name
+
+    def _leave(self) -> None:
+        name, self._name = self._name, ""
+        if name:
+            with suppress(EngineError, UserError):  # a server that was restarted does not know the group
+                self.control.leave_group(name)
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """See `ServerLink.update`. Buckets go one after the other. `apply` is 0, since it is part of `wire`."""
@@ -125,14 +136,8 @@ class SglangLink(ServerLink):
             self._servers_error(deadline)
         self.bytes_done += bucket.payload_bytes
 
-    def _forget(self) -> None:
-        """Drop cached prefixes, unless frozen answers use them. Then `extra_key` keeps versions apart."""
-        if self._clear_cache:
-            with self._phase("apply"):
-                self.control.forget()
 
-
-class SglangDiskLink(SglangLink):
+class SglangFolderLink(SglangServerLink):
     """An SGLang server that reads versions from a `DiskCopy`. There is no group."""
 
     def connect(self, plan_info: dict) -> None:
@@ -141,10 +146,7 @@ class SglangDiskLink(SglangLink):
             self.control.world_size()
             self.control.check_takes_models()
 
-    # As in DiskLink, a DiskCopy feeds it.
-    def update(  # type: ignore[override]
-        self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int
-    ) -> dict[str, float]:
+    def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
         self._version, self._update = feed.version, None
         self.seconds["pause"] = time.perf_counter() - self._started

@@ -31,6 +31,7 @@ from torchtitan.grpo.weight_wire.buckets import bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
 from torchtitan.grpo.weight_wire.transport import in_thread
+from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import own_run
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,11 @@ class WeightSync:
         self._max_lag = max(1, max_lag)
         self._pause = Pause(in_flight, recompute_kv, drain_timeout_s)
         self._backend = config.transport if config.transport != "auto" else "nccl" if on_cuda else "gloo"
-        if self._backend == "nccl" and not on_cuda:
-            raise UserError('[weight_sync] transport = "nccl" needs a trainer on CUDA: use "auto" or "gloo"')
+        self._transport = TRANSPORTS[self._backend]
+        if self._transport.own_gpus and not on_cuda:
+            raise UserError(
+                f'[weight_sync] transport = "{self._backend}" needs a trainer on CUDA: use "auto" or "gloo"'
+            )
         if published.device.type != device.type:
             raise UserError(
                 f"[training] enable_cpu_offload: the weights lie on {published.device}, the trainer computes on "
@@ -139,7 +143,7 @@ class WeightSync:
             config.num_buffers,
             config.verify,
             snapshots=config.num_snapshots if config.async_weight_update else 1,
-            **({"allocate": allocate} if self._backend == "ipc" else {}),
+            **({"allocate": allocate} if self._transport.shares_memory else {}),
         )
         self._warn_of_large_tensors()
         self._on_rank0_then_share("connect", self._connect_servers)
@@ -308,7 +312,7 @@ class WeightSync:
     def _connect_servers(self) -> None:
         config, fleet, buckets = self._config, self._fleet, self._packer.buckets
         assert fleet is not None  # on rank 0
-        copies_only = self._backend == "disk"
+        copies_only = not self._transport.join
         plan_info = {
             "protocol": PROTOCOL,
             "run": own_run(),
@@ -337,7 +341,7 @@ class WeightSync:
 
     def _copy(self) -> VersionCopy | None:
         """Where servers that are fed alone read a version from; None for one server that is never alone."""
-        if self._backend == "disk":
+        if not self._transport.join:
             adapter = self._published.announced.get("adapter")
             info = AdapterInfo(**adapter) if adapter else None
             return DiskCopy(self._config.disk_folder, self._packer.buckets, info, self._config.verify)

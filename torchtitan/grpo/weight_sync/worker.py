@@ -18,6 +18,7 @@ from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Dropped, Push, VersionCopy
 from torchtitan.grpo.weight_sync.report import SyncReport
+from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import origin, version_of
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class ServerWorker(threading.Thread):
 
     @staticmethod
     def _make_link(server: Server, backend: str, device: torch.device, board: Board) -> ServerLink:
-        path = server.engine.disk_link if backend == "disk" else server.engine.link
+        path = server.engine.link if TRANSPORTS[backend].join else server.engine.disk_link
         return pkgutil.resolve_name(path)(
             server.control,
             backend,

@@ -2,6 +2,7 @@
 
     buckets.py         the plan: which tensor travels at which byte of which bucket; trailers and checksums
     checksum_kernel.py the checksum in one pass over a GPU's memory (Triton)
+    transports.py      TRANSPORTS: one row for each way that weights take
     transport.py       a process group between trainer rank 0 and one server, with bounded waits
     rendezvous.py      where the ranks of such a group meet, and how either end gives that up
     shared_memory.py   the same group within one machine: the server reads the trainer's own buckets (transport "ipc")

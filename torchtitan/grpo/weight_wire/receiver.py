@@ -30,6 +30,7 @@ from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checks
 from torchtitan.grpo.weight_wire.rendezvous import address_towards, join_store
 from torchtitan.grpo.weight_wire.shared_memory import Shared
 from torchtitan.grpo.weight_wire.transport import Group, wait
+from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import lives, owned_by
 
 PROTOCOL = 3
@@ -101,7 +102,7 @@ class Receiver:
         self._checksum = Checksum(self.device, max(bucket.payload_bytes for bucket in self.buckets))
         self._group: Group | None = None
         self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        if info.backend == "disk":
+        if info.backend in TRANSPORTS and not TRANSPORTS[info.backend].join:
             return
         store = join_store(info.master_address, info.master_port, info.timeout_seconds)
         self._group = Group(

@@ -6,6 +6,7 @@ end has to initialise `torch.distributed`, and no default group is touched. Need
 
 import atexit
 import os
+import pkgutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.weight_wire.shared_memory import Shared, SharedMemoryGroup
+from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 
 T = TypeVar("T")
 
@@ -88,6 +90,35 @@ def _destroy_no_more() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def join_nccl(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str
+) -> "dist.ProcessGroupNCCL":
+    """NCCL's group, whose watchdog never acts."""
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=_NCCL_TIMEOUT_FACTOR * timeout_s)
+    with _constructing, _no_nccl_teardown():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def join_gloo(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str
+) -> "dist.ProcessGroupGloo":
+    """Gloo's group, bound to this machine's `address`."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s + _GLOO_TIMEOUT_MARGIN_S)
+    options._threads = 2
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def join_memory(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str
+) -> SharedMemoryGroup:
+    """A group within one machine, whose servers read the trainer's own buckets."""
+    return SharedMemoryGroup(store, rank, size, device, timeout_s)
+
+
 class Group:
     """Rank 0 is the trainer's; ranks 1.. are one server's workers.
 
@@ -121,7 +152,9 @@ class Group:
         Raises:
             TimeoutError, RuntimeError: The other end did not join in time, or failed.
         """
-        self.backend = backend
+        if backend not in TRANSPORTS:
+            raise ValueError(f"weight transfer backend {backend!r}: expected one of {', '.join(TRANSPORTS)}")
+        self.transport = TRANSPORTS[backend]
         self.rank = rank
         self.size = size
         self.device = device
@@ -131,25 +164,10 @@ class Group:
         self.hosts: dist.Store | None = None  # of rank 0: it lives as long as the group
         self._next_look = 0.0
         self._look: Future[bool] | None = None  # under way
-        self._works: list[dist.Work] = []  # gloo operations that may be running
+        self._works: list[dist.Work] = []  # operations that may be running, if they cannot be aborted
         if hello:
             self._meet(timeout_s)
-        if backend == "nccl":
-            torch.cuda.set_device(device)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=_NCCL_TIMEOUT_FACTOR * timeout_s)
-            with _constructing, _no_nccl_teardown():
-                self._pg = dist.ProcessGroupNCCL(store, rank, size, options)
-        elif backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=timeout_s + _GLOO_TIMEOUT_MARGIN_S)
-            options._threads = 2
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._pg = dist.ProcessGroupGloo(store, rank, size, options)
-        elif backend == "ipc":
-            self._pg = SharedMemoryGroup(store, rank, size, device, timeout_s)
-        else:
-            raise ValueError(f"weight transfer backend {backend!r}: expected nccl, gloo or ipc")
+        self._pg = pkgutil.resolve_name(self.transport.join)(store, rank, size, device, timeout_s, address)
         if not hello:
             return
         # The first collective creates NCCL's communicator. Run it here, where both ends are present.
@@ -200,7 +218,7 @@ class Group:
     @property
     def lends(self) -> bool:
         """Whether buckets stay in rank 0's memory: ranks 1.. `borrow` and `give_back` them."""
-        return self.backend == "ipc"
+        return self.transport.shares_memory
 
     def borrow(self) -> Shared:
         """For ranks 1..: the next bucket. The work has its `wire` once it is complete."""
@@ -223,7 +241,7 @@ class Group:
         if pg is None:  # by another thread
             raise RuntimeError(_GIVEN_UP)
         work = start(pg)
-        if self.backend == "gloo":
+        if not self.transport.can_abort:
             self._works = [w for w in self._works if not w.is_completed()] + [work]
         return work
 
@@ -281,9 +299,9 @@ class Group:
                     _destroying.add(threading.current_thread())
             if threading.current_thread() not in _destroying:
                 threading.Event().wait()  # forever, so that this frame's objects are never destroyed
-            if self.backend == "nccl":
+            if self.transport.own_gpus:
                 torch.cuda.set_device(self.device)
-            if self.backend != "gloo":
+            if self.transport.can_abort:
                 holder[0].abort()
             works.clear()
             holder.clear()
