@@ -246,7 +246,7 @@ class Trainer(Run):
         """Answer held-out prompts, greedily and sampled, at the first, every `validation.freq`-th and the last step."""
         if not (self.is_rank0 and self.validates) or self.ending.failure:
             return {}
-        with self.ledger.stage("validate"), self.weight_sync.hurry():
+        with self.ledger.stage("validate"):
             metrics = self.rollouts.validate(self.step)
         if metrics:
             self.checkpointer.validated(self.step, metrics)
@@ -285,13 +285,11 @@ class Trainer(Run):
         """Wait for the servers, check that they fit the trainer, form the weight-sync groups."""
         ahead, sync, rollouts = self.config.async_grpo, self.own_servers.weight_sync, self.rollouts
         rollouts.connect(self.ledger, self.layout, self.metrics, lambda: self.step)
-        max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         self.weight_sync = WeightSync(
             published_weights(self.policy.model, self.source, wire_dtype(sync, self.device)),
             sync,
             rollouts.fleet,
             self.device,
-            max_lag=(max_age + 1) // 2,  # answers need the other half to finish in time
             in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
             recompute_kv=ahead.recompute_kv_cache_after_weight_updates,
             drain_timeout_s=self.config.rollout.request_timeout_seconds,

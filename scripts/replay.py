@@ -21,6 +21,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.losses import check_functions
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.reporting.ledger import Ledger
@@ -109,6 +110,7 @@ class ReplayTrainer(grpo_train.Trainer):
 
     def set_up(self) -> None:
         config = self.config
+        check_functions(config.grpo)
         self.read_model()
         self.rollouts = Absent(config)
         if self.is_rank0:

@@ -38,6 +38,7 @@ from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
+from torchtitan.grpo.weight_sync import sync as sync_module
 from torchtitan.grpo.weight_sync.link import GroupLink
 from torchtitan.grpo.weight_sync.published import model_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype
@@ -155,6 +156,7 @@ def main(job: dict) -> None:
     fleet = WatchedFleet(job["urls"], make, job.get("min_servers", 1)) if rank == 0 else None
     WatchedFleet.events = []
     settings = job_config.WeightSync(**job["sync"])
+    sync_module.NUM_BUFFERS = job.get("num_buffers", 2)
     published = model_weights(model, source.adapter, wire_dtype(settings, device), source.tied)
     sync = WeightSync(published, settings, fleet, device)
     GroupLink._post = post_and_count

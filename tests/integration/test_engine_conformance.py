@@ -105,7 +105,9 @@ class Trainer:
         self.server = served.server()
         # In the background the trainer goes on without a server that is lost.
         self.fleet = Fleet([served.url], lambda url: self.server, min_servers=int(not background))
-        settings = dataclasses.replace(SYNC, transport=transport, bucket_mib_max=1, async_weight_update=background)
+        settings = dataclasses.replace(
+            SYNC, transport=transport, buffer_memory_ratio=1e-9, async_weight_update=background
+        )
         self.sync = WeightSync(weights_of(self.source, self.model), settings, self.fleet, CPU, **modes)
 
     def __enter__(self) -> "Trainer":

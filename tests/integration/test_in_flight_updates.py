@@ -54,7 +54,7 @@ class Trainer:
         with torch.no_grad():
             self._model.init_weights(buffer_device=CPU)
         self.fleet = Fleet(urls, lambda url: make_server("embedded", url, None, timeout_s, 60.0), len(urls))
-        settings = job_config.WeightSync(timeout_seconds=timeout_s, straggler_seconds=0.1, bucket_mib_max=1)
+        settings = job_config.WeightSync(timeout_seconds=timeout_s, straggler_seconds=0.1, buffer_memory_ratio=1e-9)
         self.sync = WeightSync(weights_of(self._source, self._model), settings, self.fleet, CPU, **modes)
         self.sync.connect()
 

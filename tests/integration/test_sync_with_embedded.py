@@ -81,7 +81,8 @@ def test_the_end_waits_for_a_server_that_is_fed_alone(servers, connect, monkeypa
         load(self, tensors)
 
     monkeypatch.setattr(ModelUpdate, "load", load_late)
-    sync = connect([server.url for server in servers], straggler_seconds=0.2, bucket_mib_max=1, num_buffers=1)
+    monkeypatch.setattr("torchtitan.grpo.weight_sync.sync.NUM_BUFFERS", 1)
+    sync = connect([server.url for server in servers], straggler_seconds=0.2, buffer_memory_ratio=1e-9)
     sync.publish(1)
     sync.drain()
     at_the_end = [(server.version, server.control.is_paused()) for server in sync._fleet.servers]

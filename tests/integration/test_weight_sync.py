@@ -14,7 +14,8 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 
 HERE = ROOT / "tests" / "helpers"
-SYNC = {"dtype": "float32", "num_buffers": 2, "bucket_mib_max": 1, "timeout_seconds": 20.0}
+SYNC = {"dtype": "float32", "buffer_memory_ratio": 1e-9, "timeout_seconds": 20.0}
+"""In buckets of 1 MiB."""
 
 
 def save_model(folder: Path, family: str, tied: bool) -> Path:
@@ -115,7 +116,6 @@ def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
     urls = [receivers.start() for _ in range(servers)]
     acts = [["publish", 1], ["publish", 2], ["flip", 3], ["publish", 4], ["trailer", 5], ["publish", 6]]
     sync = SYNC | {
-        "num_buffers": num_buffers,
         "num_snapshots": 1 if ranks == 4 else 2,
         "dtype": dtype,
         "async_weight_update": background,
@@ -123,7 +123,15 @@ def test_every_version_arrives_and_torn_buckets_are_refused_and_repaired(
     }
     # With one server min_servers = 0, so that its loss is not the end of the run.
     seen = Trainer(
-        tmp_path, ranks, folder=str(folder), tp=tp, urls=urls, sync=sync, acts=acts, min_servers=servers - 1
+        tmp_path,
+        ranks,
+        folder=str(folder),
+        tp=tp,
+        urls=urls,
+        sync=sync,
+        acts=acts,
+        min_servers=servers - 1,
+        num_buffers=num_buffers,
     ).records()
     for act in seen[0]["acts"]:
         version = act["version"]

@@ -220,7 +220,7 @@ CONFIGURATION = {
     ),
     "estimator without KL": flag("--grpo.kl_estimator", "k2", "[grpo] kl_estimator", "kl_coef over 0"),
     "age without async": flag("--async_grpo.max_trajectory_age_steps", "4", "[async_grpo] enabled = true"),
-    "cadence without async": flag("--weight_sync.cadence", "auto", "needs async_weight_update = true"),
+    "cadence": flag("--weight_sync.cadence", "auto", "unknown flag --weight_sync.cadence: leave it out"),
     "correction twice": flag("--grpo.proximal_logprobs", "sampler", 'set importance_correction = "none"'),
     "load_step without resume": flag("--checkpoint.load_step", "3", "[checkpoint] load_step = 3", "resume = true"),
     "optimizer": flag("--optimizer.name", "Muon", "AdamW or Adam"),

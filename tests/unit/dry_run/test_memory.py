@@ -569,7 +569,7 @@ def test_a_memory_budget_lies_between_full_and_no_checkpointing():
 
 
 def test_the_target_decides_what_is_published_and_how_large_buckets_are(monkeypatch):
-    config = read(TINY, 2, 64, 2, "--weight_sync.bucket_mib_max", "1048576", monkeypatch=monkeypatch)
+    config = read(TINY, 2, 64, 2, monkeypatch=monkeypatch)
     cpu, h200 = Target("cpu", False, 2**20), find_target("h200", config)
     on_cpu, on_gpu = (memory_bytes(config, 2, target).moments["optimizer step"] for target in (cpu, h200))
     assert on_cpu["snapshots"] == 2 * on_gpu["snapshots"]

@@ -90,7 +90,7 @@ def test_a_server_gets_every_version_that_it_has_time_for(agree_s, monkeypatch):
         expected_acknowledgement=lambda version: [],
     )
     ranks = SimpleNamespace(command=lambda *_: time.sleep(agree_s))
-    leader = Leader(ranks, packer, WeightSync(async_weight_update=True), board, lambda server: worker, max_lag=1)
+    leader = Leader(ranks, packer, WeightSync(async_weight_update=True), board, lambda server: worker)
     leader.start()
     worker.start()
     try:

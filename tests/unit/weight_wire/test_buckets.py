@@ -72,12 +72,11 @@ def test_plan_survives_json_and_refuses_nonsense():
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "ratio", "num_buffers", "mib_max", "mib"),
-    [(140, 0.05, 2, 1024, 1024), (24, 0.05, 2, 1024, 614.4), (24, 0.05, 4, 1024, 307.2), (1, 0.0001, 2, 64, 1)],
+    ("memory_gib", "ratio", "mib"), [(140, 0.05, 1024), (24, 0.05, 614.4), (24, 0.025, 307.2), (1, 0.0001, 1)]
 )
-def test_bucket_bytes(memory_gib, ratio, num_buffers, mib_max, mib):
-    assert bucket_bytes(memory_gib << 30, ratio, num_buffers, mib_max) == pytest.approx(mib * 2**20, abs=16)
-    assert bucket_bytes(memory_gib << 30, ratio, num_buffers, mib_max) % ALIGNMENT_BYTES == 0
+def test_bucket_bytes(memory_gib, ratio, mib):
+    assert bucket_bytes(memory_gib << 30, ratio) == pytest.approx(mib * 2**20, abs=16)
+    assert bucket_bytes(memory_gib << 30, ratio) % ALIGNMENT_BYTES == 0
 
 
 def reference_checksum(payload: bytes, chunk_words: int) -> int:

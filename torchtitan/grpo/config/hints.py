@@ -29,6 +29,9 @@ GONE = {
     "data.arithmetic_max": "write [data] source_args = { max = 39 }",
     "data.arithmetic_operators": 'write [data] source_args = { operators = ["+"] }',
     "data.arithmetic_question": 'write [data] source_args = { question = "{left}{operator}{right}=" }',
+    "weight_sync.cadence": "leave it out: each version is sent, or the newest that is waiting",
+    "weight_sync.num_buffers": "leave it out: two buckets are in flight",
+    "weight_sync.bucket_mib_max": "set [weight_sync] buffer_memory_ratio: two buckets share it, of a GiB each at most",
 }
 """Keys of earlier versions, and what to do instead."""
 

@@ -466,24 +466,18 @@ class WeightSync:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
     async_weight_update: bool = False
-    """Send weights in the background: a publish copies the shards and returns. False waits in each step until every
-    server has acknowledged."""
-    cadence: Literal["every", "auto"] = "every"
-    """With `async_weight_update`, which versions to send. `every` sends each one, or the newest that is waiting. `auto`
-    sends fewer, within the age limit, while updates stop the servers for over 5 % of the time."""
+    """Send weights in the background: a publish copies the shards and returns. Each version is sent, or the newest that
+    is waiting. False waits in each step until every server has acknowledged."""
     straggler_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1.0
     """How long one server may delay the others in a push. Then it leaves the push and traffic, and catches up alone
     from a copy in host memory."""
     num_snapshots: Annotated[int, Range(at_least=1, at_most=2)] = 2
     """With `async_weight_update`, copies of a rank's shards, of 2 bytes a parameter in bfloat16. One is sent while the
     trainer writes the other. With 1, a publish waits while a version is being sent."""
-    num_buffers: Annotated[int, Range(at_least=1, at_most=64)] = 2
-    """Buckets in flight at once. Two overlap packing with sending."""
     buffer_memory_ratio: Annotated[float, Range(above=0, at_most=1)] = 0.05
-    """Share of device memory for the buckets in flight. With several trainer ranks, rank 0 gathers into one more. A
-    single rank needs none, if it sends its snapshots as they are: docs/weight_sync.md."""
-    bucket_mib_max: Annotated[int, Range(at_least=1, at_most=2**20)] = 1024
-    """Largest bucket, in MiB. A larger tensor gets a bucket of its own."""
+    """Share of device memory for the two buckets in flight, of a GiB each at most. A larger tensor gets a bucket of its
+    own. With several trainer ranks, rank 0 gathers into one more. A single rank needs none, if it sends its snapshots
+    as they are: docs/weight_sync.md."""
     timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
     """Longest wait for one phase of a publish. The error names server, phase, version and bytes."""
     verify: bool = True

@@ -276,5 +276,3 @@ def check_weight_sync(config: JobConfig) -> Iterator[str]:
         )
     if sync.disk_folder and os.path.exists(sync.disk_folder) and not os.path.isdir(sync.disk_folder):
         yield f"[weight_sync] disk_folder = {show(sync.disk_folder)} is a file: name a folder"
-    if sync.cadence == "auto" and not sync.async_weight_update:
-        yield '[weight_sync] cadence = "auto" needs async_weight_update = true: sync mode sends every version'

@@ -357,10 +357,9 @@ def adapter_parameters(source: "ModelSource", block: nn.Module) -> int:
 
 def _bucket_share(config: JobConfig, target: Target) -> int:
     """Upper bound in bytes for all buckets in flight."""
-    from torchtitan.grpo.weight_wire.buckets import bucket_bytes
+    from torchtitan.grpo.weight_wire.buckets import NUM_BUFFERS, bucket_bytes
 
-    sync, memory = config.weight_sync, target.memory_bytes
-    return sync.num_buffers * bucket_bytes(memory, sync.buffer_memory_ratio, sync.num_buffers, sync.bucket_mib_max)
+    return NUM_BUFFERS * bucket_bytes(target.memory_bytes, config.weight_sync.buffer_memory_ratio)
 
 
 def _chunk_tokens() -> int:

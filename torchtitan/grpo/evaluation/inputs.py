@@ -47,7 +47,6 @@ OF_THE_RUN = (
     "weight_sync.transport",
     "weight_sync.disk_folder",
     "weight_sync.async_weight_update",
-    "weight_sync.cadence",
     "rollout.min_servers",
     "rollout.urls_file",
     "rollout.colocate",

@@ -8,8 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -27,7 +26,7 @@ from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.sync_thread import PHASES, Follower, Leader
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo
-from torchtitan.grpo.weight_wire.buckets import bucket_bytes, plan_to_json
+from torchtitan.grpo.weight_wire.buckets import NUM_BUFFERS, bucket_bytes, plan_to_json
 from torchtitan.grpo.weight_wire.receiver import PROTOCOL
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
 from torchtitan.grpo.weight_wire.transport import in_thread
@@ -79,7 +78,6 @@ class WeightSync:
         config: `[weight_sync]`.
         fleet: The servers, on rank 0; None elsewhere.
         device: The trainer's device.
-        max_lag: With `cadence = "auto"`, by how many versions the servers may be behind.
         in_flight: `[async_grpo] in_flight_weight_updates`, see `link.Pause`.
         recompute_kv: `[async_grpo] recompute_kv_cache_after_weight_updates`.
         drain_timeout_s: `[rollout] request_timeout_seconds`: without `in_flight`, how long a server may take to finish
@@ -95,7 +93,6 @@ class WeightSync:
         config: job_config.WeightSync,
         fleet: Fleet | None,
         device: torch.device,
-        max_lag: int = 1,
         in_flight: bool = True,
         recompute_kv: bool = True,
         drain_timeout_s: float = 600.0,
@@ -104,7 +101,6 @@ class WeightSync:
         self._published, self._config = published, config
         self._fleet = fleet
         self._device = device
-        self._max_lag = max(1, max_lag)
         self._pause = Pause(in_flight, recompute_kv, drain_timeout_s)
         self._backend = config.transport if config.transport != "auto" else "nccl" if on_cuda else "gloo"
         self._transport = TRANSPORTS[self._backend]
@@ -133,14 +129,12 @@ class WeightSync:
         """
         config = self._config
         self._ranks = Ranks(self._device, config.timeout_seconds, PHASES * config.timeout_seconds)
-        limit = bucket_bytes(
-            device_memory_bytes(self._device), config.buffer_memory_ratio, config.num_buffers, config.bucket_mib_max
-        )
+        self._limit = bucket_bytes(device_memory_bytes(self._device), config.buffer_memory_ratio)
         self._packer = Packer(
             self._published,
             self._ranks,
-            limit,
-            config.num_buffers,
+            self._limit,
+            NUM_BUFFERS,
             config.verify,
             snapshots=config.num_snapshots if config.async_weight_update else 1,
             **({"allocate": allocate} if self._transport.shares_memory else {}),
@@ -151,7 +145,7 @@ class WeightSync:
         # main thread by that much, more than once, in a publish.
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         if self._board is not None:
-            self._thread = Leader(self._ranks, self._packer, config, self._board, self._worker, self._max_lag)
+            self._thread = Leader(self._ranks, self._packer, config, self._board, self._worker)
         else:
             self._thread = Follower(self._ranks, self._packer, config.timeout_seconds, lambda error: None)
         self._thread.start()
@@ -201,25 +195,14 @@ class WeightSync:
             self._wait_for_push(self._newest)
             return
         board, version = self._board, self._newest
-        with self.hurry():
-            self._wait_for_push(version)
-            if version >= 0:
-                what = f"all servers to have version {version}"
+        self._wait_for_push(version)
+        if version >= 0:
+            what = f"all servers to have version {version}"
 
-                def ready() -> bool:
-                    return not self._waits or all(worker.is_settled(version) for worker in board.workers)
+            def ready() -> bool:
+                return not self._waits or all(worker.is_settled(version) for worker in board.workers)
 
-                self._wait_until(ready, what)
-
-    @contextmanager
-    def hurry(self) -> Iterator[None]:
-        """On rank 0: the block waits for the newest version, so versions are pushed whatever the cadence."""
-        self._thread.hurry = True
-        self._board.notify()
-        try:
-            yield
-        finally:
-            self._thread.hurry = False
+            self._wait_until(ready, what)
 
     def idle(self) -> bool:
         """Whether no weights are on their way from this rank."""
@@ -299,13 +282,12 @@ class WeightSync:
     # -------------------------------------------------------------------------------------------------- set-up
 
     def _warn_of_large_tensors(self) -> None:
-        limit = self._config.bucket_mib_max << 20
         for bucket in self._packer.buckets:
-            if bucket.payload_bytes > limit and self._ranks.rank == 0:
+            if bucket.payload_bytes > self._limit and self._ranks.rank == 0:
                 logger.warning(
-                    "%s is larger than [weight_sync] bucket_mib_max = %d: its bucket takes %d MiB",
+                    "%s is larger than a bucket, %d MiB ([weight_sync] buffer_memory_ratio): its own takes %d MiB",
                     bucket.tensors[0].name,
-                    self._config.bucket_mib_max,
+                    self._limit >> 20,
                     bucket.payload_bytes >> 20,
                 )
 
@@ -316,14 +298,14 @@ class WeightSync:
         plan_info = {
             "protocol": PROTOCOL,
             "run": own_run(),
-            "num_buffers": config.num_buffers,
+            "num_buffers": NUM_BUFFERS,
             "verify": config.verify,
             "plan": plan_to_json(buckets),
         } | self._published.announced
         board = self._board = Board(
             fleet,
             buckets,
-            config.num_buffers,
+            NUM_BUFFERS,
             config.timeout_seconds,
             config.straggler_seconds,
             self._pause,

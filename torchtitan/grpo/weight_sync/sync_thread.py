@@ -28,7 +28,6 @@ PHASES = 8
 again, pause, start, a bucket on the wire, acknowledgement, finish, version, resume."""
 
 _BEAT_S = 2.0
-_STANDSTILL_SHARE = 0.05
 
 # Commands of rank 0 to the other ranks' sync threads.
 _CLOSE, _BEAT, _SEND = 0, 1, 2
@@ -118,10 +117,8 @@ class Leader(SyncThread):
         config: `[weight_sync]`.
         board: Where the leader meets the workers.
         make_worker: Makes the worker of a server that joins later.
-        max_lag: With `cadence = "auto"`, by how many versions the servers may be behind.
 
     Attributes:
-        hurry: The main thread waits for the newest version: push it, whatever the cadence.
         waited_for: The newest version that the main thread has waited for.
     """
 
@@ -132,17 +129,12 @@ class Leader(SyncThread):
         config: job_config.WeightSync,
         board: Board,
         make_worker: Callable[[Server], ServerWorker],
-        max_lag: int,
     ):
         super().__init__(ranks, packer, config.timeout_seconds, board.fleet.fail)
-        self.hurry = False
         self.waited_for = -1
-        self._cadence = config.cadence
         self._board = board
         self._make_worker = make_worker
-        self._max_lag = max_lag
         self._push: Push | None = None
-        self._push_started = 0.0
         self._next_beat = 0.0
 
     def settled(self, version: int) -> bool:
@@ -184,7 +176,7 @@ class Leader(SyncThread):
         board, deadline = self._board, time.monotonic() + _BEAT_S
         while time.monotonic() < deadline and not self.closing:
             newest = self._packer.snapshots.newest
-            due = newest >= 0 and self._due(newest)
+            due = newest not in (-1, board.sent)
             if newest >= 0 and board.in_common() and (board.push_is_wanted() or due):
                 return self._push_in_common
             wanted = board.copy_is_wanted() or (board.copies_only and due)
@@ -193,15 +185,6 @@ class Leader(SyncThread):
                 return self._make_copy
             board.changed.wait(min(_BEAT_S, max(0.01, deadline - time.monotonic())))
         return None
-
-    def _due(self, newest: int) -> bool:
-        behind = newest - self._board.sent
-        if behind == 0:
-            return False
-        if self._cadence == "every" or behind >= self._max_lag or self.hurry:
-            return True
-        # The servers were paused for `push_s`: let them generate for twenty times as long before the next pause.
-        return time.monotonic() - self._push_started > self._board.push_s / _STANDSTILL_SHARE
 
     def _push_in_common(self) -> None:
         if self._board.pause.in_flight:  # ranks agree first, which may take a training step; servers pause then
@@ -230,7 +213,7 @@ class Leader(SyncThread):
             return Push(version, len(board.buckets), board.num_buffers, servers, board.straggler_s, on_drop, drain_s)
 
         with board.changed:
-            self._push, self._push_started = board.begin_push(make), time.monotonic()
+            self._push = board.begin_push(make)
         return self._push
 
     def _push_buckets(self, push: Push, snapshot: SnapshotBuffer) -> None:
@@ -276,7 +259,6 @@ class Leader(SyncThread):
     def _copy(self, snapshot: SnapshotBuffer) -> None:
         board, packer, copy = self._board, self._packer, self._board.copy
         started, gather_s = time.perf_counter(), 0.0
-        self._push_started = time.monotonic()
         copy.begin()
         for bucket in board.buckets:
             gather_s += self._gather(bucket, snapshot)

@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 ALIGNMENT_BYTES = 16
 """Offsets are multiples of this, so a received slice can be viewed as any dtype and copied in wide words."""
 
+NUM_BUFFERS = 2
+"""Buckets in flight at once: one is packed while the other is on the wire."""
+BUCKET_BYTES_MAX = 1 << 30
+
 TRAILER_FIELDS = 4
 TRAILER_BYTES = TRAILER_FIELDS * 8
 
@@ -82,13 +86,13 @@ def _aligned(n: int) -> int:
     return -(-n // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def bucket_bytes(device_memory_bytes: int, buffer_memory_ratio: float, num_buffers: int, bucket_mib_max: int) -> int:
-    """Payload limit of one bucket: the buckets in flight share `buffer_memory_ratio` of the device's memory.
+def bucket_bytes(device_memory_bytes: int, buffer_memory_ratio: float) -> int:
+    """Payload limit of one bucket: the NUM_BUFFERS in flight share `buffer_memory_ratio` of the device's memory.
 
     At least 1 MiB: with a small ratio a push is slow rather than impossible.
     """
-    share = int(device_memory_bytes * buffer_memory_ratio / num_buffers)
-    return _aligned(max(1 << 20, min(share, bucket_mib_max << 20)))
+    share = int(device_memory_bytes * buffer_memory_ratio / NUM_BUFFERS)
+    return _aligned(max(1 << 20, min(share, BUCKET_BYTES_MAX)))
 
 
 def plan_buckets(specs: Sequence[TensorSpec], limit_bytes: int) -> list[Bucket]:
