@@ -91,7 +91,7 @@ def _one_group(group: Sequence[float | None], baseline: str, divide_by_std: bool
     if zero_variance(group):
         return [0.0] * len(group)
     rewards = torch.tensor([reward for reward in group if reward is not None], dtype=torch.float64)
-    advantages = torch.as_tensor(named_baseline(baseline)(rewards))
+    advantages = torch.as_tensor(named_baseline(baseline)(rewards.clone()), dtype=torch.float64)
     if advantages.shape != rewards.shape or not advantages.isfinite().all():
         raise UserError(
             f'{_KEY}: "{baseline}" returned {advantages.tolist()} for the rewards {rewards.tolist()}: it must return a '
