@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from torchtitan.grpo.config.hints import unknown_flag
+from torchtitan.grpo.config.hints import GONE, unknown_flag, unknown_name
 from torchtitan.grpo.config.keys import keys
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.other_trainers import NAMES
@@ -236,6 +236,14 @@ def test_a_name_of_another_trainer_gets_its_key_or_none(flag):
     said = unknown_flag(f"--{flag}")
     assert re.findall(r"did you mean --([\w.]+)", said) == [FLAGS[flag]] * bool(FLAGS[flag]), said
     assert FLAGS[flag] or "no key is like it: " in said
+
+
+@pytest.mark.parametrize("path", GONE)
+def test_a_key_of_an_earlier_version_says_what_replaces_it(path):
+    section, _, name = path.rpartition(".")
+    assert path not in keys()
+    assert unknown_flag(f"--{path}") == f"unknown flag --{path}: {GONE[path]}"
+    assert unknown_name(section, name, 1) == f"unknown key [{section}] {name}: {GONE[path]}"
 
 
 def test_the_names_are_many_and_theirs_alone():

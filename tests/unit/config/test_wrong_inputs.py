@@ -266,7 +266,6 @@ CONFIGURATION = {
         '[rollout] engine = "sglang"',
     ),
     "NCCL on a CPU": flag("--weight_sync.transport", "nccl", "[weight_sync] transport", 'use "auto" or "gloo"'),
-    "embedded server on a missing GPU": flag("--rollout.embedded_device", "cuda", "[rollout] embedded_device", "CUDA"),
     "more ranks than processes": flag("--parallelism.tensor_parallel_degree", "2", "1 process;", "--nproc-per-node"),
     "key variable not set": flag("--rollout.api_key_env", "NO_SUCH_KEY", "the variable is not set: export it"),
     "the key itself": flag("--rollout.api_key_env", "sk-1234", "is not a variable's name"),

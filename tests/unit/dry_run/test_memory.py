@@ -592,7 +592,7 @@ def test_snapshots_are_counted(monkeypatch):
         (["--training.mixed_precision_param", "float32"], "", "this machine's CPU", ""),
         (["--training.mixed_precision_param", "float32", "--compile.enable"], "", "H100 (80 GB)", "[compile] enable"),
         (["--compile.enable", "--weight_sync.transport", "nccl"], "b200", "B200 (192 GB)", ""),
-        (["--rollout.embedded_device", "cuda", "--rollout.api_key_env", "NOT_HERE"], "a100", "A100 (80 GB)", ""),
+        (["--rollout.api_key_env", "NOT_HERE"], "a100", "A100 (80 GB)", ""),
     ],
 )
 def test_a_laptop_can_plan_a_run_on_gpus(flags, name, target, why, monkeypatch):

@@ -125,7 +125,7 @@ def test_a_checkpoint_of_supervised_training_needs_a_configuration(tmp_path):
 def test_its_servers_load_the_models_weights_and_have_the_first_gpus(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     config = config_of(*QUICKSTART, engine="vllm", server_flags="""--max-num-seqs 8 --more '{"a": 1, "b": 2}'""")
-    (server,) = planned_servers(config, cuda=True, trainers_here=0, model=str(TINY_QWEN3))
+    (server,) = planned_servers(config, gpus=1, trainers_here=0, model=str(TINY_QWEN3))
     argv = server.argv(20000)
     assert server.gpus == (0,) and argv[argv.index("--model") + 1] == str(TINY_QWEN3) and "dummy" not in argv
     assert argv[-4:] == ["--max-num-seqs", "8", "--more", '{"a": 1, "b": 2}']

@@ -22,9 +22,9 @@ from torchtitan.grpo.config.distill_contradictions import check_distill
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import keys, shortened, show
 from torchtitan.grpo.config.server_contradictions import (
+    check_adapters,
     check_routing_replay,
     check_servers,
-    check_sglang_adapters,
     check_weight_sync,
 )
 from torchtitan.grpo.config.tables import validation_metric_names
@@ -49,7 +49,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         _check_losses,
         check_servers,
         check_weight_sync,
-        check_sglang_adapters,
+        check_adapters,
         check_routing_replay,
         _check_async,
         check_reward,

@@ -9,6 +9,7 @@ from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.config.urls import teachers_by_source, url_problem
 from torchtitan.grpo.errors import did_you_mean
+from torchtitan.grpo.process.server_commands import COMMANDS
 
 
 def check_distill(config: JobConfig) -> Iterator[str]:
@@ -20,7 +21,7 @@ def check_distill(config: JobConfig) -> Iterator[str]:
                 yield f"[distill] {name} = {show(value)} is read with teacher_urls only: set that, or leave it out"
         return
     yield from _check_urls(config)
-    if rollout.temperature != 1 and distill.engine != "embedded":
+    if rollout.temperature != 1 and not COMMANDS[distill.engine].scores_at_any_temperature:
         yield (
             f"[rollout] temperature = {rollout.temperature:g} with [distill] engine = {show(distill.engine)}: these "
             "servers give log-probabilities of given tokens at temperature 1 only, which cannot be compared with the "

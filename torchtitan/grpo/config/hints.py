@@ -23,6 +23,15 @@ REFUSED = {
 }
 """Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
 
+GONE = {
+    "rollout.embedded_device": "the server is on a GPU if the trainer is: for another device start one by hand, python "
+    "-m torchtitan.grpo.engines.embedded --device cpu, and name it in [rollout] urls",
+    "rollout.embedded_dtype": 'it is a flag of the server, as in [rollout] server_flags = ["--dtype", "float32"]',
+    "rollout.embedded_max_sequences": "it is a flag of the server, as in [rollout] server_flags = "
+    '["--max-sequences", "1024"]',
+}
+"""Keys of earlier versions, and what to do instead."""
+
 _SHOWN = 20
 """Keys of another trainer's section in one message."""
 _TELLING = 6
@@ -84,6 +93,8 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
     Args:
         shown: How to write a key, in a TOML file or as a flag.
     """
+    if path in GONE:
+        return GONE[path]
     section = path.rpartition(".")[0]
     meant, note = _exact(path) or _similar(path)
     if meant:

@@ -368,7 +368,7 @@ class Rollout:
     replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
     """Servers that the run starts and keeps alive, instead of `urls`: docs/servers.md. They are on its machine, where
     trainers have the first GPUs and servers the next ones; with `ray.enable`, each is where Ray places it. 0: those of
-    `urls`, or with `embedded` and no `urls` one that nobody restarts."""
+    `urls`; with `embedded` and no `urls` 1, which is on rank 0's GPU if no other is free."""
     colocate: bool = False
     """The run starts one vLLM or embedded server on the trainer's own GPU, before it loads its weights, and keeps it
     alive. Weights go by `weight_sync.transport = "ipc"`: docs/colocate.md. For one trainer process."""
@@ -444,18 +444,12 @@ class Rollout:
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
     ones may differ by twice the other servers' mean on top, at most by 2 for each version of their age. Above it,
     model, weights or logprobs mode differ: the server is fed again, or the run stops if there is no other."""
-    embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the spawned server; `auto` is the trainer's type. On CUDA it takes a free GPU, else rank 0's."""
-    embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the spawned server. `auto` is float32 on CPU and bfloat16 on CUDA."""
-    embedded_max_sequences: Annotated[int, Range(at_least=1, at_most=2**16)] = 1024
-    """Sequences that the spawned server decodes at once."""
 
 
 @dataclass
 class WeightSync:
     transport: Literal["auto", "nccl", "gloo", "ipc", "disk"] = "auto"
-    """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a spawned server on the same GPU; ipc with
+    """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a server on rank 0's GPU; ipc with
     `rollout.colocate`; disk for adapters to SGLang. Set `ipc` for vLLM or embedded servers on the trainer's own GPU
     (on CPU: its machine), which then read the trainer's memory, and `disk` for servers that can join no process
     group."""

@@ -10,7 +10,7 @@ from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import keys, show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
-from torchtitan.grpo.process.server_commands import OWN_FLAGS, is_loopback
+from torchtitan.grpo.process.server_commands import COMMANDS, is_loopback
 
 _INSTEAD = {
     "api-key": "ps shows it to everyone; name its variable in [rollout] api_key_env",
@@ -25,7 +25,7 @@ _PACKAGES = {"verifiers": "the name of a taskset", "openenv": "the address of it
 
 def check_servers(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.engine != "embedded" and not (rollout.urls or rollout.urls_file or rollout.replicas):
+    if not (rollout.urls or rollout.urls_file or rollout.replicas):
         yield (
             f'[rollout] urls is empty: engine = "{rollout.engine}" needs the addresses of running servers, as in '
             '["http://host:8000"], or replicas = 1, which starts one'
@@ -171,8 +171,8 @@ def _check_colocated(config: JobConfig) -> Iterator[str]:
     if rollout.sleep_while_training:
         yield from _check_sleep(config)
     one = "[rollout] colocate = true is one server on the trainer's GPU"
-    if rollout.engine == "sglang":
-        yield f'{one}, and [rollout] engine = "sglang" is not there for it: set engine = "vllm"'
+    if not COMMANDS[rollout.engine].maps_memory:
+        yield f'{one}, and [rollout] engine = "{rollout.engine}" is not there for it: set engine = "vllm"'
     for name, value in (("replicas", rollout.replicas), ("gpus_per_server", rollout.gpus_per_server)):
         if value > 1:
             yield f"{one}, and [rollout] {name} = {value}: leave {name} out"
@@ -211,7 +211,8 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
                 f"[rollout] {starts} and [rollout] {name} are both set: the run starts its own "
                 "servers, or uses running ones"
             )
-    if rollout.engine == "embedded":
+    engine = COMMANDS[rollout.engine]
+    if engine.bundled:
         for name in ("gpus_per_server", "server_python"):
             value = getattr(rollout, name)
             if value != keys()[f"rollout.{name}"].default:
@@ -219,10 +220,9 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
                     f"[rollout] {name} = {show(value)} is for vllm and sglang: an embedded server runs on one device, "
                     "in the trainer's Python"
                 )
-    own = OWN_FLAGS.get(rollout.engine, ("--model", "--host", "--port", "--device", "--parent-pid", "--expose"))
     for flag in rollout.server_flags:
         name = flag.partition("=")[0]
-        if name in own:
+        if name in engine.own_flags:
             instead = _INSTEAD.get(name.removeprefix("--").removesuffix("-size"), "leave it out: the run sets it")
             yield f"[rollout] server_flags has {show(name)}: {instead}"
 
@@ -230,25 +230,29 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
 def check_routing_replay(config: JobConfig) -> Iterator[str]:
     ahead = config.async_grpo
     recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
-    if config.grpo.routing_replay and config.rollout.engine == "sglang" and recomputes:
+    engine = COMMANDS[config.rollout.engine]
+    if config.grpo.routing_replay and recomputes and not engine.routes_recomputed:
         yield (
-            '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets a token\'s experts when it '
-            "computes its keys and values again. Set [async_grpo] recompute_kv_cache_after_weight_updates = "
-            "false or in_flight_weight_updates = false"
+            f'[grpo] routing_replay = true with [rollout] engine = "{engine.engine}": {engine.title} forgets a '
+            "token's experts when it computes its keys and values again. Set [async_grpo] "
+            "recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
         )
 
 
-def check_sglang_adapters(config: JobConfig) -> Iterator[str]:
-    """SGLang reads adapters from files. It computes layers that it has fused only if these have certain parts."""
-    lora, sync, engine = config.lora, config.weight_sync, '[rollout] engine = "sglang"'
-    if not lora.enable or config.rollout.engine != "sglang":
+def check_adapters(config: JobConfig) -> Iterator[str]:
+    """An engine may read adapters from files, and compute layers that it has fused only if these have certain parts."""
+    lora, sync, engine = config.lora, config.weight_sync, f'[rollout] engine = "{config.rollout.engine}"'
+    known = COMMANDS[config.rollout.engine]
+    if not lora.enable:
         return
     names = set(lora.target_modules)
-    for needs, of in ((("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")), (("gate_proj",), ("up_proj",))):
+    for needs, of in known.adapted_together:
         if names & set(of) and not names >= set(needs):
             given = ", ".join(name for name in of if name in names)
             lacks = " and ".join(f'"{name}"' for name in needs if name not in names)
             yield f"[lora] target_modules has {given}, which {engine} adapts with {lacks} only: add it"
+    if not known.adapter_files:
+        return
     if sync.transport not in ("auto", "disk"):
         yield (
             f"[weight_sync] transport = {show(sync.transport)} with [lora] and {engine}, which reads adapters from "
@@ -263,10 +267,10 @@ def check_sglang_adapters(config: JobConfig) -> Iterator[str]:
 
 def check_weight_sync(config: JobConfig) -> Iterator[str]:
     sync = config.weight_sync
-    if sync.transport == "ipc" and config.rollout.engine == "sglang":
+    if sync.transport == "ipc" and not COMMANDS[config.rollout.engine].maps_memory:
         yield (
-            '[weight_sync] transport = "ipc" is not there for [rollout] engine = "sglang", which maps no memory of the '
-            'trainer: use "auto" or "gloo", or engine = "vllm"'
+            f'[weight_sync] transport = "ipc" is not there for [rollout] engine = "{config.rollout.engine}", which '
+            'maps no memory of the trainer: use "auto" or "gloo", or engine = "vllm"'
         )
     if sync.disk_folder and sync.transport != "disk":
         yield (

@@ -77,7 +77,6 @@ def _made_for_cuda(config: JobConfig) -> str:
     keys = {
         "[compile] enable = true": config.compile.enable,
         '[weight_sync] transport = "nccl"': config.weight_sync.transport == "nccl",
-        '[rollout] embedded_device = "cuda"': config.rollout.embedded_device == "cuda",
         '[training] mixed_precision_param = "bfloat16"': config.training.mixed_precision_param == "bfloat16",
     }
     return next((key for key, is_set in keys.items() if is_set), "")

@@ -6,7 +6,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.distill_contradictions import source_names
 from torchtitan.grpo.config.jobs import Job
-from torchtitan.grpo.config.machine import planned_ranks
+from torchtitan.grpo.config.machine import planned_ranks, target_gpus
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
@@ -40,7 +40,8 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
     comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
     if nodes > 1:
         comments[:0] = ["", f"{world_size} ranks on {nodes} nodes", f"  {copies.describe(world_size)}"]
-    servers = plan_lines(config, target.cuda, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    servers = plan_lines(config, target_gpus(config, world_size, target), trainers_here)
     comments += ["", *servers] if servers else []
     return "\n".join([*toml_lines(config), *(f"# {line}".rstrip() for line in comments)]) + "\n"
 

@@ -181,8 +181,7 @@ class MetricsLogger:
         self._config = config.metrics
         self._folder = Path(dump_folder)
         rollout = config.rollout
-        others = rollout.urls or rollout.urls_file or rollout.replicas
-        self._starts_server = rollout.engine == "embedded" and not others
+        self._one_server = f"server/{rollout.engine}/" if rollout.replicas == 1 else ""
         self._warned: set[str] = set()
         self._lines = StepLines(self._folder / "metrics.jsonl")
         self._tensorboard: SummaryWriter | None = None
@@ -205,8 +204,8 @@ class MetricsLogger:
         if not self.enabled:
             return
         values = finite_numbers({f"{prefix}/{k}" if prefix else k: v for k, v in metrics.items()}, self._warned)
-        if self._starts_server:  # at a port that differs in each run
-            values = {_ONE_SERVER.sub("server/embedded/", name): value for name, value in values.items()}
+        if self._one_server:  # at a port that differs in each run
+            values = {_ONE_SERVER.sub(self._one_server, name): value for name, value in values.items()}
         axis = f"{SFT_PREFIX}/step" if prefix == SFT_PREFIX else "step"
         self._lines.merge({axis: step, **values}, axis)
         held_out = any(name.startswith("validation/") for name in values)

@@ -44,9 +44,8 @@ def test_a_server_needs_gpus_only_where_it_has_some():
     made = servers.Servers(load_config([*TINY, *vllm]))
     assert made.count == 2 and made.variables
     assert made.needs(cuda=True) == {"CPU": 1, "GPU": 4} and made.needs(cuda=False) == {"CPU": 1}
-    on_cpu = ["--rollout.replicas", "1", "--rollout.embedded_device", "cpu"]
-    assert servers.Servers(load_config([*TINY, *on_cpu])).needs(cuda=True) == {"CPU": 1}
-    none = servers.Servers(load_config(TINY))
+    assert servers.Servers(load_config(TINY)).count == 1
+    none = servers.Servers(load_config([*TINY, "--rollout.urls", "http://a:1"]))
     assert none.count == 0 and not none.variables
 
 
@@ -128,7 +127,7 @@ def test_torchrun_and_ray_are_not_both_taken(monkeypatch):
         (["--ray.address", "ray://head:10001"], r"\[ray\] address = .*Ray Client"),
         (["--ray.warmup_tokens", "64"], r"\[ray\] warmup_tokens = 64 is read with dispatch = \"compiled\" only"),
         (
-            ["--ray.expose_servers"],
+            ["--ray.expose_servers", "--rollout.urls", "http://a:1"],
             r"\[ray\] expose_servers = true is read with \[ray\] enable and \[rollout\] replicas",
         ),
         (["--ray.warmup_tokens", "4096", "--ray.dispatch", "compiled"], "over the longest packed row, 2048 tokens"),

@@ -23,7 +23,6 @@ from torchtitan.grpo.process.stopping import AT_ONCE_S, end_within
 from torchtitan.grpo.run.ray import actors
 from torchtitan.grpo.run.ray.outcome import RanksFailed
 from torchtitan.grpo.run.ray.servers import Servers
-from torchtitan.grpo.servers.launched import TOKEN
 
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 200 * 2**20
@@ -114,7 +113,7 @@ class Cluster:
         Servers are placed after the ranks, and started with them.
         """
         world_size, gpus = self.plan
-        ranks = Ranks(self._cfg, world_size, gpus, self._own, self._servers)
+        ranks = Ranks(self._cfg, world_size, gpus, self._servers)
         try:
             ranks.place()
             ranks.start(argv, make, job)
@@ -133,8 +132,8 @@ class Ranks:
         started: References to the answers of `Rank.start`.
     """
 
-    def __init__(self, cfg: Ray, world_size: int, gpus: int, own_cluster: bool, servers: Servers | None = None) -> None:
-        self._cfg, self._world_size, self._gpus, self._own_cluster = cfg, world_size, gpus, own_cluster
+    def __init__(self, cfg: Ray, world_size: int, gpus: int, servers: Servers | None = None) -> None:
+        self._cfg, self._world_size, self._gpus = cfg, world_size, gpus
         self._servers = servers
         self.actors: list[Any] = []
         self.nodes: list[str] = []
@@ -214,12 +213,7 @@ class Ranks:
         variables = {name: str(value) for name, value in numbers.items()}
         variables |= self._servers.variables if self._servers else {}
         gpus = [gpu for i in here for gpu in self._places[i]["gpus"]]
-        if gpus:
-            all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self._gpus)))).split(",")
-            for_server = self._own_cluster and not variables.get(TOKEN)  # an embedded one that rank 0 starts
-            spare = [gpu for gpu in all_gpus if gpu not in gpus] if for_server else []
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus + spare)
-        return variables
+        return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
 
     def kill(self, after_s: float = 0.0) -> None:
         """End every rank's process that is still there after `after_s`, in bounded time."""

@@ -26,7 +26,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import LOOPBACK
 from torchtitan.grpo.run.ray import actors
 from torchtitan.grpo.servers.launched import TOKEN, Notices
-from torchtitan.grpo.servers.plan import LOG_FOLDER, on_cuda
+from torchtitan.grpo.servers.plan import LOG_FOLDER
 from torchtitan.grpo.servers.restarts import Restarts
 from torchtitan.grpo.servers.state import ServerState
 
@@ -72,8 +72,7 @@ class Servers:
 
     def needs(self, cuda: bool) -> dict[str, int]:
         """Cores and GPUs of one server, on a cluster with or without GPUs."""
-        rollout = self.config.rollout
-        return {"CPU": CORES} | ({"GPU": rollout.gpus_per_server} if on_cuda(self.config, cuda) else {})
+        return {"CPU": CORES} | ({"GPU": self.config.rollout.gpus_per_server} if cuda else {})
 
     def place(self, address: str, cuda: bool) -> None:
         """Reserve what each server needs. `address` is of rank 0's node.
