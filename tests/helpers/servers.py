@@ -178,7 +178,7 @@ def supervised(
 
     Args:
         plugin: Of `forked_engines`, in place of the engine's own.
-        planned: Further fields of `ServerCommand`.
+        planned: Further fields of `ServerCommand`, as `gpus` for a server on GPUs.
     """
     need_python(engine)
     plugins = plugin_path(folder / "plugin")
@@ -187,7 +187,7 @@ def supervised(
         declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{plugin or engine}")
     path = os.pathsep.join([str(ROOT), str(plugins)])
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-        starts = launches([COMMANDS[engine](str(model_dir), (), flags, **planned)])
+        starts = launches([COMMANDS[engine](str(model_dir), **{"gpus": (), "flags": flags} | planned)])
     with Supervisor(starts, folder, folder / "urls.txt", START_S) as supervisor:
         supervisor.start()
         supervisor.wait_healthy()
