@@ -156,9 +156,11 @@ def test_the_server_that_a_run_starts_has_the_same_name_in_each_run(run, tmp_pat
     assert records(tmp_path / "metrics.jsonl") == [
         {"step": 1, "server/embedded/busy_share": 0.5, "server/busy_share": 0.5}
     ]
-    given = run("--rollout.urls", "http://127.0.0.1:41235")
-    given.log(1, metrics)
-    assert records(tmp_path / "metrics.jsonl") == [{"step": 1, **metrics}]
+    for flags in (("--rollout.urls", "http://127.0.0.1:41235"), ("--rollout.replicas", "2")):
+        given = run(*flags)
+        given.log(1, metrics)
+        given.close()
+        assert records(tmp_path / "metrics.jsonl") == [{"step": 1, **metrics}]
 
 
 def test_other_ranks_write_nothing(run, tmp_path):

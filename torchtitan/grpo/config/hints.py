@@ -24,8 +24,8 @@ REFUSED = {
 """Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
 
 GONE = {
-    "rollout.embedded_device": "the server is on a GPU if the trainer is: for another device start one by hand, python "
-    "-m torchtitan.grpo.engines.embedded --device cpu, and name it in [rollout] urls",
+    "rollout.embedded_device": "the server is on a GPU if the trainer is: for another device start one by hand (python "
+    "-m torchtitan.grpo.engines.embedded --device cpu), and name its address in [rollout] urls",
     "rollout.embedded_dtype": 'it is a flag of the server, as in [rollout] server_flags = ["--dtype", "float32"]',
     "rollout.embedded_max_sequences": "it is a flag of the server, as in [rollout] server_flags = "
     '["--max-sequences", "1024"]',

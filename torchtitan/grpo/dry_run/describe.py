@@ -174,7 +174,7 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         lines += shared_gpu_lines(config, memory, target)
         lines.append("  not counted: the allocator's reserve")
     else:
-        lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
+        lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server on the same device")
     if memory.checkpoint_copy:
         pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
         lines.append(f"  in each rank's host memory: {mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")

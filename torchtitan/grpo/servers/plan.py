@@ -102,8 +102,9 @@ def plan_lines(config: JobConfig, gpus: int, trainers_here: int) -> list[str]:
     if ray.enable:
         lines += [f"  each in a Ray actor, {'on any node' if ray.expose_servers else 'on the node of rank 0'}"]
     for i, server in enumerate(servers):
-        which = f"{len(server.gpus)} of Ray's" if ray.enable else ", ".join(map(str, server.gpus))
-        where = f"GPU {which}" if server.gpus else "CPU"
+        own = server.gpus or ()
+        which = f"{len(own)} of Ray's" if ray.enable else ", ".join(map(str, own))
+        where = f"GPU {which}" if own else "CPU"
         where += ", the trainer's" if config.rollout.colocate or shares_gpu(config, gpus, trainers_here) else ""
         lines += [f"  {i}, {where}: {shlex.join(server.argv(PORTS.start + i))}"]
     return lines if servers else []
