@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import functools
 import os
+import pkgutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, write_hf
 from torchtitan.grpo.rollouts.teachers.connect import check_tokenizer, served_by, vocabulary_probes
-from torchtitan.grpo.rollouts.teachers.scorers import SCORERS, Scores
+from torchtitan.grpo.rollouts.teachers.scorers import Scores
 from torchtitan.grpo.servers.supervisor import Supervisor
 from torchtitan.grpo.weight_sync.sync import WeightSync
 from torchtitan.grpo.weight_wire import version_names
@@ -224,7 +225,8 @@ def test_top_p_and_min_p_keep_the_likeliest_tokens(served: Served):
 def test_log_probabilities_of_given_tokens_for_which_a_teacher_is_asked(served: Served, temperature, monkeypatch):
     """vLLM and SGLang give those of temperature 1, whatever the request says: [distill] refuses others with them."""
     [model] = served.server().control.models()
-    client = SCORERS[served.engine](served.url, None, model["id"], 60.0, temperature, top_k=5)
+    scorer = pkgutil.resolve_name(served.server().engine.scorer)
+    client = scorer(served.url, None, model["id"], 60.0, temperature, top_k=5)
     asked = [(PROMPT, [7, 9, 11]), ([5, 9], [4000, 17, 300, 8]), (PROMPT, PROMPT[:40])]
     arrays, as_arrays = [], getattr(client, "_of_arrays", None)
 
