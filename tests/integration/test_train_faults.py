@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import Ranks
-from tests.helpers.servers import parent_of
 from tests.helpers.trainer_runs import (
     BACKGROUND,
     ENDLESS,
