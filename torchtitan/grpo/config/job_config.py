@@ -360,6 +360,16 @@ class AsyncGrpo:
     """A step takes finished groups from this many oldest ones, so that short answers do not displace long ones.
     0: all that can be in flight. `prompts_per_step` keeps the data's order."""
 
+    @property
+    def max_age(self) -> int:
+        """Largest age of a trained token, in weight versions behind the trainer: 0 in sync mode."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
+    @property
+    def recomputes_kv(self) -> bool:
+        """Whether answers run on through an update, with their keys and values computed again."""
+        return self.enabled and self.in_flight_weight_updates and self.recompute_kv_cache_after_weight_updates
+
 
 @dataclass
 class Rollout:

@@ -228,9 +228,7 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
 
 
 def check_routing_replay(config: JobConfig) -> Iterator[str]:
-    ahead = config.async_grpo
-    recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
-    if config.grpo.routing_replay and config.rollout.engine == "sglang" and recomputes:
+    if config.grpo.routing_replay and config.rollout.engine == "sglang" and config.async_grpo.recomputes_kv:
         yield (
             '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets a token\'s experts when it '
             "computes its keys and values again. Set [async_grpo] recompute_kv_cache_after_weight_updates = "

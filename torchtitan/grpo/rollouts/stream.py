@@ -84,18 +84,17 @@ class RolloutStream:
         if teachers:
             collector.to_close.append(teachers.close)
         per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
-        max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         self._buffer = StalenessBuffer(
             per_step,
-            max_age,
-            (ahead.order_window or (max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
+            ahead.max_age,
+            (ahead.order_window or (ahead.max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
             ahead.late_groups if ahead.enabled else "wait",
             surplus,
         )
         self._per_step, self._surplus, self._steps = per_step, surplus, steps
         self._pace = None
         if ahead.enabled and ahead.run_ahead == "auto":
-            self._pace = Pace(per_step, max_age, surplus)
+            self._pace = Pace(per_step, ahead.max_age, surplus)
         self._taken_at: float | None = None
         self._scores_s = 0.0
         self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers

@@ -149,7 +149,7 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
         trainers_here: Trainer processes on it.
         model: A folder with weights. Without it, the trainer sends them; with `[lora]` it sends adapters only.
     """
-    rollout, lora, ahead = config.rollout, config.lora, config.async_grpo
+    rollout, lora = config.rollout, config.lora
     model = model or served_base(config)
     each = rollout.gpus_per_server if on_cuda(config, cuda) else 0
     first = 0 if rollout.colocate else trainers_here
@@ -173,7 +173,7 @@ def planned_servers(config: JobConfig, cuda: bool, trainers_here: int, model: st
             lora_rank=lora.rank if lora.enable else 0,
             lora_layers=ALL_LINEAR if "all-linear" in lora.target_modules else tuple(lora.target_modules),
             # A step may train on answers that began this many versions ago, and new ones begin.
-            lora_versions=1 + (ahead.max_trajectory_age_steps if ahead.enabled else 0),
+            lora_versions=1 + config.async_grpo.max_age,
             routes=config.grpo.routing_replay,
         )
         for i in range(rollout.replicas)
