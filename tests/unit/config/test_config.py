@@ -181,7 +181,7 @@ BAD_TOML = {
     ),
     "merge without export": (
         LORA + "merge = true\n[checkpoint]\nexport_hf = false",
-        "[lora] merge = true needs [checkpoint] enable and export_hf",
+        "[lora] merge = true is read with [checkpoint] export_hf = true only",
     ),
     "merge in the background": (
         LORA + "merge = true\n[checkpoint]\nasync_mode = 'async'",
@@ -218,7 +218,11 @@ BAD_TOML = {
     ),
     "dual clip": ("[grpo]\nratio_clip_c = 0.5", "[grpo] ratio_clip_c = 0.5", "over 1, usually 3"),
     "dual clip inside": ("[grpo]\nratio_clip_c = 1.1", "[grpo] ratio_clip_c = 1.1", "ratio_clip_max = 1.2"),
-    "dual clip of gspo": ("[grpo]\nratio_clip_c = 3.0\npolicy_loss = 'gspo'", "[grpo] ratio_clip_c", "set it to 0"),
+    "dual clip of gspo": (
+        "[grpo]\nratio_clip_c = 3.0\npolicy_loss = 'gspo'",
+        "[grpo] ratio_clip_c",
+        'only, not "gspo"',
+    ),
     "importance order": (
         "[grpo]\nimportance_min = 3.0\nimportance_correction = 'none'",
         "[grpo] importance_min = 3.0",
@@ -260,7 +264,7 @@ BAD_TOML = {
     "stop token": ("[rollout]\nstop_token_ids = [-1]", "[rollout] stop_token_ids has -1", "0 or more"),
     "jsonl without path": ("[data]\nsource = 'jsonl'", "[data] path is missing", "needs a file"),
     "hf without path": ("[data]\nsource = 'hf'", "[data] path is missing", "needs a folder"),
-    "generated and held out": ("[data]\nvalidation_path = 'x'", "[data] validation_path", "is not read with source"),
+    "generated and held out": ("[data]\nvalidation_path = 'x'", "[data] validation_path", 'only, not "arithmetic"'),
     "split of a file": (
         "[data]\nsource = 'jsonl'\npath = 'x'\nvalidation_split = 'test'",
         "[data] validation_split",
@@ -326,7 +330,7 @@ BAD_TOML = {
     "weight not finite": ("[reward]\nweights = [nan]", "[reward] weights", "entry 0: nan is not a finite number"),
     "weights": ("[reward]\nweights = [1.0, 2.0]", "[reward] weights has 2 entries for 1", "one for each"),
     "zero weights": ("[reward]\nweights = [0.0]", "[reward] weights", "every reward would be 0"),
-    "a teacher's key without one": ("[distill]\ncoef = 2.0", "[distill] coef = 2.0", "with teacher_urls only"),
+    "a teacher's key without one": ("[distill]\ncoef = 2.0", "[distill] coef = 2.0", "[distill] teacher_urls only"),
     "a teacher's address": ("[distill]\nteacher_urls = ['host:1']", "[distill] teacher_urls", "no base address"),
     "a teacher twice": ("[distill]\nteacher_urls = ['http://a:1', 'http://a:1/']", "has http://a:1 twice"),
     "a teacher that is trained": (
@@ -415,7 +419,7 @@ BAD_TOML = {
     ),
     "host of no endpoint": ("[rollout]\nserve_host = '::1'", "[rollout] serve_host", "serve_port over 0 only"),
     "key of no endpoint": ("[rollout]\nserve_key_env = 'sk-1'", "[rollout] serve_key_env = ...", "serve_port"),
-    "lease of no episode": ("[rollout]\nepisode_lease_seconds = 5.0", "[rollout] episode_lease_seconds = 5 is read"),
+    "lease of no episode": ("[rollout]\nepisode_lease_seconds = 5.0", "[rollout] episode_lease_seconds = 5.0 is read"),
     "key that is not set": (
         "[rollout]\nserve_port = 8100\nserve_key_env = 'NO_SUCH_KEY'",
         '[rollout] serve_key_env = "NO_SUCH_KEY": the variable is not set',
@@ -440,7 +444,7 @@ BAD_TOML = {
         "multiple of [validation] freq = 10",
     ),
     "optimizer": ("[optimizer]\nname = 'Muon'", '[optimizer] name = "Muon"', "AdamW or Adam"),
-    "flavor alone": ("[model]\nflavor = '0.6B'", "[model] flavor", "needs [model] name"),
+    "flavor alone": ("[model]\nflavor = '0.6B'", "[model] flavor", "with [model] name only (its family, as in"),
     "shards": (
         "[parallelism]\ndata_parallel_shard_degree = 0",
         "[parallelism] data_parallel_shard_degree = 0",

@@ -101,7 +101,7 @@ BAD = {
     ),
     "prompts longer than [data]'s": (MIXTURE + "max_prompt_tokens = 600", "over [data] max_prompt_tokens = 512"),
     "a set of nothing": (MIXTURE + '[[validation.sets]]\nname = "b"', "neither rows of its own", "['a']"),
-    "rows of a set": ('[[validation.sets]]\nname = "b"\npath = "x"', '[[validation.sets]] "b" path = "x" is not read'),
+    "rows of a set": ('[[validation.sets]]\nname = "b"\npath = "x"', '[[validation.sets]] "b" path = "x" is read with'),
     "environment without a function": (SET + 'environment = "a"', '"b" environment: "a" must be "module:function"'),
     "environment without a name": (SET + 'environment = "openenv:"', '"b" environment = "openenv:": put the address'),
     "environment as nothing": (SET + 'environment = ""', '"b" environment = "": leave it out', '"none" for one answer'),

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.job_config import Distill
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.config.urls import teachers_by_source, url_problem
@@ -14,10 +13,6 @@ from torchtitan.grpo.errors import did_you_mean
 def check_distill(config: JobConfig) -> Iterator[str]:
     distill, grpo, rollout = config.distill, config.grpo, config.rollout
     if not distill.teacher_urls:
-        for name, default in vars(Distill()).items():
-            value = getattr(distill, name)
-            if value != default:
-                yield f"[distill] {name} = {show(value)} is read with teacher_urls only: set that, or leave it out"
         return
     yield from _check_urls(config)
     if rollout.temperature != 1 and distill.engine != "embedded":
