@@ -75,7 +75,7 @@ def measure(ranks: int, steps: int) -> list[dict[str, Any]]:
     argv += ["--training.steps", str(WARMUP + steps + 1)]
     taken: dict[str, list[float]] = {}
     cores: dict[str, float] = {}
-    with Cluster(load_config(argv).ray) as cluster:
+    with Cluster(load_config(argv)) as cluster:
         group = cluster.start_ranks(argv, import_path(EmptyTrainer), "grpo")
         try:
             ray.get(group.started, timeout=120)

@@ -85,7 +85,7 @@ def test_a_run_that_is_stopped_and_loses_a_rank_ends_as_one_under_torchrun(nodes
 def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothing_is_left(nodes, tmp_path):
     """Each server has a supervisor of its own, in an actor. In the ranks' own loop."""
     folder = tmp_path / "run"
-    flags = {"--training.steps": "100000", "--ray.step_timeout_seconds": "15", "--ray.max_restarts": "0"}
+    flags = {"--training.steps": "100000", "--debug.hang_seconds": "15", "--ray.max_restarts": "0"}
     flags |= {"--rollout.replicas": "2", "--ray.expose_servers": None, "--rollout.api_key_env": "SERVER_KEY"}
     flags |= UNHURRIED
     with driver(nodes, folder, flags, SERVER_KEY="of-a-test") as run:

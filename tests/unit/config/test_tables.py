@@ -79,6 +79,7 @@ BAD = {
     "unknown key": (MIXTURE + "wieght = 2", '[[data.mixture]] "a" wieght', 'did you mean "weight"?'),
     "key of [data] only": (MIXTURE + 'curriculum = "a:b"', "unknown key", '"a" curriculum'),
     "one tokenizer, one template": (SET + 'chat_template_file = "t.jinja"', "unknown key", '"b" chat_template_file'),
+    "key of an earlier version": (SET + "min_p = 0.1", '"b" min_p is a key of an earlier version', "top_p"),
     "type": (MIXTURE + "weight = '2'", '[[data.mixture]] "a" weight = "2"', "write 2, without quotes"),
     "range": (MIXTURE + "weight = 0", '"a" weight = 0.0 must be over 0'),
     "range of [data]": (MIXTURE + "size = 0", '"a" size = 0 must be at least 1'),

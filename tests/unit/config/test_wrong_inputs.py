@@ -350,11 +350,6 @@ DATA = {
     ),
     "pattern without group": wrong(JSONL | {"--data.answer_pattern": "#+"}, "put ( ) around", spoil=rows()),
     "all too long": wrong(JSONL | {"--data.max_prompt_tokens": "1"}, "max_prompt_tokens = 1: raise", spoil=rows()),
-    "one too long": wrong(
-        JSONL | {"--data.overlong_prompts": "error"},
-        "rows.jsonl:13 has 41 tokens",
-        spoil=rows({"question": "1" * 40, "answer": "1"}),
-    ),
     "nothing left to train on": wrong(
         JSONL | {"--validation.enable": None, "--validation.prompts": "12"},
         "12 rows",

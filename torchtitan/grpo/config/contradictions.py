@@ -156,11 +156,6 @@ def _check_lora(config: JobConfig) -> Iterator[str]:
     lora, checkpoint = config.lora, config.checkpoint
     if not lora.enable:
         return
-    if lora.dropout:
-        yield (
-            f"[lora] dropout = {lora.dropout:g} must be 0: with dropout, log-probabilities would be another model's "
-            "than the one that is exported"
-        )
     if not lora.target_modules or len(set(lora.target_modules)) < len(lora.target_modules):
         yield f'[lora] target_modules = {show(lora.target_modules)} must name layers, each once, as in ["all-linear"]'
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
@@ -219,8 +214,6 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
             f'[activation_checkpoint] selective_ac_option = {show(option)} must be "matmul", "op" or a layer interval '
             'like "2"'
         )
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        yield '[activation_checkpoint] mode = "memory_budget" needs [compile] enable = true'
 
 
 def _check_keep_best(config: JobConfig, job: Job) -> Iterator[str]:
@@ -259,9 +252,4 @@ def _check_ray(config: JobConfig) -> Iterator[str]:
         yield (
             f"[ray] address = {show(ray.address)} is Ray Client's, which has no Compiled Graphs: run the script on a "
             'node of the cluster with "auto" or "host:port" (port 6379 as a rule)'
-        )
-    if ray.warmup_tokens > row_tokens(config):
-        yield (
-            f"[ray] warmup_tokens = {ray.warmup_tokens} is over the longest packed row, {row_tokens(config)} tokens "
-            "([training] tokens_per_microbatch, or seq_len): lower it, or set 0 for the longest"
         )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, TEMPLATE_OWN, Data, HeldOutSet
 from torchtitan.grpo.config.keys import LARGEST, keys, label, show, unread
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.errors import did_you_mean
@@ -76,10 +76,9 @@ def _check_rows(data: Data) -> Iterator[str]:
         yield f"[data] prompt_template = {show(data.prompt_template)} lacks {{prompt}}, which stands for the question"
     if data.chat_template_file and not os.path.isfile(data.chat_template_file):
         yield f"[data] chat_template_file = {show(data.chat_template_file)} is no file: give a Jinja template"
-    try:
-        _ = data.template_arguments
-    except ValueError as error:
-        yield f"[data] chat_template_kwargs: {error}"
+    for name in data.chat_template_kwargs:
+        if not name.isidentifier() or name in TEMPLATE_OWN:
+            yield f"[data] chat_template_kwargs has {show(name)}: name variables that the run does not set itself"
     if data.source == "arithmetic":
         unknown = [operator for operator in data.arithmetic_operators if operator not in ("+", "-", "*")]
         if unknown or not data.arithmetic_operators:

@@ -31,12 +31,6 @@ def check_distill(config: JobConfig) -> Iterator[str]:
             '[grpo] kl_placement = "reward" with [distill]: it makes advantages again from rewards, without the '
             'teacher\'s term; use kl_placement = "loss", or mode = "add" with top_k'
         )
-    if distill.timeout_seconds > rollout.group_timeout_seconds:
-        yield (
-            f"[distill] timeout_seconds = {distill.timeout_seconds:g} is over [rollout] group_timeout_seconds = "
-            f"{rollout.group_timeout_seconds:g}, in which a group is answered and scored: lower the first or raise the "
-            "second"
-        )
     if distill.mode == "only" and not config.reward.functions and config.validation.enable:
         yield (
             "[validation] enable = true needs [reward] functions: a validation is the reward of held-out answers; name "

@@ -3,15 +3,25 @@
 torchtitan's ConfigManager merges these dataclasses into its own `JobConfig` (its `job.custom_config_module` seam).
 A new section is added. A section that torchtitan has gets the extra keys.
 
-A key of torchtitan's stands here too when its default suits pre-training and not this trainer, or when its value
-has a range. The string below a field becomes its text in docs/configuration.md and in `--help`.
+The string below a field becomes its text in docs/configuration.md and in `--help`.
 """
 
-import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from torchtitan.grpo.config.ranges import Needs, Range
+from torchtitan.grpo.config.torchtitan_keys import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Comm,
+    Debug,
+    LRScheduler,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallelism,
+    Training,
+)
 
 ROW_KEYS = {"source", "path", "subset", "split", "tasks", "size", "arithmetic_max", "arithmetic_operators"} | {
     "arithmetic_question"
@@ -21,173 +31,8 @@ NO_ENVIRONMENT = "none"
 """The `environment` of a held-out set whose prompts get one answer, in a run that has an environment."""
 _FILES = Needs("data.source", "jsonl", "hf")
 _OTHER_ENGINE = Needs("rollout.engine", "vllm", "sglang", why="an embedded one has one device and the trainer's Python")
-_TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
+TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
 """What `chat_template_kwargs` may not name: the trainer sets it."""
-
-
-@dataclass
-class Model:
-    name: str = ""
-    """Family of `model.flavor`, such as `qwen3`. Without `model.flavor`, config.json names it."""
-    flavor: Annotated[str, Needs("model.name", why='its family, as in "qwen3"')] = ""
-    """Preset shape of the family, such as `0.6B`. Empty: `model.hf_assets_path`/config.json gives the shape, so any
-    size works."""
-    hf_assets_path: str = ""
-    """Hugging Face folder with config.json, tokenizer and weights. Required, because prompts need its tokenizer."""
-    weights: Literal["hf", "random"] = "hf"
-    """`hf` loads safetensors from `model.hf_assets_path`. `random` initialises from `debug.seed`."""
-
-
-@dataclass
-class Optimizer:
-    lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
-    """Learning rate. Policy gradients are noisy: full fine-tuning by RL uses 1e-6 where pre-training uses 8e-4."""
-    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
-    """Decay rate of the mean gradient."""
-    beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
-    """Decay rate of the mean squared gradient."""
-    eps: Annotated[float, Range(above=0, at_most=1)] = 1e-8
-    """Added to the denominator, against division by zero."""
-    weight_decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Weight decay. Off, because shrinking trained weights does not serve the reward."""
-
-
-@dataclass
-class LRScheduler:
-    warmup_steps: Annotated[int, Range(at_least=0)] = 0
-    """Steps of linear warm-up. torchtitan's 200 are more than many RL runs have."""
-    total_steps: Annotated[int | None, Range(at_least=1)] = None
-    """Length of the schedule. None: `training.steps`."""
-    decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Last share of the run, in which the rate decays to `min_lr_factor`. 0 keeps it constant, so a run can be
-    extended."""
-    min_lr_factor: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Rate at the end of the decay, as a share of `optimizer.lr`."""
-
-
-@dataclass
-class Training:
-    seq_len: Annotated[int, Range(at_least=2, at_most=2**24, why="a prompt and an answer need a token each")] = 2048
-    """Longest document in tokens. Prompt and answer together must fit."""
-    max_norm: Annotated[float | int, Range(above=0, why="gradients are scaled down to it")] = 1.0
-    """Gradient norm above which gradients are scaled down."""
-    steps: Annotated[int, Range(at_least=1)] = 100
-    """Steps, each on one batch: of rollouts, or in `sft_train.py` of `sft.batch_size` rows. RL shows results within
-    tens of steps, not torchtitan's 10000."""
-    gc_freq: Annotated[int, Range(at_least=1)] = 50
-    """Steps between Python garbage collections."""
-    tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
-    """Tokens of one packed forward and backward pass on one data-parallel rank. 0 means `training.seq_len`."""
-    share_prompts: bool = True
-    """Compute a prompt once for the answers of its group that are in one row. The result is the same but for rounding.
-    Off gives each answer a prompt of its own."""
-    kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
-    """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 4.6 GiB.
-    0 keeps none."""
-    reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
-    """When sharded ranks gather parameters and reduce gradients: per packed row, or once per optimizer `step`.
-    `step` saves traffic but keeps all weights and gradients on each rank; `auto` uses it up to a billion parameters."""
-    flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
-    """bfloat16 attention kernels on GPUs: torch's (`FA2`), or `flash-attn-4`, faster on Hopper and Blackwell.
-    `auto` takes `FA4` if it is installed and agrees with `FA2` in a trial at the start."""
-
-
-@dataclass
-class Parallelism:
-    data_parallel_replicate_degree: Annotated[int, Range(at_least=0)] = 0
-    """Copies of the model. Above 1, with shards in each copy, is HSDP. 0: one copy for each node if it fits there by
-    the estimate of `--dry_run`, else one over all ranks; on one node always one."""
-    tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Ranks that share each layer."""
-    expert_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Of a mixture of experts (docs/moe.md): ranks that share the experts of each layer. Tokens travel to their
-    experts, which are not gathered. The ranks are among those that shard the model. 1: each gathers all experts."""
-
-
-@dataclass
-class Metrics:
-    log_freq: Annotated[int, Range(at_least=1)] = 1
-    """Steps between points in TensorBoard and Weights & Biases. Console and `metrics.jsonl` get every step."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard files. On, because the reward curve is the first thing to look at."""
-    samples_per_step: Annotated[int, Range(at_least=0)] = 4
-    """Answers written to `samples.jsonl` at each step. 0 writes none."""
-    validation_samples: bool = True
-    """Write every held-out answer to `validation_samples.jsonl`, with its reward. Off saves disk space if answers are
-    long."""
-    wandb_name: str = ""
-    """Name of the run at Weights & Biases. Empty: the last part of `job.dump_folder`."""
-    wandb_group: str = ""
-    """Its group there, such as the runs of one recipe with different seeds. Empty: the name of the configuration
-    file."""
-    prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
-    """Port on this machine's loopback address where Prometheus reads the newest metrics. 0 serves none."""
-
-
-@dataclass
-class Checkpoint:
-    enable: bool = True
-    """Save checkpoints. On, because without them the trained weights are lost at the end."""
-    folder: str = "checkpoint"
-    """Folder of checkpoints in `job.dump_folder`."""
-    interval: Annotated[int, Range(at_least=1)] = 20
-    """Steps between checkpoints; the last step is always saved. torchtitan's 500 are more than many RL runs have."""
-    keep_latest_k: Annotated[int, Range(at_least=0)] = 2
-    """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes per parameter) and an export."""
-    keep_best: Annotated[str, Needs("checkpoint.enable"), Needs("validation.enable")] = ""
-    """A metric of validation, as in `validation/greedy_reward`: the checkpoint with its highest value is kept besides
-    the newest ones. Empty: none is."""
-    resume: Annotated[bool | Literal["auto"], Needs("checkpoint.enable")] = False
-    """Continue the run in `job.dump_folder` from its newest checkpoint. True needs one; `auto` begins a new run if
-    there is none, for jobs that are started again. False refuses a folder that holds a run."""
-    load_step: Annotated[
-        int,
-        Range(at_least=-1, why="-1 is the newest"),
-        Needs("checkpoint.resume", True, why="every start would go back to the step"),
-    ] = -1
-    """Step to resume from. -1 is the newest whole checkpoint. A torn one is named and passed over; with a step it ends
-    the run."""
-    stop_seconds: Annotated[float, Range(at_least=1, at_most=1e6)] = 25.0
-    """Longest time from SIGTERM or Ctrl-C to the end of the process; four fifths are for the step and its checkpoint.
-    torchrun kills after 30 s: raise its `--shutdown-timeout` too."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write checkpoints in the background, from a copy in host memory. `async_with_pinned_mem` copies beside training;
-    `async` copies to pageable memory, and training waits for the copy. Off: it needs that memory."""
-    export_hf: bool = True
-    """Write a Hugging Face folder (weights, config, tokenizer) inside every checkpoint, as `step-N/hf`. With `[lora]`
-    it is `step-N/adapter`, a folder for `peft`."""
-
-
-@dataclass
-class ActivationCheckpoint:
-    mode: Literal["selective", "full", "memory_budget", "none"] = "full"
-    """Recompute activations in the backward pass. `full` needs the least memory; `selective` and `none` are faster."""
-    selective_ac_option: str = "matmul"
-    """What `selective` keeps: the outputs of attention and of every matrix multiplication (`matmul`), or of every
-    second one (`op`). A number n keeps everything, except in each n-th block, which keeps its input only."""
-    memory_budget: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
-    """With `mode = "memory_budget"`, the share of activation memory to keep. 0 is as `full`, 1 as `none`."""
-
-
-@dataclass
-class Comm:
-    init_timeout_seconds: Annotated[int, Range(at_least=1, at_most=1e6)] = 1800
-    """Longest wait in a collective. Other ranks wait in one while rank 0 starts servers or validates, which can
-    exceed torchtitan's 300 s."""
-    trace_buf_size: Annotated[int, Range(at_least=0)] = 20000
-    """Entries of NCCL's flight recorder. 0 turns it off."""
-
-
-@dataclass
-class Debug:
-    seed: Annotated[int, Range(at_least=0, below=2**32, why="NumPy takes no other")] = 42
-    """Seed of weights, data order and sampling. torchtitan's default is random, so runs are not reproducible."""
-    hang_seconds: Annotated[float, Range(at_least=0)] = 3600.0
-    """Time without progress after which the log gets every thread's stack, the servers' states and what waits for what.
-    Progress is a stage that begins or ends, a scored answer or a bucket of weights. 0: never."""
-    hang_exit_code: Annotated[int, Range(at_least=0, at_most=255)] = 0
-    """Exit status of a process after that report, for a launcher that starts it again; 0 lets it go on. Then set
-    `hang_seconds` above `rollout.group_timeout_seconds`."""
 
 
 @dataclass
@@ -229,8 +74,6 @@ class HeldOutSet:
     """Temperature of the sampled answers."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 0.0
     """Sampled answers keep the most likely tokens that have this probability together."""
-    min_p: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Sampled answers drop tokens under this share of the most likely one's probability."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 0
     """Longest answer. It may exceed what training samples."""
     functions: list[str] = field(default_factory=list)
@@ -267,8 +110,6 @@ class Validation:
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Sampled validation answers keep the most likely tokens that have this probability together. 1 keeps all.
     Training has no such key: see docs/engines.md."""
-    min_p: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Sampled validation answers drop tokens under this share of the most likely one's probability. 0 drops none."""
     sets: list[HeldOutSet] = field(default_factory=list)
     """Several held-out sets, as `[[validation.sets]]` tables. Empty: one for each source of the training data."""
 
@@ -288,14 +129,8 @@ class Grpo:
     """Divide advantages by the group's standard deviation (GRPO). Dr. GRPO sets false."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
     """Groups whose rewards are equal, before any KL is subtracted, say nothing of the task. `keep` counts their tokens
-    in the normaliser, `drop` leaves them out, `replace` samples other prompts instead (DAPO's dynamic sampling)."""
-    replace_limit: Annotated[
-        float,
-        Range(at_least=1, why="a step needs prompts_per_step groups"),
-        Needs("grpo.zero_variance_groups", "replace"),
-    ] = 4.0
-    """The most groups per step, in multiples of `prompts_per_step`.
-    At the limit, zero-variance groups fill the step."""
+    in the normaliser, `drop` leaves them out. `replace` samples other prompts instead (DAPO's dynamic sampling), until
+    a step has asked for four times its groups."""
     oversampling: Annotated[float, Range(at_least=0)] = 0.0
     """Extra groups in flight, as a share of `prompts_per_step`. A step takes the first to finish; the rest serve the
     next step if they are young enough, or are cancelled."""
@@ -329,9 +164,6 @@ class Grpo:
     """Lower bound of the importance weight. `truncate` clamps to it, `mask` drops what is below."""
     importance_max: Annotated[float, Range(above=0)] = 2.0
     """Upper bound of the importance weight. `truncate` clamps to it, `mask` drops what is above."""
-    clip_old_tokens: bool = True
-    """Asynchronous runs with `policy_loss = "ppo"`: a token of older weights has no policy gradient once it is past the
-    clip around its sampler, in its advantage's direction. Else each step pushes again what the one before it pushed."""
     routing_replay: bool = False
     """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
     2510.11370), not through those that the trainer's routers would choose: docs/routing_replay.md. Servers must tell
@@ -448,11 +280,6 @@ class Rollout:
     serve_key_env: Annotated[str, Needs("rollout.serve_port")] = ""
     """Environment variable that holds the API key which the endpoint asks for. The key itself is never written or
     logged."""
-    episode_lease_seconds: Annotated[float, Range(above=0, at_most=1e6), Needs("rollout.environment", "endpoint")] = (
-        300.0
-    )
-    """An episode whose harness makes no model call for so long is handed out again,
-    twice at most. Let it exceed the longest tool call."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
     slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
@@ -460,12 +287,17 @@ class Rollout:
     """Requests in flight per server, each for a group or for one turn of an environment; 0: 256 groups, or 512 turns.
     Groups thin out as short answers end, so let servers queue a few times what they run; but not turns."""
     request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
-    """Longest wait for one request."""
+    """Longest wait for one request, and for a teacher's scores of a group. A teacher's request that fails, or takes
+    half of it, goes to another teacher of the same prompts, or again to the only one. Without scores, answers count as
+    failed rewards (`reward.max_failed_fraction`)."""
     group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0
     """Longest time from a group's first request to its rewards. A late training group is counted and replaced by
-    another prompt; a late held-out prompt ends the run. Also the longest outage of an environment, or of rewards."""
+    another prompt; a late held-out prompt ends the run. Also the longest outage of an environment, or of rewards. With
+    `environment = "endpoint"`, an episode whose harness makes no model call for a quarter of it is handed out again,
+    twice at most."""
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`."""
+    """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`. With `ray.enable`
+    also until the cluster has room for a rank or a server and has started its process."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
     ones may differ by twice the other servers' mean on top, at most by 2 for each version of their age. Above it,
@@ -476,6 +308,11 @@ class Rollout:
     """Precision of the spawned server. `auto` is float32 on CPU and bfloat16 on CUDA."""
     embedded_max_sequences: Annotated[int, Range(at_least=1, at_most=2**16)] = 1024
     """Sequences that the spawned server decodes at once."""
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long an episode of a harness may be without a model call. Its third one still fits a group's limit."""
+        return self.group_timeout_seconds / 4
 
 
 @dataclass
@@ -527,8 +364,6 @@ class Lora:
     target_modules: Annotated[list[str], Needs("lora.enable")] = field(default_factory=lambda: ["all-linear"])
     """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear` is every linear layer of the blocks, which
     learns more than attention alone."""
-    dropout: Annotated[float, Range(at_least=0, below=1), Needs("lora.enable")] = 0.0
-    """Must be 0: with dropout, log-probabilities would be another model's than the one that is exported."""
     merge: Annotated[
         bool,
         Needs("lora.enable"),
@@ -588,16 +423,14 @@ class Data:
     """Render prompts with the tokenizer's chat template. False sends plain text."""
     chat_template_file: Annotated[str, Needs("data.chat_template")] = ""
     """Jinja file that replaces the tokenizer's chat template, in exports too. Empty: the tokenizer's own."""
-    chat_template_kwargs: Annotated[list[str], Needs("data.chat_template")] = field(default_factory=list)
-    """What the chat template gets besides the messages, as `name=value` with a JSON value. `["enable_thinking=false"]`
-    turns off Qwen3's thinking."""
+    chat_template_kwargs: Annotated[dict, Needs("data.chat_template")] = field(default_factory=dict)
+    """A table of what the chat template gets besides the messages. `{ enable_thinking = false }` turns off Qwen3's
+    thinking."""
     shuffle: bool = True
     """Shuffle each epoch differently, by `debug.seed`."""
     max_prompt_tokens: Annotated[int, Range(at_least=1)] = 512
-    """Longest prompt. `sft_train.py` limits prompt and answer together, by `training.seq_len`."""
-    overlong_prompts: Literal["drop", "error"] = "drop"
-    """What to do with longer prompts, and in `sft_train.py` with rows over `training.seq_len`. The log says how many
-    were dropped."""
+    """Longest prompt. `sft_train.py` limits prompt and answer together, by `training.seq_len`. The log says how many
+    rows are left out for it."""
     tasks: Annotated[list[str], Needs("data.source", "reasoning_gym")] = field(default_factory=list)
     """reasoning-gym task names."""
     curriculum: str = ""
@@ -614,25 +447,6 @@ class Data:
     """Column that names a row's own reward functions: one name or a list, all of them in `[reward] functions`."""
     mixture: list[MixtureSource] = field(default_factory=list)
     """Several sources with weights, as `[[data.mixture]]` tables. Empty: [data] is the only source."""
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """`chat_template_kwargs` by name.
-
-        Raises:
-            ValueError: One is not a name, an equals sign and a JSON value, or names what the trainer sets itself.
-        """
-        arguments: dict[str, Any] = {}
-        for word in self.chat_template_kwargs:
-            name, _, value = word.partition("=")
-            shown = repr(word if len(word) <= 60 else f"{word[:60]}...")
-            try:
-                arguments[name] = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{shown} must be name=value in JSON, as in enable_thinking=false") from error
-            if not name.isidentifier() or name in _TEMPLATE_OWN:
-                raise ValueError(f"{shown} must begin with the name of a variable of the template")
-        return arguments
 
     @property
     def question_column(self) -> str:
@@ -688,10 +502,6 @@ class Distill:
     It says more of each position, and replies grow with K. vLLM gives up to 20, its `--max-logprobs`."""
     api_key_env: Annotated[str, Needs("distill.teacher_urls")] = ""
     """Environment variable that holds the API key of the teachers' servers."""
-    timeout_seconds: Annotated[float, Range(above=0, at_most=1e6), Needs("distill.teacher_urls")] = 300.0
-    """Longest wait for the scores of a group. A request that fails, or takes half of it, goes to another teacher of the
-    same prompts, or again to the only one. Without scores the group's answers count as failed rewards
-    (`reward.max_failed_fraction`)."""
 
 
 @dataclass
@@ -711,7 +521,7 @@ class Sft:
 
 @dataclass
 class Ray:
-    enable: bool = False
+    enable: Annotated[bool, Needs("debug.hang_seconds", why="a rank that hangs is ended after it")] = False
     """Run every trainer process as a Ray actor: start the script once, without torchrun (docs/ray.md). Needs the
     `ray` package."""
     address: str = ""
@@ -725,14 +535,6 @@ class Ray:
     dispatch: Literal["loop", "compiled", "remote"] = "loop"
     """Who calls each step. `loop`: each rank runs the whole loop, as under torchrun. `compiled`: the driver, through
     one Compiled Graph on each node. `remote`: the driver, by plain remote calls."""
-    warmup_tokens: Annotated[int, Range(at_least=0), Needs("ray.dispatch", "compiled")] = 0
-    """Tokens of a packed row that each rank runs forwards and backwards before the first step, without
-    effect on it. 0: the longest row, so that no later step is the first to need its memory."""
-    step_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 3600.0
-    """Longest time of a step with its rollouts, validation and checkpoint, and of the start and the end. After it the
-    ranks are ended, and the error names the one that did not answer."""
-    start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait until the cluster has room for the ranks and has started their processes."""
     expose_servers: Annotated[bool, Needs("ray.enable"), Needs("rollout.replicas")] = False
     """Let servers of `rollout.replicas` be on other nodes than rank 0's. They listen on their node's address, where
     whoever reaches one can replace its weights: name a key in `rollout.api_key_env`. False keeps them on rank 0's node,

@@ -25,11 +25,9 @@ UNREAD: dict[Job, tuple[str, ...]] = {
         "data.max_prompt_tokens",
         "data.reward_column",
         "metrics.samples_per_step",
-        "metrics.validation_samples",
         "validation.samples_per_prompt",
         "validation.temperature",
         "validation.top_p",
-        "validation.min_p",
     ),
 }
 """Sections and keys without effect. They may be set, since the other job reads them."""
@@ -41,7 +39,6 @@ _OF_TABLES: dict[Job, tuple[str, ...]] = {
         "samples_per_prompt",
         "temperature",
         "top_p",
-        "min_p",
         "max_answer_tokens",
         "environment",
         "environment_args",

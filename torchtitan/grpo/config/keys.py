@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.config.ranges import Needs, Range
-from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
+from torchtitan.grpo.config.torchtitan_keys import TORCHTITAN_TEXTS
 from torchtitan.grpo.errors import nearest
 
 MODULE = job_config.__name__
@@ -139,16 +139,13 @@ def _split(annotation: Any) -> tuple[Any, Range | None, tuple[Needs, ...]]:
 
 
 def _docs() -> dict[str, str]:
-    """The string below each field of config/job_config.py, by path."""
-    classes = {
-        node.name: node for node in ast.parse(inspect.getsource(job_config)).body if isinstance(node, ast.ClassDef)
-    }
-    of_path = {section.name: section.type.__name__ for section in fields(job_config.JobConfig)}
-    of_path |= {"data.mixture": "MixtureSource", "validation.sets": "HeldOutSet"}
+    """The string below each field of the sections in config/job_config.py, by path."""
+    of_path: dict[str, Any] = {section.name: section.type for section in fields(job_config.JobConfig)}
+    of_path |= {"data.mixture": job_config.MixtureSource, "validation.sets": job_config.HeldOutSet}
     docs = {}
-    for path, name_of_class in of_path.items():
+    for path, section in of_path.items():
         name = None
-        for node in classes[name_of_class].body:
+        for node in ast.parse(inspect.getsource(section)).body[0].body:  # type: ignore[attr-defined]
             if isinstance(node, ast.AnnAssign):
                 name = node.target.id
             elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -335,6 +332,8 @@ def _advice(value: Any, annotation: Any) -> str:
     """What to write instead, if that is clear."""
     if annotation is bool:
         return ": write true or false" + (", without quotes" if type(value) is str else "")
+    if annotation is dict and type(value) is list:
+        return ": write { name = value }"
     if annotation is str and type(value) in (int, float, bool):
         return f': write it in quotes, "{show(value)}"'
     if annotation in (int, float) and type(value) is str:

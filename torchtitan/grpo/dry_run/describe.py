@@ -146,7 +146,7 @@ def _ray_lines(config: JobConfig) -> list[str]:
     if not ray.ranks:
         lines.append("                   (shown for 1: set [ray] ranks to see another number)")
     restarts = ray.max_restarts if config.checkpoint.enable else 0
-    lines.append(f"  restarts         at most {restarts}; a step may take {ray.step_timeout_seconds:,g} s")
+    lines.append(f"  restarts         at most {restarts}; a step may take {config.debug.hang_seconds:,g} s")
     return lines
 
 

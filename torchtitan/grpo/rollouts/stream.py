@@ -26,6 +26,8 @@ from torchtitan.grpo.rollouts.router import Cohort, GroupCall
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 from torchtitan.tools.logging import logger
 
+ASKED_MAX = 4
+"""Groups that a step asks for, in multiples of its own, if those without a signal are replaced."""
 VALIDATION_S = 10.0
 """How long a run that is asked to stop goes on with a validation."""
 
@@ -76,7 +78,7 @@ class RolloutStream:
         self._params = params if seeded else replace(params, seed=None)
         self._ahead = ahead.enabled
         self._replace = grpo.zero_variance_groups == "replace"
-        self._replaced_max = round((grpo.replace_limit - 1) * grpo.prompts_per_step)
+        self._replaced_max = (ASKED_MAX - 1) * grpo.prompts_per_step
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
         self._has_signal = has_signal
         self._max_failed_fraction = max_failed_fraction
