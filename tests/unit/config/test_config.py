@@ -1,11 +1,12 @@
 """load_config: what it reads, and that each error names the key and what to change."""
 
 import os
+import pickle
 import resource
 import runpy
 import socket
 import tomllib
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ROOT
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config import data_contradictions, job_config
+from torchtitan.grpo.config.frozen import changed, freeze
+from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.config.keys import check_ranges, keys
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.machine import check_machine, default_to_one_process, one_cpu_thread, raise_file_limit
@@ -867,6 +870,7 @@ def test_dry_run_is_a_file_of_the_same_run(tmp_path):
     text = describe(config, world_size=2)
     again = load_toml(tmp_path, text)
     config.job.config_file = again.job.config_file
+    config.parallelism.data_parallel_replicate_degree = 1  # what 0 is here
     assert again.to_dict() == config.to_dict()
     assert "group_size = 4  # default 8" in text
     assert "# \n" not in text
@@ -886,3 +890,23 @@ def test_a_port_in_use_is_refused_and_no_key_is_shown(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="serve_key_env is not a variable's name") as caught:
         load_toml(tmp_path, f"[rollout]\nserve_port = {port}\nserve_key_env = 'sk-secret'")
     assert "sk-secret" not in str(caught.value)
+
+
+def test_a_configuration_is_frozen_and_a_copy_has_other_values():
+    config = load_config(["--model.hf_assets_path", "x"])
+    open_copy = changed(config, {"grpo.group_size": 4})
+    open_copy.grpo.minibatches = 2
+    assert (config.grpo.group_size, config.grpo.minibatches) == (8, 1)
+    freeze(config)
+    for section, name in ((config.grpo, "group_size"), (config.training, "steps"), (config.job, "dump_folder")):
+        with pytest.raises(FrozenInstanceError, match=f"the run has started: {name} of"):
+            setattr(section, name, getattr(section, name))
+    with pytest.raises(FrozenInstanceError):
+        config.grpo = Grpo()
+    copy = changed(config, {"grpo": Grpo(group_size=4), "training.steps": 7})
+    assert (copy.grpo.group_size, copy.training.steps, copy.training.seq_len) == (4, 7, config.training.seq_len)
+    assert (config.grpo.group_size, config.training.steps) == (8, 100)
+    with pytest.raises(FrozenInstanceError):
+        copy.training.steps = 8
+    assert pickle.loads(pickle.dumps(config.rollout)) == config.rollout
+    JobConfig().training.steps = 8  # others of its classes are as before

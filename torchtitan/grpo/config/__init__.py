@@ -16,6 +16,7 @@
       machine.py        what they need from this machine: ranks, GPUs, variables, packages
       target.py         the machine that a dry run is about
     jobs.py             GRPO or supervised fine-tuning: which keys each reads
+    frozen.py           no key changes once a run has started
     resolved.py         the whole configuration as TOML, and as values by key
     batch.py            batch sizes that follow from the keys
 

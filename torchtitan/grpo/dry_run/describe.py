@@ -5,6 +5,7 @@ import os
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.distill_contradictions import source_names
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.machine import planned_ranks
 from torchtitan.grpo.config.resolved import toml_lines
@@ -35,7 +36,7 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
     world_size = planned_ranks(config) if world_size is None else world_size
     target, nodes = find_target(dry_run, config), node_count(world_size)
     copies = choose_copies(config, world_size, nodes, target, job=job)
-    config.parallelism.data_parallel_replicate_degree = copies.degree
+    config = changed(config, {"parallelism.data_parallel_replicate_degree": copies.degree})
     batch = batch_lines(config, world_size) if job == "grpo" else sft_batch_lines(config, world_size)
     comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
     if nodes > 1:
