@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its two nodes
 
 LAST = 8
 START_S = 240.0
-"""More than `[ray] start_timeout_seconds`: its error says more."""
+"""More than `[rollout] start_timeout_seconds`: its error says more."""
 STEPS = {"--training.steps": str(LAST), "--parallelism.data_parallel_replicate_degree": "1"}
 """One copy of the model over both nodes: by default there is one on each, and one on torchrun's single node."""
 
