@@ -201,8 +201,7 @@ class Trainer(Run):
     ) -> Callable[[int, Microbatch], LossAndSums]:
         """The loss of a minibatch's row, by its number and the row. `has_moved`: the step has had an optimizer step."""
         config = self.config
-        ahead = config.async_grpo
-        counts = ahead.max_trajectory_age_steps if ahead.enabled else 0, len(batch.servers)
+        counts = config.async_grpo.max_age, len(batch.servers)
 
         def loss(index: int, row: Microbatch) -> LossAndSums:
             self.policy.offload.poll()
@@ -272,13 +271,12 @@ class Trainer(Run):
         """Wait for the servers, check that they fit the trainer, form the weight-sync groups."""
         ahead, sync, rollouts = self.config.async_grpo, self.own_servers.weight_sync, self.rollouts
         rollouts.connect(self.ledger, self.layout, self.metrics, lambda: self.step)
-        max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         self.weight_sync = WeightSync(
             published_weights(self.policy.model, self.source, wire_dtype(sync, self.device)),
             sync,
             rollouts.fleet,
             self.device,
-            max_lag=(max_age + 1) // 2,  # answers need the other half to finish in time
+            max_lag=(ahead.max_age + 1) // 2,  # answers need the other half to finish in time
             in_flight=ahead.in_flight_weight_updates or not ahead.enabled,
             recompute_kv=ahead.recompute_kv_cache_after_weight_updates,
             drain_timeout_s=self.config.rollout.request_timeout_seconds,

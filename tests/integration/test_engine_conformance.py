@@ -208,17 +208,16 @@ def test_a_stop_string_ends_an_answer_and_changes_no_logprob(served: Served):
     assert any(ends)
 
 
-def test_top_p_and_min_p_keep_the_likeliest_tokens(served: Served):
+def test_top_p_keeps_the_likeliest_tokens(served: Served):
     probabilities = served.references["A"](torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
     values, order = probabilities.sort(descending=True)
     by_top_p = order[: int((values.cumsum(0) < 0.5).sum()) + 1]
-    by_min_p = order[values >= 0.4 * values[0]]
-    assert 1 < len(by_top_p) < 500 and 1 < len(by_min_p) < 500
+    assert 1 < len(by_top_p) < 500
     one = SamplingParams(n=32, temperature=1.0, max_tokens=1, ignore_eos=True)
-    shapes = [dataclasses.replace(one, top_p=0.5), dataclasses.replace(one, min_p=0.4), one]
+    shapes = [dataclasses.replace(one, top_p=0.5), one]
     seen = [{c.token_ids[0] for c in group} for group in served.ask(*[(PROMPT, shape) for shape in shapes])]
-    assert seen[0] <= set(by_top_p.tolist()) and seen[1] <= set(by_min_p.tolist())
-    assert not seen[2] <= seen[0] | seen[1], "without them, other tokens are sampled too"
+    assert seen[0] <= set(by_top_p.tolist())
+    assert not seen[1] <= seen[0], "without it, other tokens are sampled too"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

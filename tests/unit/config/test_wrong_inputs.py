@@ -304,7 +304,7 @@ MODELS = {
         {}, "generation_config.json is not a JSON object", spoil=write("model/generation_config.json", "{")
     ),
     "unknown flavour": wrong({"--model.name": "qwen3", "--model.flavor": "0.7B"}, '"0.7B" is not a flavour', "0.6B"),
-    "flavour alone": flag("--model.flavor", "0.6B", "[model] flavor", "needs [model] name"),
+    "flavour alone": flag("--model.flavor", "0.6B", "[model] flavor", "with [model] name only"),
     "no weights": wrong(HF, "neither model.safetensors", 'weights = "random"', spoil=unlink("model/model.safetensors")),
     "torn weights": wrong(HF, "model.safetensors is truncated", "Download them again", spoil=cut_weights),
     "weights of another shape": wrong(
@@ -349,11 +349,6 @@ DATA = {
     ),
     "pattern without group": wrong(JSONL | {"--data.answer_pattern": "#+"}, "put ( ) around", spoil=rows()),
     "all too long": wrong(JSONL | {"--data.max_prompt_tokens": "1"}, "max_prompt_tokens = 1: raise", spoil=rows()),
-    "one too long": wrong(
-        JSONL | {"--data.overlong_prompts": "error"},
-        "rows.jsonl:13 has 41 tokens",
-        spoil=rows({"question": "1" * 40, "answer": "1"}),
-    ),
     "nothing left to train on": wrong(
         JSONL | {"--validation.enable": None, "--validation.prompts": "12"},
         "12 rows",
@@ -389,7 +384,7 @@ DATA = {
     ),
     "chat template file without chat template": wrong(
         {"--data.chat_template_file": "t.jinja", "--data.no-chat_template": None},
-        "read with chat_template = true only",
+        "read with [data] chat_template = true only",
         spoil=write("t.jinja", ""),
     ),
     "curriculum": flag("--data.curriculum", "no_such:ask", "[data] curriculum", "no module 'no_such' in this folder"),

@@ -42,12 +42,14 @@ def test_a_checkpoint_brings_its_runs_configuration_and_its_results_stay_with_it
     run = load_config(["--job.config_file", str(path), *flags])
     shutil.copytree(TINY_QWEN3, step / "hf")
     saved = resolved(run) | {"grpo.of_another_version": 3}
+    saved |= {"data.chat_template": True, "data.chat_template_kwargs": ["enable_thinking=false"]}  # as it was a list
     (step / "run_config.json").write_text(json.dumps(saved))
     ask = partial(evaluation_config, folder=step / "hf", engine="embedded", urls=[])
     config = ask(["--rollout.max_answer_tokens", "9"])
     (of_set,) = config.validation.sets
     assert (of_set.name, of_set.prompts, of_set.max_answer_tokens, of_set.data.arithmetic_max) == ("sums", 7, 9, 3)
     assert (config.model.hf_assets_path, config.job.dump_folder) == (str(step / "hf"), str(tmp_path / "run"))
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
     other = ask(QUICKSTART)
     assert (other.validation.sets, other.validation.prompts) == ([], load_config(QUICKSTART).validation.prompts)
     assert other.job.dump_folder == str(tmp_path / "run")

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
-from torchtitan.grpo.config.keys import LARGEST, keys, label, show
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, TEMPLATE_OWN, Data, HeldOutSet
+from torchtitan.grpo.config.keys import LARGEST, keys, label, show, unread
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.errors import did_you_mean
 
@@ -49,28 +49,17 @@ def check_tables(config: JobConfig) -> Iterator[str]:
                 f"{config.data.max_prompt_tokens}, which is that of the longest source: raise that one"
             )
         if not held_out or any(f"data.{name}" in keys() for name in table.given):
-            yield from (message.replace("[data]", title) for message in _check_rows(table.data))
+            problems = [*_check_unread(table.data), *_check_rows(table.data)]
+            yield from (problem.replace("[data]", title) for problem in problems)
+
+
+def _check_unread(data: Data) -> Iterator[str]:
+    of_data = (key for key in keys().values() if key.section == "data")
+    return unread(lambda path: getattr(data, path.removeprefix("data.")), of_data)
 
 
 def _check_rows(data: Data) -> Iterator[str]:
     """The keys of one source, as [data] has them."""
-    readers = {
-        "path": ("jsonl", "hf"),
-        "subset": ("hf",),
-        "validation_path": ("jsonl", "hf"),
-        "validation_split": ("hf",),
-        "messages_column": ("jsonl", "hf"),
-        "tools_column": ("jsonl", "hf"),
-        "tasks": ("reasoning_gym",),
-    }
-    for name, sources in readers.items():
-        value = getattr(data, name)
-        if value and data.source not in sources:
-            wanted = " or ".join(show(source) for source in sources)
-            yield (
-                f"[data] {name} = {show(value)} is not read with source = {show(data.source)}: set source = {wanted}, "
-                "or leave it out"
-            )
     if data.source in ("jsonl", "hf") and not data.path:
         what = "a file" if data.source == "jsonl" else "a folder"
         yield f"[data] path is missing: source = {show(data.source)} needs {what}"
@@ -85,18 +74,11 @@ def _check_rows(data: Data) -> Iterator[str]:
         yield '[data] split is empty: name one, usually "train"'
     if "{prompt}" not in data.prompt_template:
         yield f"[data] prompt_template = {show(data.prompt_template)} lacks {{prompt}}, which stands for the question"
-    if data.system_prompt and not data.chat_template:
-        yield "[data] system_prompt needs chat_template = true: without it, put the text into prompt_template"
-    if data.chat_template_file and not data.chat_template:
-        yield f"[data] chat_template_file = {show(data.chat_template_file)} is read with chat_template = true only"
     if data.chat_template_file and not os.path.isfile(data.chat_template_file):
         yield f"[data] chat_template_file = {show(data.chat_template_file)} is no file: give a Jinja template"
-    if data.chat_template_kwargs and not data.chat_template:
-        yield f"[data] chat_template_kwargs = {show(data.chat_template_kwargs)} is read with chat_template = true only"
-    try:
-        _ = data.template_arguments
-    except ValueError as error:
-        yield f"[data] chat_template_kwargs: {error}"
+    for name in data.chat_template_kwargs:
+        if not name.isidentifier() or name in TEMPLATE_OWN:
+            yield f"[data] chat_template_kwargs has {show(name)}: name variables that the run does not set itself"
     if data.source == "arithmetic":
         unknown = [operator for operator in data.arithmetic_operators if operator not in ("+", "-", "*")]
         if unknown or not data.arithmetic_operators:
@@ -181,18 +163,11 @@ def check_sft(config: JobConfig) -> Iterator[str]:
     tables = [("[data]", config.data)] if not config.data.mixture else []
     tables += [(title, table.data) for title, table in titled_tables(config)]
     for title, data in tables:
-        if data.messages_column and not data.chat_template:
-            yield (
-                f"{title} messages_column = {show(data.messages_column)} needs chat_template = true: a conversation is "
-                "rendered by it"
-            )
         if data.messages_column and data.prompt_template != keys()["data.prompt_template"].default:
             yield (
                 f"{title} prompt_template = {show(data.prompt_template)} goes around the question of prompt_column; "
                 "with messages_column leave it out"
             )
-        if data.tools_column and not data.messages_column:
-            yield f"{title} tools_column = {show(data.tools_column)} is read with messages_column only"
         learned = data.messages_column or config.sft.target_column or data.answer_column
         if data.source in ("jsonl", "hf") and not learned:
             yield (

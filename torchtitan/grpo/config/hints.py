@@ -13,7 +13,7 @@ REFUSED = {
     **dict.fromkeys(
         ("top_p", "top_k", "min_p"),
         "would sample from the likeliest tokens alone, and the loss takes probabilities among all tokens: its ratios "
-        "would be wrong, so lower [rollout] temperature instead (held-out answers have [validation] top_p and min_p)",
+        "would be wrong, so lower [rollout] temperature instead (held-out answers have [validation] top_p)",
     ),
     **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -22,6 +22,24 @@ REFUSED = {
     ),
 }
 """Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
+_MIN_P = "use [validation] top_p, or one of the set's own"
+GONE = {
+    "data.overlong_prompts": "longer prompts are left out, and the log names the first; leave it out",
+    "distill.timeout_seconds": "[rollout] request_timeout_seconds is the limit",
+    "grpo.clip_old_tokens": "asynchronous runs always clip them, since all learned better so; leave it out",
+    "grpo.replace_limit": "a step asks for four times [grpo] prompts_per_step groups at most; leave it out",
+    "lora.dropout": "it had to be 0; leave it out",
+    "metrics.validation_samples": "every held-out answer is written; leave it out",
+    "metrics.wandb_group": "set the environment variable WANDB_RUN_GROUP",
+    "metrics.wandb_name": "set the environment variable WANDB_NAME",
+    "ray.start_timeout_seconds": "[rollout] start_timeout_seconds is the limit",
+    "ray.step_timeout_seconds": "[debug] hang_seconds is the limit",
+    "ray.warmup_tokens": "ranks are warmed up by their longest row; leave it out",
+    "rollout.episode_lease_seconds": "a quarter of [rollout] group_timeout_seconds is the limit",
+    "validation.min_p": _MIN_P,
+    "validation.sets.min_p": _MIN_P,
+}
+"""Keys of earlier versions, and what to do instead."""
 
 GONE = {
     "rollout.embedded_device": "the server is on a GPU if the trainer is: for another device start one by hand (python "
@@ -54,6 +72,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
             part = part_of(path)
             hint = _keys_in(table, path) or (f"no key is like it: {part[1]}" if part else hint)
         return f"unknown section [{shortened(path)}]: {hint}"
+    if path in GONE:
+        return f"{label(path)} is a key of an earlier version: {GONE[path]}"
     if name in REFUSED:
         return f"{label(path) if section else name} {REFUSED[name]}"
     what = f"[{section}] {shortened(name)}" if section else f"{shortened(name)} outside any section"
@@ -63,6 +83,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
 def unknown_flag(flag: str) -> str:
     """Message for an unknown flag."""
     path = flag.removeprefix("--").replace("-", "_")
+    if path in GONE:
+        return f"{flag} is a flag of an earlier version: {GONE[path]}"
     if (name := path.rpartition(".")[2]) in REFUSED and _exact(path) is None:
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"

@@ -179,7 +179,7 @@ def help_text() -> str:
     lines = [HELP]
     for key in honoured_keys():
         lines.append(f"  --{key.path} ({type_name(key.type)}, default {show(key.default)})")
-        lines.append(f"        {key.doc}")
+        lines.append(f"        {key.meaning}")
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
-"""The range of a number, as its field states it: `group_size: Annotated[int, Range(at_least=2)] = 8`."""
+"""What a field states of its key, as in `group_size: Annotated[int, Range(at_least=2)] = 8`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,20 @@ class Range:
     def __str__(self) -> str:
         words = {"at least": self.at_least, "over": self.above, "at most": self.at_most, "under": self.below}
         return " and ".join(f"{word} {end}" for word, end in words.items() if end is not None)
+
+
+class Needs:
+    """Another key, without which this one is not read. Setting it then is an error.
+
+    Attributes:
+        key: The other key's path.
+        values: What it must be, one of them. Empty: anything but false, 0 and empty.
+        why: Reason, which the error message adds.
+    """
+
+    def __init__(self, key: str, *values: Any, why: str = "") -> None:
+        self.key, self.values, self.why = key, values, why
+
+    def met_by(self, value: Any) -> bool:
+        """Whether the other key's value is such a one."""
+        return value in self.values if self.values else bool(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
-from torchtitan.grpo.config.keys import keys, show
+from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.process.server_commands import COMMANDS, is_loopback
@@ -82,8 +82,6 @@ def _check_environment(config: JobConfig) -> Iterator[str]:
         yield from _check_tasks(title, table.data, "[rollout]", rollout.environment)
         if isinstance(table, HeldOutSet) and (value := table.environment_args):
             yield f"{title} environment_args = {show(value)} is read with an environment of the set's own: name it"
-    if not rollout.environment and (value := rollout.environment_args):
-        yield f"[rollout] environment_args = {show(value)} is read with [rollout] environment only: leave it out"
     if not named and (value := rollout.environment_concurrency):
         yield f"[rollout] environment_concurrency = {value} is read with [rollout] environment only: leave it out"
 
@@ -138,22 +136,12 @@ def _check_tasks(title: str, data: Data, section: str, environment: str) -> Iter
 
 def _check_endpoint(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    plays = rollout.environment == "endpoint"
-    if plays and not rollout.serve_port:
+    if rollout.environment == "endpoint" and not rollout.serve_port:
         yield (
             '[rollout] environment = "endpoint" is a harness that speaks to the run\'s endpoint: set serve_port, as in '
             "8100"
         )
-    lease = rollout.episode_lease_seconds
-    if not plays and lease != keys()["rollout.episode_lease_seconds"].default:
-        yield f'[rollout] episode_lease_seconds = {lease:g} is read with environment = "endpoint" only'
-    if not rollout.serve_port:
-        for name in ("serve_host", "serve_key_env"):
-            value = getattr(rollout, name)
-            if value != keys()[f"rollout.{name}"].default:
-                shown = show(value) if name == "serve_host" else "..."  # it may be the key itself
-                yield f"[rollout] {name} = {shown} is read with [rollout] serve_port over 0 only"
-    elif not is_loopback(rollout.serve_host) and not rollout.serve_key_env:
+    if rollout.serve_port and not is_loopback(rollout.serve_host) and not rollout.serve_key_env:
         yield (
             f"[rollout] serve_host = {show(rollout.serve_host)} is open to other machines: name the variable of an API "
             'key in serve_key_env, or set serve_host = "127.0.0.1"'
@@ -163,10 +151,6 @@ def _check_endpoint(config: JobConfig) -> Iterator[str]:
 def _check_colocated(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
     if not rollout.colocate:
-        if rollout.memory_share != keys()["rollout.memory_share"].default:
-            yield f"[rollout] memory_share = {rollout.memory_share:g} is read with [rollout] colocate = true only"
-        if rollout.sleep_while_training:
-            yield "[rollout] sleep_while_training = true is for the server of [rollout] colocate = true: set both"
         return
     if rollout.sleep_while_training:
         yield from _check_sleep(config)
@@ -199,10 +183,6 @@ def _check_sleep(config: JobConfig) -> Iterator[str]:
 def _check_replicas(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
     if not rollout.replicas:
-        for name in ("gpus_per_server", "server_python", "server_flags"):
-            value = getattr(rollout, name)
-            if value != keys()[f"rollout.{name}"].default:
-                yield f"[rollout] {name} = {show(value)} is read with [rollout] replicas over 0 only"
         return
     for name in ("urls", "urls_file"):
         if getattr(rollout, name):
@@ -212,14 +192,6 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
                 "servers, or uses running ones"
             )
     engine = COMMANDS[rollout.engine]
-    if engine.bundled:
-        for name in ("gpus_per_server", "server_python"):
-            value = getattr(rollout, name)
-            if value != keys()[f"rollout.{name}"].default:
-                yield (
-                    f"[rollout] {name} = {show(value)} is for vllm and sglang: an embedded server runs on one device, "
-                    "in the trainer's Python"
-                )
     for flag in rollout.server_flags:
         name = flag.partition("=")[0]
         if name in engine.own_flags:
@@ -228,10 +200,8 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
 
 
 def check_routing_replay(config: JobConfig) -> Iterator[str]:
-    ahead = config.async_grpo
-    recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
     engine = COMMANDS[config.rollout.engine]
-    if config.grpo.routing_replay and recomputes and not engine.routes_recomputed:
+    if config.grpo.routing_replay and config.async_grpo.recomputes_kv and not engine.routes_recomputed:
         yield (
             f'[grpo] routing_replay = true with [rollout] engine = "{engine.engine}": {engine.title} forgets a '
             "token's experts when it computes its keys and values again. Set [async_grpo] "
@@ -271,11 +241,6 @@ def check_weight_sync(config: JobConfig) -> Iterator[str]:
         yield (
             f'[weight_sync] transport = "ipc" is not there for [rollout] engine = "{config.rollout.engine}", which '
             'maps no memory of the trainer: use "auto" or "gloo", or engine = "vllm"'
-        )
-    if sync.disk_folder and sync.transport != "disk":
-        yield (
-            f'[weight_sync] disk_folder = {show(sync.disk_folder)} is read with transport = "disk" only: set that, or '
-            "leave it out"
         )
     if sync.disk_folder and os.path.exists(sync.disk_folder) and not os.path.isdir(sync.disk_folder):
         yield f"[weight_sync] disk_folder = {show(sync.disk_folder)} is a file: name a folder"

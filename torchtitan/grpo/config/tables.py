@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.hints import GONE
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import Mismatch, check_value, keys, range_problem, shortened, show, table_keys
@@ -24,7 +25,6 @@ INHERITED = {
     "samples_per_prompt": "validation.samples_per_prompt",
     "temperature": "validation.temperature",
     "top_p": "validation.top_p",
-    "min_p": "validation.min_p",
     "max_answer_tokens": "rollout.max_answer_tokens",
     "environment": "rollout.environment",
 }
@@ -50,6 +50,9 @@ def _read_table(path: str, number: int, table: dict[str, Any], problems: list[st
     title = table_title(path, name if isinstance(name, str) else "", number)
     known, given = table_keys(path), {}
     for name, value in table.items():
+        if gone := GONE.get(f"{path}.{name}") or GONE.get(f"data.{name}"):
+            problems.append(f"{title} {name} is a key of an earlier version: {gone}")
+            continue
         if name not in known:
             hint = did_you_mean(name, known) or f": see [[{path}]] in docs/configuration.md for its keys"
             problems.append(f"unknown key {title} {shortened(name)}{hint}")
@@ -83,7 +86,6 @@ def held_out_set(config: JobConfig, given: dict[str, Any]) -> HeldOutSet:
         "samples_per_prompt": config.validation.samples_per_prompt,
         "temperature": config.validation.temperature,
         "top_p": config.validation.top_p,
-        "min_p": config.validation.min_p,
         "max_answer_tokens": config.rollout.max_answer_tokens,
         "functions": source.functions if source else [],
     }

@@ -5,6 +5,7 @@ import os
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.distill_contradictions import source_names
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.machine import planned_ranks, target_gpus
 from torchtitan.grpo.config.resolved import toml_lines
@@ -35,7 +36,7 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
     world_size = planned_ranks(config) if world_size is None else world_size
     target, nodes = find_target(dry_run, config), node_count(world_size)
     copies = choose_copies(config, world_size, nodes, target, job=job)
-    config.parallelism.data_parallel_replicate_degree = copies.degree
+    config = changed(config, {"parallelism.data_parallel_replicate_degree": copies.degree})
     batch = batch_lines(config, world_size) if job == "grpo" else sft_batch_lines(config, world_size)
     comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
     if nodes > 1:
@@ -147,7 +148,7 @@ def _ray_lines(config: JobConfig) -> list[str]:
     if not ray.ranks:
         lines.append("                   (shown for 1: set [ray] ranks to see another number)")
     restarts = ray.max_restarts if config.checkpoint.enable else 0
-    lines.append(f"  restarts         at most {restarts}; a step may take {ray.step_timeout_seconds:,g} s")
+    lines.append(f"  restarts         at most {restarts}; a step may take {config.debug.hang_seconds:,g} s")
     return lines
 
 

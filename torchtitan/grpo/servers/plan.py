@@ -56,7 +56,7 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
         trainers_here: Trainer processes on it.
         model: A folder with weights. Without it, the trainer sends them; with `[lora]` it sends adapters only.
     """
-    rollout, lora, ahead = config.rollout, config.lora, config.async_grpo
+    rollout, lora = config.rollout, config.lora
     model = model or served_base(config)
     each = rollout.gpus_per_server if gpus else 0
     first = 0 if shares_gpu(config, gpus, trainers_here) else trainers_here
@@ -75,7 +75,7 @@ def planned_servers(config: JobConfig, gpus: int, trainers_here: int, model: str
             lora_rank=lora.rank if lora.enable else 0,
             lora_layers=ALL_LINEAR if "all-linear" in lora.target_modules else tuple(lora.target_modules),
             # A step may train on answers that began this many versions ago, and new ones begin.
-            lora_versions=1 + (ahead.max_trajectory_age_steps if ahead.enabled else 0),
+            lora_versions=1 + config.async_grpo.max_age,
             routes=config.grpo.routing_replay,
         )
         for i in range(rollout.replicas)

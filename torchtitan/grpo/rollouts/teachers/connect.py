@@ -58,7 +58,7 @@ def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase, voca
                     control.wait_healthy(rollout.start_timeout_seconds)
                     name, models[url] = served_by(control, longest)
                     check_tokenizer(control, name, tokenizer, probes)
-                    request_s = distill.timeout_seconds / 2
+                    request_s = rollout.request_timeout_seconds / 2
                     options = rollout.temperature, distill.top_k, vocab_size
                     known[url] = scorer(url, key, name, request_s, *options)
                     if distill.top_k:
@@ -74,7 +74,7 @@ def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase, voca
                 )
         scorers[source] = [known[url] for url in urls]
     alone = distill.mode == "only" and not config.reward.functions
-    return Teachers(scorers, distill.timeout_seconds, alone)
+    return Teachers(scorers, rollout.request_timeout_seconds, alone)
 
 
 def served_by(control: HttpControl, longest: int) -> tuple[str, ModelIdentity]:
