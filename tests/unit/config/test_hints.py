@@ -238,14 +238,6 @@ def test_a_name_of_another_trainer_gets_its_key_or_none(flag):
     assert FLAGS[flag] or "no key is like it: " in said
 
 
-@pytest.mark.parametrize("path", GONE)
-def test_a_key_of_an_earlier_version_says_what_replaces_it(path):
-    section, _, name = path.rpartition(".")
-    assert path not in keys()
-    assert unknown_flag(f"--{path}") == f"unknown flag --{path}: {GONE[path]}"
-    assert unknown_name(section, name, 1) == f"unknown key [{section}] {name}: {GONE[path]}"
-
-
 def test_the_names_are_many_and_theirs_alone():
     assert len(TRL) >= 27 and len(VERL) >= 21 and len(PRIME_RL) >= 13
     honoured = {key.path for key in honoured_keys()}

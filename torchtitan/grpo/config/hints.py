@@ -36,17 +36,13 @@ GONE = {
     "ray.step_timeout_seconds": "[debug] hang_seconds is the limit",
     "ray.warmup_tokens": "ranks are warmed up by their longest row; leave it out",
     "rollout.episode_lease_seconds": "a quarter of [rollout] group_timeout_seconds is the limit",
-    "validation.min_p": _MIN_P,
-    "validation.sets.min_p": _MIN_P,
-}
-"""Keys of earlier versions, and what to do instead."""
-
-GONE = {
     "rollout.embedded_device": "the server is on a GPU if the trainer is: for another device start one by hand (python "
     "-m torchtitan.grpo.engines.embedded --device cpu), and name its address in [rollout] urls",
     "rollout.embedded_dtype": 'it is a flag of the server, as in [rollout] server_flags = ["--dtype", "float32"]',
     "rollout.embedded_max_sequences": "it is a flag of the server, as in [rollout] server_flags = "
     '["--max-sequences", "1024"]',
+    "validation.min_p": _MIN_P,
+    "validation.sets.min_p": _MIN_P,
 }
 """Keys of earlier versions, and what to do instead."""
 
@@ -115,8 +111,6 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
     Args:
         shown: How to write a key, in a TOML file or as a flag.
     """
-    if path in GONE:
-        return GONE[path]
     section = path.rpartition(".")[0]
     meant, note = _exact(path) or _similar(path)
     if meant:
