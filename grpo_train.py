@@ -202,8 +202,6 @@ class Trainer(Run):
     ) -> Callable[[int, Microbatch], LossAndSums]:
         """The loss of a minibatch's row, by its number and the row. `has_moved`: the step has had an optimizer step."""
         config = self.config
-        ahead = config.async_grpo
-        max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
 
         def loss(index: int, row: Microbatch) -> LossAndSums:
             self.policy.offload.poll()
@@ -216,7 +214,7 @@ class Trainer(Run):
                 config.grpo,
                 old_logprobs=old,
                 reference_logprobs=reference,
-                max_age=max_age,
+                max_age=config.async_grpo.max_age,
                 num_servers=len(batch.servers),
                 distill_coef=config.distill.coef,
                 top_logprobs=next(iter(top_logprobs), None),

@@ -55,7 +55,6 @@ class SftTrainer(Run):
 
     def set_up(self) -> None:
         config = self.config
-        config.metrics.samples_per_step, config.metrics.validation_samples = 0, False  # nothing is sampled
         self.asked_to_stop = threading.Event()
         self.held_out_rows: dict[str, list[PackedRow]] = {}
         self.read_model()

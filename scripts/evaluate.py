@@ -80,7 +80,7 @@ def served(config: JobConfig, folder: Path, logs: Path) -> Iterator[list[str]]:
     if rollout.urls:
         yield rollout.urls
         return
-    starts = run_launches(config, torch.cuda.is_available(), 0, str(folder))
+    starts = run_launches(config, torch.cuda.device_count(), 0, str(folder))
     with Supervisor(starts, logs, logs / "urls.txt", rollout.start_timeout_seconds) as supervisor:
         supervisor.start()
         logger.info(f"Starting {rollout.engine}; its output is in {logs}")

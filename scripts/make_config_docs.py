@@ -48,14 +48,14 @@ def page() -> str:
         if key.section != section:
             section = key.section
             lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines.append(f"| `{key.name}` | {_type(key)} | {_default(key)} | {_cell(key.doc)} |")
+        lines.append(f"| `{key.name}` | {_type(key)} | {_default(key)} | {_cell(key.meaning)} |")
     for path, not_in in TABLES.items():
         but = ", ".join(f"`{name}`" for name in not_in)
         lines += ["", f"## [[{path}]]", "", f"Any key of [data] but {but}, for the rows of this table, and:", ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in table_keys(path, own_only=True).values():
             default = f"`{INHERITED[key.name]}`" if key.name in INHERITED else _default(key)
-            lines.append(f"| `{key.name}` | {_type(key)} | {default} | {_cell(key.doc)} |")
+            lines.append(f"| `{key.name}` | {_type(key)} | {default} | {_cell(key.meaning)} |")
     lines.append(UNSUPPORTED_HEAD)
     for entry, why in UNSUPPORTED.items():
         lines.append(f"| `{f'{entry}*' if entry.endswith('_') else entry}` | {_cell(why)} |")

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpo_train
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.job_config import Data, Reward
+from torchtitan.grpo.config.frozen import changed
+from torchtitan.grpo.config.jobs import of_replay
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import check_functions
@@ -90,23 +91,7 @@ class ReplayTrainer(grpo_train.Trainer):
             raise UserError(
                 f"[training] steps = {config.training.steps} ends before the first step after --after {after}"
             )
-        config.job.dump_folder = str(out or run / "replay")
-        checkpoint = config.checkpoint
-        checkpoint.enable = after > 0
-        checkpoint.resume = True if after else "auto" if out is None else False
-        checkpoint.load_step = after or -1
-        if after:  # else the run's checkpoints are nothing to it
-            checkpoint.folder = str((run / checkpoint.folder).absolute())
-        # What is not needed is not loaded: the record may be on another machine than the data and the reward.
-        config.rollout.environment = ""
-        for each in config.validation.sets:
-            if each.data.source != "environment":  # else its rows must be known, which are not trained on
-                each.environment = ""
-        config.rollout.record_gib = 0.0
-        config.reward = Reward(workers=1)
-        if after or not config.sft.steps:  # else the warm start reads the data, less the held-out rows
-            config.data, config.validation.enable = Data(chat_template=False, source_args={"size": 1}), False
-        super().__init__(config)
+        super().__init__(of_replay(config, run, out, after))
 
     def set_up(self) -> None:
         config = self.config
@@ -119,8 +104,8 @@ class ReplayTrainer(grpo_train.Trainer):
         self.rollouts.check.is_due = False  # a replay may well begin with other weights than those that sampled
         self.join()
         # The run ends with the record, on every rank at the same step, and its schedule stays as it is.
-        config.lr_scheduler.total_steps = config.lr_scheduler.total_steps or config.training.steps
-        config.training.steps = min(config.training.steps, self.broadcast.json(self.replay.last_step))
+        last = min(config.training.steps, self.broadcast.json(self.replay.last_step))
+        self.config = changed(self.config, {"training.steps": last})
         self.build()
         self.rollouts.connect(self.ledger, self.layout, self.metrics, lambda: self.step)
         self.weight_sync = NoSync()
@@ -131,7 +116,8 @@ class ReplayTrainer(grpo_train.Trainer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.config.checkpoint.enable = False  # the run's checkpoints are read, and never written
+        self.config = changed(self.config, {"checkpoint.enable": False})  # read, and never written
+        self.checkpointer.cfg = self.config.checkpoint
 
     def publish(self, wait: bool = False) -> None:
         """To nobody."""

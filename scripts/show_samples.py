@@ -33,8 +33,7 @@ def read_samples(path: Path, validation: bool) -> list[dict[str, Any]]:
     name = "validation_samples.jsonl" if validation else "samples.jsonl"
     path = path if path.is_file() else path / name
     if not path.exists():
-        key = "[validation] enable and [metrics] validation_samples are on"
-        key = key if validation else "[metrics] samples_per_step is over 0"
+        key = "[validation] enable is on" if validation else "[metrics] samples_per_step is over 0"
         sys.exit(f"error: {path} does not exist; a run writes it if {key}")
     return records(path)
 

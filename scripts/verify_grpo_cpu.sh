@@ -3,7 +3,7 @@
 #
 #   bash scripts/verify_grpo_cpu.sh [embedded] [fsdp] [tp] [vllm] [sglang] [async]      (default: all six)
 #
-#   embedded  one rank, spawned server        fsdp   two FSDP2 ranks
+#   embedded  one rank, its own server        fsdp   two FSDP2 ranks
 #   vllm      one rank, real vLLM server      tp     two tensor-parallel ranks
 #   sglang    one rank, real SGLang server
 #   async     one rank, rollouts ahead of training: with blocking weight sync, then in the background

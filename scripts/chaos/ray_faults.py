@@ -25,7 +25,6 @@ FLAGS: dict[str, str | None] = {
     "--rollout.api_key_env": "SERVER_KEY",
     "--ray.expose_servers": None,
     "--ray.max_restarts": "100",
-    "--ray.start_timeout_seconds": "600",
     "--rollout.start_timeout_seconds": "600",
     "--comm.init_timeout_seconds": "1800",
 }

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import ROOT, TINY_QWEN3
-from torchtitan.grpo.config.job_config import Rollout
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
+from tests.helpers.servers import supervised
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.weight_sync.link import GroupLink, Pause
 from torchtitan.grpo.weight_wire.buckets import (
@@ -149,9 +148,8 @@ def test_an_embedded_server_loads_from_the_trainers_memory(tmp_path):
     specs = [TensorSpec(name, weight.dtype, tuple(weight.shape)) for name, weight in weights.items()]
     whole = Whole(plan_buckets(specs, 1 << 18), weights)
     plan = {"protocol": PROTOCOL, "run": own_run(), "num_buffers": 2, "verify": True}
-    with EmbeddedServer() as server:
-        url = server.start(TINY_QWEN3, Rollout(), "cuda:0", tmp_path / "log")
-        control = VllmControl(url, None, 60.0)
+    with supervised("embedded", tmp_path, TINY_QWEN3, gpus=(0,)) as running:
+        control = VllmControl(running.urls[0], None, 60.0)
         link = GroupLink(control, "ipc", CUDA, 60.0, Pause(), lambda: None, lambda: None, lambda: 0)
         link.connect(plan | {"plan": plan_to_json(whole.buckets)})
         link.stop(7)

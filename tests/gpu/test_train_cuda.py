@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 
-from tests.helpers.trainer_runs import BACKGROUND, endless, servers_of, train
+from tests.helpers import TINY_QWEN3
+from tests.helpers.servers import serve_embedded
+from tests.helpers.trainer_runs import BACKGROUND, endless, train
 from torchtitan.grpo.process.stopping import GRACE_S
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -69,9 +71,12 @@ def test_two_gpus_gather_in_the_background(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_lost_nccl_peer_ends_the_run_in_bounded_time(number, tmp_path):
     flags = BF16 | {"--weight_sync.timeout_seconds": "10", "--rollout.request_timeout_seconds": "10"}
-    with endless(tmp_path / "run", flags, torchrun=True) as run:
-        (server,) = servers_of(run.folder)
-        os.kill(server, number)
+    on_gpu = "--device", "cuda:1", "--dtype", "bfloat16"
+    with (
+        serve_embedded(tmp_path, TINY_QWEN3, *on_gpu) as server,  # nobody starts it again
+        endless(tmp_path / "run", flags | {"--rollout.urls": server.url}, torchrun=True) as run,
+    ):
+        os.kill(server.process.pid, number)
         started = time.monotonic()
         assert run.process.wait(90) != 0
         print(f"ended {time.monotonic() - started:.1f} s after the server was lost")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_overlay  # noqa: F401  before torchtitan
-from torchtitan.grpo.config.job_config import Debug
+from torchtitan.grpo.config.torchtitan_keys import Debug
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger

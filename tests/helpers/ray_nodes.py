@@ -17,7 +17,7 @@ TWO_RANKS: dict[str, str | None] = {
     "--ray.enable": None,
     "--ray.ranks": "2",
     "--ray.cpus_per_rank": str(RANK_CORES),
-    "--ray.start_timeout_seconds": "120",
+    "--rollout.start_timeout_seconds": "120",
 }
 RANK, SERVER = "RankActor", "ServerActor"
 

@@ -18,8 +18,8 @@ from tests.helpers.ranks import free_port
 from tests.helpers.tiny_models import with_biases
 from tests.helpers.trainer_runs import processes_of
 from torchtitan.grpo.engines.vllm_control import VllmControl
-from torchtitan.grpo.process.server_commands import PYTHON_VARIABLE
-from torchtitan.grpo.servers.plan import PlannedServer, launches
+from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.servers.plan import launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 START_S = 180.0
@@ -141,7 +141,7 @@ def serve_command(
 
 @contextmanager
 def serve_embedded(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
-    """An embedded server by itself, as `EmbeddedServer` starts one. `folder` is for its log."""
+    """An embedded server by itself. `folder` is for its log."""
     port = port or free_port()
     command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", model_dir, "--port", port]
     command += ["--max-sequences", 16, "--parent-pid", os.getpid(), *flags]
@@ -165,10 +165,9 @@ def serve_vllm(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningSe
 
 def need_python(engine: str) -> None:
     """Skip the test without the environment variable that names the engine's Python."""
-    if engine in PYTHON_VARIABLE and not os.environ.get(PYTHON_VARIABLE[engine]):
-        pytest.skip(
-            f"set {PYTHON_VARIABLE[engine]} to a Python that has {engine} (scripts/install_{engine}_cpu.sh) to run this"
-        )
+    variable = COMMANDS[engine].python_variable
+    if variable and not os.environ.get(variable):
+        pytest.skip(f"set {variable} to a Python that has {engine} (scripts/install_{engine}_cpu.sh) to run this")
 
 
 @contextmanager
@@ -179,7 +178,7 @@ def supervised(
 
     Args:
         plugin: Of `forked_engines`, in place of the engine's own.
-        planned: Further fields of `PlannedServer`.
+        planned: Further fields of `ServerCommand`, as `gpus` for a server on GPUs.
     """
     need_python(engine)
     plugins = plugin_path(folder / "plugin")
@@ -188,7 +187,7 @@ def supervised(
         declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{plugin or engine}")
     path = os.pathsep.join([str(ROOT), str(plugins)])
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-        starts = launches([PlannedServer(engine, str(model_dir), (), flags, **planned)])
+        starts = launches([COMMANDS[engine](str(model_dir), **{"gpus": (), "flags": flags} | planned)])
     with Supervisor(starts, folder, folder / "urls.txt", START_S) as supervisor:
         supervisor.start()
         supervisor.wait_healthy()

@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
 @functools.cache
 def embedded_url() -> str:
     """An embedded server that all `train` runs share, one after the other: a server of its own takes longer to start
-    than a run. `endless` runs have one spawned, as users' runs do."""
+    than a run. `endless` runs start one themselves, as users' runs do."""
     folder, stack = tempfile.TemporaryDirectory(), ExitStack()
     atexit.register(folder.cleanup)
     atexit.register(stack.close)
@@ -177,8 +177,10 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def servers_of(folder: Path) -> list[int]:
+    """Embedded servers of a run. Their guards, whose command lines hold the servers', are others."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(folder)}
     return [
         pid
-        for pid in processes_of(folder)
-        if b"torchtitan.grpo.engines.embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid, command in commands.items()
+        if b"torchtitan.grpo.engines.embedded" in command and b"guard.py" not in command
     ]

@@ -94,7 +94,7 @@ def test_a_run_without_rewards_outlives_one_of_two_teachers_and_names_the_last(t
         forked_server(TINY_QWEN3, tmp_path / "second.log") as (second, second_pid),
     ):
         urls = f"small={first},small={second},{second},{first}"
-        flags = BACKGROUND | {"--distill.teacher_urls": urls, "--distill.timeout_seconds": "3"}
+        flags = BACKGROUND | {"--distill.teacher_urls": urls}
         flags |= {"--job.config_file": str(config), "--reward.functions": "", "--validation.no-enable": None}
         flags |= {"--rollout.request_timeout_seconds": "8", "--rollout.group_timeout_seconds": "8"}
         with endless(tmp_path / "run", flags) as run:
@@ -110,7 +110,7 @@ def test_a_run_without_rewards_outlives_one_of_two_teachers_and_names_the_last(t
             os.kill(second_pid, signal.SIGKILL)
             assert run.process.wait(60) == 2
             assert "over [rollout] group_timeout_seconds = 8: " in run.log
-            assert '"teacher" failed on' in run.log and "[distill] timeout_seconds" in run.log
+            assert '"teacher" failed on' in run.log and "[rollout] request_timeout_seconds" in run.log
 
 
 def test_a_teacher_that_is_not_there_is_named_before_anything_starts(tmp_path: Path):

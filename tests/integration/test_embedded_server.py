@@ -20,14 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
 from tests.helpers.embedded_servers import ServerThread
-from tests.helpers.servers import save_tiny_qwen3
+from tests.helpers.servers import RunningServer, save_tiny_qwen3, serve_embedded, supervised
 from tests.helpers.trainer_runs import embedded_server
-from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.engines.embedded import server as embedded_module
 from torchtitan.grpo.engines.embedded.generator import Generator
 from torchtitan.grpo.engines.embedded.model import load_model
 from torchtitan.grpo.engines.embedded.server import EmbeddedApp
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
 from torchtitan.grpo.engines.http_control import ServerError
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.vllm import VllmClient
@@ -54,21 +52,15 @@ def reference(model_dir: Path):
 
 
 @pytest.fixture(scope="module")
-def shared_server(model_dir: Path) -> Iterator[EmbeddedServer]:
-    with start(model_dir, model_dir.parent / "server.log") as server:
+def shared_server(model_dir: Path) -> Iterator[RunningServer]:
+    with serve_embedded(model_dir.parent, model_dir) as server:
         yield server
 
 
 @pytest.fixture
-def server(shared_server: EmbeddedServer) -> Iterator[EmbeddedServer]:
+def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     yield shared_server
     requests.post(f"{shared_server.url}/resume", timeout=10).raise_for_status()
-
-
-def start(model_dir: Path, log_path: Path, **rollout: Any) -> EmbeddedServer:
-    server = EmbeddedServer()
-    server.start(model_dir, Rollout(**({"embedded_max_sequences": 64} | rollout)), "cpu", log_path)
-    return server
 
 
 def run(coroutine: Coroutine) -> Any:
@@ -101,7 +93,7 @@ def assert_logprobs(model, prompt: list[int], completion: Completion, temperatur
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_logprobs_over_http(server: EmbeddedServer, reference, temperature: float) -> None:
+def test_logprobs_over_http(server: RunningServer, reference, temperature: float) -> None:
     prompt = [5, 9, 300, 17]
     params = SamplingParams(n=4, temperature=temperature, max_tokens=10, seed=3, ignore_eos=True)
     completions = run(generate(server.url, prompt, params))
@@ -114,14 +106,14 @@ def test_logprobs_over_http(server: EmbeddedServer, reference, temperature: floa
     assert run(generate(server.url, prompt, params))[2].token_ids == completions[2].token_ids
 
 
-def test_greedy_over_http(server: EmbeddedServer, reference) -> None:
+def test_greedy_over_http(server: RunningServer, reference) -> None:
     prompt = torch.tensor([[5, 9, 300, 17]])
     expected = reference.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 4:].tolist()
     (completion,) = run(generate(server.url, prompt[0].tolist(), SamplingParams(1, 0.0, 12)))
     assert completion.token_ids == expected
 
 
-def test_control_knows_the_server(server: EmbeddedServer) -> None:
+def test_control_knows_the_server(server: RunningServer) -> None:
     control = VllmControl(server.url, None, 30.0)
     control.wait_healthy(5.0, server.process)
     assert control.world_size() == 1
@@ -169,7 +161,7 @@ def test_control_knows_the_server(server: EmbeddedServer) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_bad_requests(server: EmbeddedServer, body: Any, message: str) -> None:
+def test_bad_requests(server: RunningServer, body: Any, message: str) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body)
     reply = requests.post(f"{server.url}/inference/v1/generate", data=data, timeout=10)
     assert reply.status_code == 400
@@ -178,17 +170,17 @@ def test_bad_requests(server: EmbeddedServer, body: Any, message: str) -> None:
         raise AssertionError(reply.json()["error"]["message"])
 
 
-def test_client_turns_a_refusal_into_a_user_error(server: EmbeddedServer) -> None:
+def test_client_turns_a_refusal_into_a_user_error(server: RunningServer) -> None:
     with pytest.raises(UserError, match=rf"{server.url} refuses request one: the prompt has 1024 tokens"):
         run(generate(server.url, [1] * 1024, SamplingParams(1, 1.0, 1)))
 
 
-def test_a_prompt_just_under_the_limit(server: EmbeddedServer) -> None:
+def test_a_prompt_just_under_the_limit(server: RunningServer) -> None:
     (completion,) = run(generate(server.url, [1] * 1023, SamplingParams(1, 1.0, 1)))
     assert len(completion.token_ids) == 1
 
 
-def test_cohorts_are_equal_to_the_last_bit(server: EmbeddedServer) -> None:
+def test_cohorts_are_equal_to_the_last_bit(server: RunningServer) -> None:
     prompts = [[7 + i] * (1 + 3 * i) for i in range(6)]
 
     async def cohort(name: str, order: list[int]) -> list[list[Completion]]:
@@ -228,7 +220,7 @@ async def started(client: Client, prompt: list[int], params: SamplingParams, nam
     return task
 
 
-def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, reference) -> None:
+def test_pause_keep_freezes_running_and_queued_requests(server: RunningServer, reference) -> None:
     control = VllmControl(server.url, None, 30.0)
 
     async def scenario() -> list[Completion]:
@@ -251,7 +243,7 @@ def test_pause_keep_freezes_running_and_queued_requests(server: EmbeddedServer, 
     assert undisturbed.token_ids == running.token_ids
 
 
-def test_pause_abort_ends_answers_and_the_client_takes_none_of_them(server: EmbeddedServer) -> None:
+def test_pause_abort_ends_answers_and_the_client_takes_none_of_them(server: RunningServer) -> None:
     async def scenario() -> None:
         async with Client(server.url) as client:
             task = await started(client, [3], SamplingParams(1, 1.0, LONG, ignore_eos=True))
@@ -262,7 +254,7 @@ def test_pause_abort_ends_answers_and_the_client_takes_none_of_them(server: Embe
         run(scenario())
 
 
-def test_pause_wait_drains(server: EmbeddedServer) -> None:
+def test_pause_wait_drains(server: RunningServer) -> None:
     async def scenario() -> Completion:
         async with Client(server.url) as client:
             task = await started(client, [3], SamplingParams(1, 1.0, 200, ignore_eos=True))
@@ -305,36 +297,32 @@ def test_a_lost_client_frees_its_place(model_dir: Path) -> None:
 
 
 def test_killed_server_is_an_error_with_its_address(model_dir: Path, tmp_path: Path) -> None:
-    server = start(model_dir, tmp_path / "server.log")
+    with serve_embedded(tmp_path, model_dir) as server:
 
-    async def scenario() -> None:
-        async with Client(server.url, request_timeout_s=20.0) as client:
-            task = await started(client, [3], SamplingParams(1, 1.0, LONG, ignore_eos=True))
-            server.process.kill()
-            with pytest.raises(EngineError, match=rf"{server.url}: request r"):
-                await asyncio.wait_for(task, 5.0)
-            with pytest.raises(EngineError, match=rf"{server.url}: request s"):
-                await asyncio.wait_for(client.generate([3], SamplingParams(1, 1.0, 1), "s"), 5.0)
+        async def scenario() -> None:
+            async with Client(server.url, request_timeout_s=20.0) as client:
+                task = await started(client, [3], SamplingParams(1, 1.0, LONG, ignore_eos=True))
+                server.process.kill()
+                with pytest.raises(EngineError, match=rf"{server.url}: request r"):
+                    await asyncio.wait_for(task, 5.0)
+                with pytest.raises(EngineError, match=rf"{server.url}: request s"):
+                    await asyncio.wait_for(client.generate([3], SamplingParams(1, 1.0, 1), "s"), 5.0)
 
-    run(scenario())
-    server.close()
+        run(scenario())
 
 
 def test_stuck_server_is_an_error_within_the_timeout(model_dir: Path, tmp_path: Path) -> None:
-    with start(model_dir, tmp_path / "server.log") as server:
+    with serve_embedded(tmp_path, model_dir) as server:
         server.process.send_signal(signal.SIGSTOP)
         begin = time.monotonic()
         with pytest.raises(EngineError, match=rf"{server.url}: no answer to request one within 1\.5 s"):
             run(generate(server.url, [3], SamplingParams(1, 1.0, 1), request_timeout_s=1.5))
         assert time.monotonic() - begin < 4.0
-        begin = time.monotonic()
-        server.close(grace_s=0.5)  # a stopped process does not see SIGTERM
-        assert time.monotonic() - begin < 3.0
-        assert server.process.returncode == -signal.SIGKILL
+        server.process.kill()  # a stopped process does not see SIGTERM
 
 
 def test_sigterm_ends_in_order(model_dir: Path, tmp_path: Path) -> None:
-    with start(model_dir, tmp_path / "server.log") as server:
+    with serve_embedded(tmp_path, model_dir) as server:
 
         async def scenario() -> None:
             async with Client(server.url) as client:
@@ -348,17 +336,16 @@ def test_sigterm_ends_in_order(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_server_ends_with_its_parent(model_dir: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model_dir), "--parent-pid"]
     script = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer
-from torchtitan.grpo.config.job_config import Rollout
-server = EmbeddedServer()
-server.start({str(model_dir)!r}, Rollout(), "cpu", {str(tmp_path / "server.log")!r})
-print(server.process.pid, flush=True)
+import os, subprocess
+server = subprocess.Popen([*{command!r}, str(os.getpid())], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+while b"serving" not in server.stdout.readline():
+    assert server.poll() is None
+print(server.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
-    result = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
     pid = int(result.stdout)
     deadline = time.monotonic() + 15
     while _alive(pid):
@@ -373,7 +360,7 @@ def _alive(pid: int) -> bool:
 
 def test_api_key(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_SERVER_KEY", "a-secret-key")
-    with start(model_dir, tmp_path / "server.log", api_key_env="TEST_SERVER_KEY") as server:
+    with serve_embedded(tmp_path, model_dir, "--api-key-env", "TEST_SERVER_KEY") as server:
         with pytest.raises(UserError, match=r"HTTP 401.*\[rollout\] api_key_env"):
             run(generate(server.url, [3], SamplingParams(1, 1.0, 1)))
         assert run(generate(server.url, [3], SamplingParams(1, 1.0, 1), api_key="a-secret-key"))
@@ -383,8 +370,9 @@ def test_api_key(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"ended with exit status 1.*(\n.*)*has no config\.json"):
-        start(tmp_path, tmp_path / "server.log")
+    said = r"ended with exit status 1 before it served.*(\n.*)*has no config\.json"
+    with pytest.raises(UserError, match=said), supervised("embedded", tmp_path, tmp_path):
+        pass
 
 
 class Trainer:
@@ -509,7 +497,7 @@ def test_an_update_that_leaves_something_out_is_refused(model_dir: Path, referen
             control.resume()
 
 
-def test_a_trainer_that_never_joins_stops_no_answers(server: EmbeddedServer) -> None:
+def test_a_trainer_that_never_joins_stops_no_answers(server: RunningServer) -> None:
     """Its store answers, but it does not come. Once it is gone, so is its connection."""
     store, port = host_store("127.0.0.1", 20.0)
     info = {

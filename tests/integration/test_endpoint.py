@@ -59,7 +59,8 @@ def test_a_harness_plays_a_run(tmp_path: Path) -> None:
 
 def test_a_harness_that_is_killed_is_replaced_by_another(tmp_path: Path) -> None:
     port = free_port()
-    lease = {"--rollout.episode_lease_seconds": "1", "--validation.no-enable": None}
+    lease = {"--rollout.group_timeout_seconds": "12", "--rollout.request_timeout_seconds": "12"}
+    lease |= {"--validation.no-enable": None}
     first = harness(port)
     second = None
     try:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its two nodes
 
 LAST = 8
 START_S = 240.0
-"""More than `[ray] start_timeout_seconds`: its error says more."""
+"""More than `[rollout] start_timeout_seconds`: its error says more."""
 STEPS = {"--training.steps": str(LAST), "--parallelism.data_parallel_replicate_degree": "1"}
 """One copy of the model over both nodes: by default there is one on each, and one on torchrun's single node."""
 
@@ -85,7 +85,7 @@ def test_a_run_that_is_stopped_and_loses_a_rank_ends_as_one_under_torchrun(nodes
 def test_servers_on_two_nodes_come_back_and_a_rank_that_hangs_is_named_and_nothing_is_left(nodes, tmp_path):
     """Each server has a supervisor of its own, in an actor. In the ranks' own loop."""
     folder = tmp_path / "run"
-    flags = {"--training.steps": "100000", "--ray.step_timeout_seconds": "15", "--ray.max_restarts": "0"}
+    flags = {"--training.steps": "100000", "--debug.hang_seconds": "15", "--ray.max_restarts": "0"}
     flags |= {"--rollout.replicas": "2", "--ray.expose_servers": None, "--rollout.api_key_env": "SERVER_KEY"}
     flags |= UNHURRIED
     with driver(nodes, folder, flags, SERVER_KEY="of-a-test") as run:

@@ -420,7 +420,7 @@ def test_a_group_that_would_be_too_old(make_run, late) -> None:
 
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(2)], ids=["sync", "ahead"])
 def test_groups_without_a_signal_are_replaced(make_run, ahead) -> None:
-    run = make_run(grpo=replacing(4.0), ahead=ahead)
+    run = make_run(grpo=replacing(), ahead=ahead)
     run.rewards.dull = lambda index: index % 2 == 0
     trained = []
     for version in range(4):
@@ -440,7 +440,7 @@ def test_groups_without_a_signal_are_replaced(make_run, ahead) -> None:
 
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
 def test_replacing_ends_at_its_limit(make_run, ahead) -> None:
-    run = make_run(grpo=replacing(2.5), ahead=ahead)
+    run = make_run(grpo=replacing(), ahead=ahead)
     run.rewards.dull = lambda index: True
     for version in range(3):
         run.publish(version)
@@ -448,9 +448,9 @@ def test_replacing_ends_at_its_limit(make_run, ahead) -> None:
     replaced, asked = run.count("groups_replaced"), run.count("groups_asked")
     if ahead.enabled:
         # Groups of a step to come may have ended by now, and some that this step did not replace serve the next one.
-        assert 6 <= replaced <= 4 * 6
+        assert 12 <= replaced <= 4 * 12
     else:
-        assert (replaced, asked) == (3 * 6, 3 * 10)
+        assert (replaced, asked) == (3 * 12, 3 * 16)
 
 
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])
@@ -466,14 +466,14 @@ def test_a_step_ends_the_run_if_too_many_of_its_answers_have_no_reward(make_run,
 
 
 def test_failures_in_groups_that_were_replaced_end_the_run_too(make_run) -> None:
-    run = make_run(grpo=replacing(8.0), max_failed_fraction=0.45)
+    run = make_run(grpo=replacing(), max_failed_fraction=0.45)
     run.rewards.dull, run.rewards.fails_second = (lambda index: index not in run.order[:B]), True
     with pytest.raises(UserError, match="4 of 8 answers have no reward"):
         run.stream.take(0)
 
 
-def replacing(limit: float) -> Grpo:
-    return Grpo(prompts_per_step=B, group_size=2, zero_variance_groups="replace", replace_limit=limit)
+def replacing() -> Grpo:
+    return Grpo(prompts_per_step=B, group_size=2, zero_variance_groups="replace")
 
 
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(1)], ids=["sync", "ahead"])

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,17 +39,13 @@ SYNC: dict[str, str | None] = {}
 
 
 @contextmanager
-def run_and_server(
-    folder: Path, flags: dict[str, str | None], ranks: int = 1, own: bool = False
-) -> Iterator[tuple[EndlessRun, int]]:
-    """A run that is in its loop, and its server's process id. It starts the server, which takes 5 s of CPU, only if it
-    shall be its `own`."""
-    with ExitStack() as stack:
-        if not own:
-            url, server = stack.enter_context(forked_server(TINY_QWEN3, folder.parent / "server.txt"))
-            flags = flags | {"--rollout.urls": url}
-        run = stack.enter_context(endless(folder, flags, ranks))
-        yield run, servers_of(folder)[0] if own else server
+def run_and_server(folder: Path, flags: dict[str, str | None], ranks: int = 1) -> Iterator[tuple[EndlessRun, int]]:
+    """A run that is in its loop, and the process id of its server, which nobody starts again."""
+    with (
+        forked_server(TINY_QWEN3, folder.parent / "server.txt") as (url, server),
+        endless(folder, flags | {"--rollout.urls": url}, ranks) as run,
+    ):
+        yield run, server
 
 
 @pytest.mark.parametrize(("mode", "number"), [(SYNC, signal.SIGHUP), (BACKGROUND, signal.SIGINT)])
@@ -135,7 +131,7 @@ ENDS = {
 )
 def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_path):
     limits = {"--weight_sync.timeout_seconds": "6", "--rollout.request_timeout_seconds": "6"}
-    with run_and_server(tmp_path / "run", mode | limits, own=mode is SYNC) as (run, server):
+    with run_and_server(tmp_path / "run", mode | limits) as (run, server):
         os.kill(server, number)
         assert run.process.wait(60) != 0
         reason = [line for line in run.log.splitlines() if line.startswith("error: ")][-1]

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from torchtitan.grpo.config.hints import unknown_flag
-from torchtitan.grpo.config.keys import keys
+from torchtitan.grpo.config.hints import GONE, unknown_flag, unknown_name
+from torchtitan.grpo.config.keys import keys, table_keys
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.other_trainers import NAMES
 from torchtitan.grpo.config.unsupported import honoured_keys, unsupported_by
@@ -54,7 +54,7 @@ VERL = {
     "clip_ratio_c": "grpo.ratio_clip_c",
     "clip_ratio_high": "grpo.ratio_clip_max",
     "entropy_coeff": "grpo.entropy_coef",
-    "experiment_name": "metrics.wandb_name",
+    "experiment_name": NONE,
     "free_cache_engine": "rollout.sleep_while_training",
     "gpu_memory_utilization": "rollout.memory_share",
     "grad_clip": "training.max_norm",
@@ -180,7 +180,7 @@ WITH_SECTIONS = {
     "trainer.log.level": NONE,
     "trainer.weight_broadcast.type": "weight_sync.transport",
     "weight_broadcast.type": "weight_sync.transport",
-    "trainer.wandb.name": "metrics.wandb_name",
+    "trainer.wandb.name": NONE,
     "checkpoint.freq": "checkpoint.interval",
     "ckpt.resume_step": "checkpoint.load_step",
     "inference.server.port": NONE,
@@ -313,3 +313,11 @@ def test_verls_way_to_set_a_key_is_told():
         "did you mean --grpo.group_size?",
         "prompts come from [data]",
     ]
+
+
+@pytest.mark.parametrize("path", GONE)
+def test_a_key_of_an_earlier_version_is_refused_with_what_to_do_instead(path):
+    section, _, name = path.rpartition(".")
+    assert path not in keys() and name not in table_keys("validation.sets")
+    for said in (unknown_name(section, name, 1), unknown_flag(f"--{path}")):
+        assert name in said and "of an earlier version: " in said and said.endswith(GONE[path])

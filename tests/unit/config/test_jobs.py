@@ -40,10 +40,16 @@ def test_keys_of_the_other_job_are_named_and_change_nothing(caplog):
     [
         (["--sft.steps", "5"], r"\[sft\] steps = 5 is the length of GRPO's warm start: set \[training\] steps"),
         (["--sft.lr", "0.1"], r"\[sft\] lr = 0.1 is the learning rate of GRPO's warm start: set \[optimizer\] lr"),
-        (["--data.messages_column", "m"], r"messages_column = \"m\" is not read with source = \"arithmetic\""),
-        ([*CHAT, "--data.no-chat_template"], r"messages_column = \"messages\" needs chat_template = true"),
+        (["--data.messages_column", "m"], r"messages_column = \"m\" is read with .* only, not \"arithmetic\""),
+        (
+            [*CHAT, "--data.no-chat_template"],
+            r"messages_column = \"messages\" is read with \[data\] chat_template = true only",
+        ),
         ([*CHAT, "--data.prompt_template", "Q: {prompt}"], r"prompt_template = .* goes around the question"),
-        ([*JSONL, "--data.tools_column", "tools"], r"tools_column = \"tools\" is read with messages_column only"),
+        (
+            [*JSONL, "--data.tools_column", "tools"],
+            r"tools_column = \"tools\" is read with \[data\] messages_column only",
+        ),
         ([*JSONL, "--data.answer_column", ""], r"\[data\]: there is no column to learn"),
         (["--sft.train_on", "last"], r"train_on = \"last\" is read with \[data\] messages_column only"),
         (

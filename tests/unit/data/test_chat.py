@@ -219,12 +219,12 @@ def test_tools_that_are_no_list_are_refused(value, said):
 def test_prompts_end_in_an_empty_thought_where_thinking_is_switched_off(tokenizer):
     tokenizer.chat_template = SWITCHED
     ends = []
-    for words in ([], ["enable_thinking=true"], ["enable_thinking=false"]):
-        data = Data(source_args={"max": 1}, chat_template_kwargs=words)
+    for own in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        data = Data(source_args={"max": 1}, chat_template_kwargs=own)
         ends.append(PromptSource(data, tokenizer, 0).next(1)[0].text.rpartition("assistant\n")[2])
     assert ends == ["", "", "<think>\n\n</think>\n\n"]
     with pytest.raises(UserError, match=r"\[data\] chat_template_kwargs names 'enable_thinkin'"):
-        PromptSource(Data(chat_template_kwargs=["enable_thinkin=false"]), tokenizer, 0)
+        PromptSource(Data(chat_template_kwargs={"enable_thinkin": False}), tokenizer, 0)
 
 
 def test_a_template_whose_turns_end_in_no_end_token_is_warned_about(tokenizer, tmp_path, caplog):

@@ -263,17 +263,15 @@ def test_plain_text_gets_the_tokenizers_begin_token(plain_tokenizer):
     assert prompt.token_ids[0] == plain_tokenizer.bos_token_id
 
 
-def test_long_prompts_are_dropped_and_counted_or_refused(tokenizer, tmp_path, caplog):
+def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path, caplog):
     rows = [*questions(3), {"question": "1+" * 50, "answer": "x"}, *questions(2, 20)]
     data = Data(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", rows), max_prompt_tokens=20)
     source = PromptSource(data, tokenizer, 0)
     assert len(source) == 5
     assert 3 not in {prompt.index for prompt in source.next(20)}
-    assert "1 of 6 prompts" in caplog.text
-    data.overlong_prompts = "error"
-    with pytest.raises(UserError, match=r"a\.jsonl:4 has 101 tokens: raise \[data\] max_prompt_tokens = 20"):
-        PromptSource(data, tokenizer, 0)
-    data.overlong_prompts, data.max_prompt_tokens = "drop", 2
+    assert "1 of 6 prompts are over [data] max_prompt_tokens = 20 and are left out" in caplog.text
+    assert "a.jsonl:4 with 101 tokens" in caplog.text
+    data.max_prompt_tokens = 2
     with pytest.raises(UserError, match=r"Every prompt .*max_prompt_tokens = 2"):
         PromptSource(data, tokenizer, 0)
 

@@ -7,19 +7,24 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from torchtitan.grpo.config.job_config import Rollout
+from torchtitan.grpo.config.job_config import Distill, Rollout
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.registry import ENGINES, make_server
+from torchtitan.grpo.process.server_commands import COMMANDS
+from torchtitan.grpo.rollouts.teachers.scorers import Scorer
 from torchtitan.grpo.weight_sync.link import ServerLink
 
 
 def test_the_configuration_lists_the_engines() -> None:
-    assert set(get_args(get_type_hints(Rollout)["engine"])) == set(ENGINES)
+    for section in (Rollout, Distill):
+        assert set(get_args(get_type_hints(section)["engine"])) == set(ENGINES) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_row_has_all_parts_of_an_engine(engine: str) -> None:
     row = ENGINES[engine]
+    assert row.command is COMMANDS[engine]
+    assert issubclass(pkgutil.resolve_name(row.scorer), Scorer)
     links = [pkgutil.resolve_name(path) for path in (row.link, row.disk_link)]
     assert all(issubclass(link, ServerLink) for link in links)
     assert links[0] is not links[1]
@@ -29,10 +34,14 @@ def test_a_row_has_all_parts_of_an_engine(engine: str) -> None:
     assert (server.control.timeout_s, server.client.request_timeout_s) == (5.0, 7.0)
 
 
-def test_the_engines_need_neither_weight_sync_nor_the_weight_wire() -> None:
+def test_the_engines_need_neither_weight_sync_nor_its_wire() -> None:
+    """Of weight_wire/ they know names, refusals and the table of transports, which move no bytes."""
     code = (
         "import sys, torchtitan.grpo.engines.registry\n"
-        "sys.exit(str([n for n in sys.modules if n.startswith('torchtitan.grpo.weight')] or ''))"
+        "names = [name.removeprefix('torchtitan.grpo.') for name in sys.modules]\n"
+        "known = ('', '.model_identity', '.version_names', '.refusals', '.transports')\n"
+        "known = [f'weight_wire{name}' for name in known]\n"
+        "sys.exit(str([name for name in names if name.startswith('weight_') and name not in known] or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "", done.stderr

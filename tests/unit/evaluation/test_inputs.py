@@ -42,6 +42,7 @@ def test_a_checkpoint_brings_its_runs_configuration_and_its_results_stay_with_it
     run = load_config(["--job.config_file", str(path), *flags])
     shutil.copytree(TINY_QWEN3, step / "hf")
     saved = resolved(run) | {"grpo.of_another_version": 3}
+    saved |= {"data.chat_template": True, "data.chat_template_kwargs": ["enable_thinking=false"]}  # as it was a list
     (step / "run_config.json").write_text(json.dumps(saved))
     ask = partial(evaluation_config, folder=step / "hf", engine="embedded", urls=[])
     config = ask(["--rollout.max_answer_tokens", "9"])
@@ -53,6 +54,7 @@ def test_a_checkpoint_brings_its_runs_configuration_and_its_results_stay_with_it
         {"max": 3},
     )
     assert (config.model.hf_assets_path, config.job.dump_folder) == (str(step / "hf"), str(tmp_path / "run"))
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
     other = ask(QUICKSTART)
     assert (other.validation.sets, other.validation.prompts) == ([], load_config(QUICKSTART).validation.prompts)
     assert other.job.dump_folder == str(tmp_path / "run")
@@ -130,7 +132,7 @@ def test_a_checkpoint_of_supervised_training_needs_a_configuration(tmp_path):
 def test_its_servers_load_the_models_weights_and_have_the_first_gpus(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     config = config_of(*QUICKSTART, engine="vllm", server_flags="""--max-num-seqs 8 --more '{"a": 1, "b": 2}'""")
-    (server,) = planned_servers(config, cuda=True, trainers_here=0, model=str(TINY_QWEN3))
+    (server,) = planned_servers(config, gpus=1, trainers_here=0, model=str(TINY_QWEN3))
     argv = server.argv(20000)
     assert server.gpus == (0,) and argv[argv.index("--model") + 1] == str(TINY_QWEN3) and "dummy" not in argv
     assert argv[-4:] == ["--max-num-seqs", "8", "--more", '{"a": 1, "b": 2}']

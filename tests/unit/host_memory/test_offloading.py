@@ -464,7 +464,7 @@ def test_what_goes_together(flags):
         (WINDOW, "has no window"),
         ([*WINDOW, "--grpo.minibatches", "2", "--grpo.proximal_logprobs", "sampler"], "has no window"),
         ([*WINDOW, *KL, "--offload.optimizer_states", "host"], "on the host already"),
-        (["--offload.reference_weights", "host"], "set [grpo] kl_coef over 0"),
+        (["--offload.reference_weights", "host"], "[grpo] kl_coef over 0 only"),
         (["--offload.optimizer_states", "disk"], '"device" or "host"'),
     ],
 )

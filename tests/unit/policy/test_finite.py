@@ -28,13 +28,12 @@ def one_rank():
 class Run:
     """A small model and its optimizer, stepped as the trainer does."""
 
-    def __init__(self, implementation: str = "fused", sharded: bool = False, hosted: bool = False) -> None:
+    def __init__(self, sharded: bool = False, hosted: bool = False) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
         if sharded:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (1,)))
-        flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        arguments = {"lr": 1e-2, "weight_decay": 0.1, **flags}
+        arguments = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
         self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, arguments)
         self.states = HostOptimizerStates(self.optimizers, CPU, part_bytes=64) if hosted else None
         self.finite_steps = FiniteSteps(self.optimizers, CPU)
@@ -44,8 +43,8 @@ class Run:
         inputs = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
         (factor * self.model(inputs).square().mean()).backward()
         norm = clip_grad_norm_(list(self.model.parameters()), 1.0, foreach=True)
-        if self.finite_steps.allow(norm):
-            (self.states or self.optimizers).step()
+        self.finite_steps.guard(norm)
+        (self.states or self.optimizers).step()
 
     def everything(self) -> list[torch.Tensor]:
         """Weights, then moments and step counters."""
@@ -59,9 +58,8 @@ class Run:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(("sharded", "hosted"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_a_step_without_a_finite_gradient_leaves_no_trace(implementation, sharded, hosted, bad):
-    run, expected = (Run(implementation, sharded, hosted) for _ in range(2))
+def test_a_step_without_a_finite_gradient_leaves_no_trace(sharded, hosted, bad):
+    run, expected = (Run(sharded, hosted) for _ in range(2))
     for factor in (bad, 1.0, 1.0, bad, bad, 1.0):  # before there is any state, and after
         run.step(3, factor)
         if factor == 1.0:

@@ -194,10 +194,10 @@ def test_a_terminal_has_one_live_line_and_nothing_tears_it(monkeypatch):
     assert shown.colours
 
 
-@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_a_terminal_without_colours(monkeypatch, variables):
     with terminal(monkeypatch, **variables) as screen:
-        console = Console(config_of(*([] if variables else ["--metrics.disable_color_printing"])), 300)
+        console = Console(config_of(), 300)
         console.log(1, STEP)
         console.close()
         shown = screen()

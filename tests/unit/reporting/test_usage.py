@@ -1,11 +1,14 @@
 """What a step's rows and seconds say of the devices; GPU numbers are in tests/gpu."""
 
+import time
+
 import pytest
 import torch
 
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
@@ -13,7 +16,6 @@ from torchtitan.grpo.reporting.usage import (
     Usage,
     highest_peaks,
     memory_peaks,
-    own_server_gpus,
     speeds,
     tells_host_bound,
 )
@@ -66,15 +68,14 @@ def test_peak_memory_is_the_fullest_devices(usage):
     assert usage.peaks(0, 2) == highest_peaks({"loss": 1.0}) == {}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "flags", "own"),
-    [(2, (), 1), (1, (), 0), (2, ("--rollout.embedded_device", "cpu"), 0), (2, ("--rollout.urls", "http://a:1"), 0)],
-)
-def test_an_embedded_server_on_a_gpu_of_its_own_costs_that_gpu(gpus, flags, own, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3), *flags])
-    assert own_server_gpus(config, torch.device("cuda:0"), 1) == own
+@pytest.mark.parametrize(("shared", "servers"), [(False, 3), (True, 0)])
+def test_a_server_costs_its_gpus_unless_it_shares_a_trainers(shared, servers, usage, monkeypatch):
+    control = HttpControl("http://a:1", None, 1.0)
+    control.workers = 3
+    for name, value in {"shares": shared, "gpu_hours": 0.0, "counted_until": time.monotonic() - 3600}.items():
+        monkeypatch.setattr(usage, f"_{name}", value)
+    cost = usage._cost(Fleet(["http://a:1"], lambda url: Server(url, control)))
+    assert cost["cost/gpu_hours"] == pytest.approx(2 + servers, rel=0.01)
 
 
 def test_a_cpu_has_no_memory_and_no_cost(usage):

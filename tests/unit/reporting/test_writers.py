@@ -41,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def config_of(*arguments: str) -> JobConfig:
     model = str(ROOT / "train_configs" / "tiny_qwen3")
-    return load_config(["--model.hf_assets_path", model, "--metrics.disable_color_printing", *arguments])
+    return load_config(["--model.hf_assets_path", model, *arguments])
 
 
 def records(path: Path) -> list[dict]:
@@ -130,19 +130,18 @@ def test_what_is_no_finite_number_is_left_out_and_warned_of_once(run, tmp_path, 
     assert all(any(f"metric {name} " in message for message in warned) for name in bad)
 
 
-def test_tensorboard_gets_every_log_freq_th_step_and_validation(run, tmp_path):
-    arguments = ("--metrics.enable_tensorboard", "--metrics.log_freq", "2")
-    first = run(*arguments)
+def test_tensorboard_gets_every_step_and_validation(run, tmp_path):
+    first = run("--metrics.enable_tensorboard")
     for step in (1, 2, 3, 4):
         first.log(step, {"reward/mean": step / 10})
     first.log(3, {"greedy_reward": 0.3}, prefix="validation")
     first.close()
-    resumed = run(*arguments)
+    resumed = run("--metrics.enable_tensorboard")
     resumed.log(4, {"reward/mean": 0.8})
     resumed.close()
 
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 4]
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4]
     # Step 4 of the run that crashed is not shown beside the repeated one.
     assert events.Scalars("reward/mean")[-1].value == pytest.approx(0.8)
     assert [event.step for event in events.Scalars("validation/greedy_reward")] == [3]
@@ -156,9 +155,11 @@ def test_the_server_that_a_run_starts_has_the_same_name_in_each_run(run, tmp_pat
     assert records(tmp_path / "metrics.jsonl") == [
         {"step": 1, "server/embedded/busy_share": 0.5, "server/busy_share": 0.5}
     ]
-    given = run("--rollout.urls", "http://127.0.0.1:41235")
-    given.log(1, metrics)
-    assert records(tmp_path / "metrics.jsonl") == [{"step": 1, **metrics}]
+    for flags in (("--rollout.urls", "http://127.0.0.1:41235"), ("--rollout.replicas", "2")):
+        given = run(*flags)
+        given.log(1, metrics)
+        given.close()
+        assert records(tmp_path / "metrics.jsonl") == [{"step": 1, **metrics}]
 
 
 def test_other_ranks_write_nothing(run, tmp_path):
@@ -181,8 +182,9 @@ def test_wandb_run_is_written(run, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_NAME", "named-by-variable")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "seeds")
     for _ in range(2):  # the second is a resumed run
-        metrics = run("--metrics.enable_wandb", "--metrics.wandb_group", "seeds", "--grpo.group_size", "4")
+        metrics = run("--metrics.enable_wandb", "--grpo.group_size", "4")
         samples = SampleLog(config_of(), tmp_path, metrics, tokenizer())
         metrics.log(1, {"loss": 3.0}, prefix="sft")
         metrics.log(1, {"reward/mean": 0.5})
@@ -305,7 +307,7 @@ def test_a_full_disk_costs_no_line_and_ends_nothing(run, tmp_path, caplog):
 
 def test_a_dashboard_that_fails_costs_a_warning(run, tmp_path, caplog):
     (tmp_path / "tb").write_text("no folder")
-    metrics = run("--metrics.enable_tensorboard", "--metrics.log_freq", "1")
+    metrics = run("--metrics.enable_tensorboard")
     for step in (1, 2):
         metrics.log(step, {"reward/mean": 1})
     assert caplog.text.count("TensorBoard lacks step metrics") == len(records(tmp_path / "metrics.jsonl")) - 1 == 1

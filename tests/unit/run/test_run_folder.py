@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.checkpoint.marker import Marker
-from torchtitan.grpo.config.job_config import Checkpoint
+from torchtitan.grpo.config.torchtitan_keys import Checkpoint
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.folder_lock import only_run_in
 from torchtitan.grpo.run.run_folder import check_folder, own_folder

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchtitan.grpo.config.job_config import Debug
+from torchtitan.grpo.config.torchtitan_keys import Debug
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.run.watchdog import Progress, Watchdog
 

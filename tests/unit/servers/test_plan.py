@@ -8,9 +8,9 @@ import torch
 from tests.helpers import TINY_QWEN3
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.config.machine import check_machine
+from torchtitan.grpo.config.machine import check_machine, shares_gpu
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.process.server_commands import ALL_LINEAR, ServerCommand, visible_devices
+from torchtitan.grpo.process.server_commands import ALL_LINEAR, SglangCommand, VllmCommand, visible_devices
 from torchtitan.grpo.servers.__main__ import parse_arguments, planned
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.servers.plan import plan_lines, planned_servers
@@ -28,7 +28,7 @@ def value(argv: list[str], flag: str) -> str:
 def test_trainers_have_the_first_gpus_and_servers_the_next_ones(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = configured("--rollout.engine", "vllm", "--rollout.replicas", "2", "--rollout.gpus_per_server", "2")
-    servers = planned_servers(config, cuda=True, trainers_here=3)
+    servers = planned_servers(config, gpus=8, trainers_here=3)
     assert [server.gpus for server in servers] == [(3, 4), (5, 6)]
     argv = servers[1].argv(20001)
     assert value(argv, "--tensor-parallel-size") == "2" and value(argv, "--port") == "20001"
@@ -42,9 +42,9 @@ def test_trainers_have_the_first_gpus_and_servers_the_next_ones(monkeypatch):
 def test_on_a_cpu_the_longest_request_is_one_that_the_model_can_take(tmp_path):
     for text, longest in (('{"max_position_embeddings": 512}', "512"), ('{"max_position_embeddings": 9999}', "1024")):
         (tmp_path / "config.json").write_text(text)
-        argv = ServerCommand("vllm", str(tmp_path), "python3", device="cpu").argv("", {})
+        argv = VllmCommand(str(tmp_path), ()).argv(1)
         assert value(argv, "--max-model-len") == longest
-    assert value(ServerCommand("vllm", "org/name", "python3", device="cpu").argv("", {}), "--max-model-len") == "1024"
+    assert value(VllmCommand("org/name", ()).argv(1), "--max-model-len") == "1024"
 
 
 @pytest.mark.parametrize(
@@ -64,28 +64,28 @@ def test_on_a_cpu_the_longest_request_is_one_that_the_model_can_take(tmp_path):
 )
 def test_vllm_on_a_gpu_has_graphs_for_larger_passes_unless_told_otherwise(flags, tokens):
     own = tuple(flags.split())
-    for device in ("cuda", ""):
-        argv = ServerCommand("vllm", "org/name", "python3", device=device, flags=own).argv("", {})
+    for gpus in (None, (0,)):
+        argv = VllmCommand("org/name", gpus, own).argv(1)
         ours = argv[: -len(own) or None]
         assert (
             value(ours, "--max-cudagraph-capture-size") if "--max-cudagraph-capture-size" in ours else None
         ) == tokens
-    others = ServerCommand("vllm", "m", "python3", device="cpu"), ServerCommand("sglang", "m", "python3", device="cuda")
-    assert all("--max-cudagraph-capture-size" not in other.argv("", {}) for other in others)
+    others = VllmCommand("m", ()), SglangCommand("m")
+    assert all("--max-cudagraph-capture-size" not in other.argv(1) for other in others)
 
 
 def test_vllm_on_a_gpu_has_a_process_for_its_worker():
     flag = "--distributed-executor-backend"
-    for gpus in ((), (0,), (0, 1)):
-        assert value(ServerCommand("vllm", "m", "python3", device="cuda", gpus=gpus).argv("", {}), flag) == "mp"
-    others = ServerCommand("vllm", "m", "python3", device="cpu"), ServerCommand("sglang", "m", "python3", device="cuda")
-    assert all(flag not in other.argv("", {}) for other in others)
+    for gpus in (None, (0,), (0, 1)):
+        assert value(VllmCommand("m", gpus).argv(1), flag) == "mp"
+    others = VllmCommand("m", ()), SglangCommand("m")
+    assert all(flag not in other.argv(1) for other in others)
 
 
 def test_servers_of_adapters_load_the_base_and_have_a_slot_that_fits():
     words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "vllm", "--rollout.replicas", "1"]
     for rank, slot in ((1, 1), (9, 16), (32, 32), (257, 320)):
-        (server,) = planned_servers(configured(*words, "--lora.rank", str(rank)), True, 1)
+        (server,) = planned_servers(configured(*words, "--lora.rank", str(rank)), 2, 1)
         argv = server.argv(1)
         assert "--enable-lora" in argv and value(argv, "--max-lora-rank") == str(slot)
         assert value(argv, "--model") == str(TINY_QWEN3) and "--load-format" not in argv
@@ -99,15 +99,15 @@ def test_servers_tell_their_experts_for_routing_replay(monkeypatch):
     ):
         words = ["--rollout.engine", engine, "--rollout.replicas", "1"]
         config = configured(*words, "--grpo.routing_replay")
-        (_, line) = plan_lines(config, True, 1)
+        (_, line) = plan_lines(config, 2, 1)
         assert flags in line
-        assert "--enable-return-routed-experts" not in plan_lines(configured(*words), True, 1)[1]
+        assert "--enable-return-routed-experts" not in plan_lines(configured(*words), 2, 1)[1]
         assert any("on a CPU" in message and "tells no experts" in message for message in check_machine(config, 1, 0))
 
 
 def test_sglang_has_place_for_the_adapted_layers_and_all_versions_under_way(monkeypatch):
     words = ["--lora.enable", "--optimizer.lr", "1e-4", "--rollout.engine", "sglang", "--rollout.replicas", "1"]
-    (server,) = planned_servers(configured(*words, "--lora.rank", "24"), True, 1)
+    (server,) = planned_servers(configured(*words, "--lora.rank", "24"), 2, 1)
     argv = server.argv(1)
     assert value(argv, "--max-lora-rank") == "24" and "--enable-lora" in argv
     assert value(argv, "--max-loras-per-batch") == "2" and "--lora-backend" not in argv
@@ -116,34 +116,54 @@ def test_sglang_has_place_for_the_adapted_layers_and_all_versions_under_way(monk
     assert argv[place + 1 : place + 8] == list(ALL_LINEAR) and argv[place + 8].startswith("--")
     words += ["--async_grpo.enabled", "--async_grpo.max_trajectory_age_steps", "3"]
     config = configured(*words, "--lora.target_modules", "q_proj,v_proj")
-    (_, line) = plan_lines(config, True, 1)
+    (_, line) = plan_lines(config, 2, 1)
     assert "--enable-lora --max-lora-rank 16 --lora-target-modules q_proj v_proj --max-loras-per-batch 5" in line
     monkeypatch.setenv("RANK", "1")  # rank 0 also looks for the engine
     assert any("SGLang does not start with --enable-lora" in message for message in check_machine(config, 1, 0))
     assert OwnServers(config, torch.device("cuda"), 1).weight_sync.transport == "disk"
 
 
-def test_an_embedded_server_may_be_on_the_cpu_beside_trainers_on_gpus():
-    flags = ["--rollout.replicas", "2", "--rollout.embedded_device"]
-    assert [server.gpus for server in planned_servers(configured(*flags, "cpu"), True, 2)] == [(), ()]
-    on_gpus = planned_servers(configured(*flags, "auto"), True, 2)
-    assert [value(server.argv(1), "--device") for server in on_gpus] == ["cuda:2", "cuda:3"]
-    assert value(planned_servers(configured(*flags, "auto"), False, 2)[0].argv(1), "--device") == "cpu"
+@pytest.mark.parametrize(
+    ("flags", "gpus", "trainers", "devices"),
+    [
+        ("", 0, 1, ["cpu"]),
+        ("", 2, 1, ["cuda:1"]),
+        ("", 2, 2, ["cuda:0"]),
+        ("--rollout.replicas 1", 1, 1, ["cuda:0"]),
+        ("--weight_sync.transport ipc", 2, 1, ["cuda:0"]),
+        ("--rollout.replicas 2", 4, 2, ["cuda:2", "cuda:3"]),
+        ("--rollout.urls http://a:1", 2, 1, []),
+    ],
+)
+def test_one_embedded_server_is_started_unasked_and_shares_rank_0s_gpu_if_no_other_is_free(
+    flags, gpus, trainers, devices, monkeypatch
+):
+    config = configured(*flags.split())
+    servers = planned_servers(config, gpus, trainers)
+    assert [value(server.argv(1), "--device") for server in servers] == devices
+    assert all("--memory-share" not in server.argv(1) for server in servers)
+    shares = shares_gpu(config, gpus, trainers)
+    assert shares == ("cuda:0" in devices)
+    assert any("GPU 0, the trainer's" in line for line in plan_lines(config, gpus, trainers)) == shares
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    transport = OwnServers(config, torch.device("cuda" if gpus else "cpu"), trainers).weight_sync.transport
+    # NCCL joins no two processes on one GPU.
+    assert transport == ("ipc" if "ipc" in flags else "gloo" if shares else "auto")
 
 
 def test_a_colocated_server_has_the_trainers_gpu_and_its_share():
     for engine, flag in (("vllm", "--gpu-memory-utilization"), ("embedded", "--memory-share")):
         config = configured("--rollout.engine", engine, "--rollout.colocate", "--rollout.memory_share", "0.4")
-        (server,) = planned_servers(config, cuda=True, trainers_here=1)
+        (server,) = planned_servers(config, gpus=8, trainers_here=1)
         assert server.gpus == (0,) and value(server.argv(1), flag) == "0.4"
-        (server,) = planned_servers(config, cuda=False, trainers_here=1)
+        (server,) = planned_servers(config, gpus=0, trainers_here=1)
         assert server.gpus == () and flag not in server.argv(1)
 
 
 def test_only_vllm_on_a_gpu_is_told_at_its_start_that_it_will_sleep():
-    for engine, cuda, told in (("vllm", True, True), ("vllm", False, False), ("embedded", True, False)):
+    for engine, gpus, told in (("vllm", 1, True), ("vllm", 0, False), ("embedded", 1, False)):
         config = configured("--rollout.engine", engine, "--rollout.colocate", "--rollout.sleep_while_training")
-        (server,) = planned_servers(config, cuda=cuda, trainers_here=1)
+        (server,) = planned_servers(config, gpus=gpus, trainers_here=1)
         assert ("--enable-sleep-mode" in server.argv(1)) == told
 
 
@@ -153,22 +173,22 @@ def test_the_key_of_the_run_is_the_servers_and_in_no_command_line(engine, monkey
     monkeypatch.setenv(f"{engine.upper()}_API_KEY", "another")
     monkeypatch.setenv("RANK", "0")
     flags = ["--rollout.engine", engine, "--rollout.replicas", "1"]
-    (server,) = planned_servers(configured(*flags, "--rollout.api_key_env", "MY_KEY"), True, 1)
+    (server,) = planned_servers(configured(*flags, "--rollout.api_key_env", "MY_KEY"), 2, 1)
     assert server.environment()[f"{engine.upper()}_API_KEY"] == "hush"
     assert "hush" not in " ".join(server.argv(1)) and "RANK" not in server.environment()
     assert "--middleware" in server.argv(1) or engine == "sglang"
-    (server,) = planned_servers(configured(*flags), True, 1)
+    (server,) = planned_servers(configured(*flags), 2, 1)
     assert f"{engine.upper()}_API_KEY" not in server.environment()
 
 
 def test_flags_of_the_file_come_last_and_the_dry_run_shows_them():
     words = "--rollout.server_flags=--gpu-memory-utilization,0.5"
     config = configured("--rollout.engine", "vllm", "--rollout.replicas", "2", words)
-    title, first, second = plan_lines(config, True, 1)
+    title, first, second = plan_lines(config, 2, 1)
     assert title.startswith("servers: 2, kept alive, with logs in ")
     assert first.startswith("  0, GPU 1: ") and first.endswith(" --load-format dummy --gpu-memory-utilization 0.5")
     assert second.startswith("  1, GPU 2: ") and "--skip-tokenizer-init" not in second
-    assert plan_lines(configured(), True, 1) == []
+    assert plan_lines(configured("--rollout.urls", "http://a:1"), 2, 1) == []
 
 
 @pytest.mark.parametrize(

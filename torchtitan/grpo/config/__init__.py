@@ -2,9 +2,9 @@
 
     job_config.py       the keys of this project: type, range, default, meaning
       keys.py           all keys as a table, torchtitan's too; checks one value: type, range
-        torchtitan_texts.py, unsupported.py
-                        torchtitan's keys as they are, and those without effect here
-      ranges.py         Range, which a key's annotation holds
+        torchtitan_keys.py, unsupported.py
+                        the keys of torchtitan's sections, and those without effect here
+      ranges.py         Range and Needs, which a key's annotation holds
       tables.py         [[data.mixture]] and [[validation.sets]]: what a table inherits
     load.py             reads file and flags, merges, and runs every check
       hints.py          what an unknown key may mean
@@ -16,6 +16,7 @@
       machine.py        what they need from this machine: ranks, GPUs, variables, packages
       target.py         the machine that a dry run is about
     jobs.py             GRPO or supervised fine-tuning: which keys each reads
+    frozen.py           no key changes once a run has started
     resolved.py         the whole configuration as TOML, and as values by key
     batch.py            batch sizes that follow from the keys
 

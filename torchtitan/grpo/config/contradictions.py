@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import row_tokens
@@ -20,11 +21,11 @@ from torchtitan.grpo.config.data_contradictions import (
 )
 from torchtitan.grpo.config.distill_contradictions import check_distill
 from torchtitan.grpo.config.jobs import Job
-from torchtitan.grpo.config.keys import keys, shortened, show
+from torchtitan.grpo.config.keys import keys, shortened, show, unread
 from torchtitan.grpo.config.server_contradictions import (
+    check_adapters,
     check_routing_replay,
     check_servers,
-    check_sglang_adapters,
     check_weight_sync,
 )
 from torchtitan.grpo.config.tables import validation_metric_names
@@ -34,10 +35,10 @@ from torchtitan.grpo.errors import did_you_mean
 def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
     """Check the keys against one another. Each value is of its type and in its range already."""
     of_both = (
+        _check_unread,
         _check_batch,
         _check_offload,
         _check_torchtitan,
-        _check_checkpoint,
         _check_lora,
         check_data,
         check_tables,
@@ -49,7 +50,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         _check_losses,
         check_servers,
         check_weight_sync,
-        check_sglang_adapters,
+        check_adapters,
         check_routing_replay,
         _check_async,
         check_reward,
@@ -58,6 +59,12 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
     )
     checks = (*of_both, partial(_check_keep_best, job=job), *((check_sft,) if job == "sft" else of_grpo))
     return list(dict.fromkeys(message for check in checks for message in check(config)))
+
+
+def _check_unread(config: JobConfig) -> Iterator[str]:
+    """Keys without others that they need. With `[[data.mixture]]`, each table is checked in place of [data]."""
+    checked = (key for key in keys().values() if key.section != "data" or not config.data.mixture)
+    return unread(lambda path: attrgetter(path)(config), checked)
 
 
 def _check_batch(config: JobConfig) -> Iterator[str]:
@@ -110,21 +117,11 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
             f"[grpo] ratio_clip_c = {grpo.ratio_clip_c} must be over 1 + [grpo] ratio_clip_max = "
             f"{1 + grpo.ratio_clip_max:g}: it bounds ratios that the upper clip does not; usually 3"
         )
-    if grpo.ratio_clip_c and grpo.policy_loss != "ppo":
-        yield (
-            f'[grpo] ratio_clip_c = {grpo.ratio_clip_c} applies to policy_loss = "ppo" only, not '
-            f"{show(grpo.policy_loss)}: set it to 0"
-        )
     if grpo.kl_coef and grpo.kl_estimator == "k1" and grpo.kl_placement == "loss":
         yield (
             '[grpo] kl_estimator = "k1" with kl_placement = "loss" has an expected gradient of zero, so it has no '
             'effect: use kl_placement = "reward", or k2 or k3'
         )
-    if not grpo.kl_coef:
-        for name in ("kl_estimator", "kl_placement"):
-            value = getattr(grpo, name)
-            if value != keys()[f"grpo.{name}"].default:
-                yield f"[grpo] {name} = {show(value)} is read with kl_coef over 0 only: set that, or leave it out"
     if grpo.importance_correction != "none" and not grpo.importance_min <= 1 <= grpo.importance_max:
         yield (
             f"[grpo] importance_min = {grpo.importance_min} and [grpo] importance_max = {grpo.importance_max} must "
@@ -136,8 +133,6 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
             f"{show(grpo.importance_correction)} would correct twice: the ratio holds the sampler already, so set "
             'importance_correction = "none"'
         )
-    if grpo.replace_limit != keys()["grpo.replace_limit"].default and grpo.zero_variance_groups != "replace":
-        yield f'[grpo] replace_limit = {grpo.replace_limit:g} is read with zero_variance_groups = "replace" only'
     if grpo.importance_min > grpo.importance_max:
         yield f"[grpo] importance_min = {grpo.importance_min} is over [grpo] importance_max = {grpo.importance_max}"
 
@@ -155,30 +150,17 @@ def _check_offload(config: JobConfig) -> Iterator[str]:
             '"sampler", no log-probabilities are computed before the update; leave it out, or use '
             '[offload] optimizer_states = "host"'
         )
-    if offload.reference_weights == "host" and not grpo.kl_coef:
-        yield '[offload] reference_weights = "host" needs a reference: set [grpo] kl_coef over 0, or leave it out'
 
 
 def _check_lora(config: JobConfig) -> Iterator[str]:
     lora, checkpoint = config.lora, config.checkpoint
     if not lora.enable:
-        for name in ("rank", "alpha", "target_modules", "dropout", "merge"):
-            value = getattr(lora, name)
-            if value != keys()[f"lora.{name}"].default:
-                yield f"[lora] {name} = {show(value)} is read with [lora] enable = true only: set that, or leave it out"
         return
-    if lora.dropout:
-        yield (
-            f"[lora] dropout = {lora.dropout:g} must be 0: with dropout, log-probabilities would be another model's "
-            "than the one that is exported"
-        )
     if not lora.target_modules or len(set(lora.target_modules)) < len(lora.target_modules):
         yield f'[lora] target_modules = {show(lora.target_modules)} must name layers, each once, as in ["all-linear"]'
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
         yield f'[lora] target_modules = {show(lora.target_modules)}: "all-linear" names all layers, so it stands alone'
     exports = checkpoint.enable and checkpoint.export_hf
-    if lora.merge and not exports:
-        yield "[lora] merge = true needs [checkpoint] enable and export_hf: the merged model is an export"
     if lora.merge and checkpoint.async_mode != "disabled":
         yield (
             f"[lora] merge = true with [checkpoint] async_mode = {show(checkpoint.async_mode)}: the thread that writes "
@@ -216,8 +198,6 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
         yield "[model] hf_assets_path is missing: give the Hugging Face folder with config.json, tokenizer and weights"
     if config.model.hf_assets_path.endswith("tokenizer.model"):
         yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that holds it"
-    if config.model.flavor and not config.model.name:
-        yield f'[model] flavor = {show(config.model.flavor)} needs [model] name, its family, as in "qwen3"'
     if config.optimizer.name not in ("Adam", "AdamW"):
         yield f"[optimizer] name = {show(config.optimizer.name)} must be AdamW or Adam"
     if config.training.flash_attention == "FA4" and config.training.mixed_precision_param == "float32":
@@ -234,29 +214,13 @@ def _check_torchtitan(config: JobConfig) -> Iterator[str]:
             f'[activation_checkpoint] selective_ac_option = {show(option)} must be "matmul", "op" or a layer interval '
             'like "2"'
         )
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        yield '[activation_checkpoint] mode = "memory_budget" needs [compile] enable = true'
-
-
-def _check_checkpoint(config: JobConfig) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    for name in ("resume", "keep_best"):
-        value = getattr(checkpoint, name)
-        if value and not checkpoint.enable:
-            yield f"[checkpoint] {name} = {show(value)} needs [checkpoint] enable = true"
-    if checkpoint.load_step >= 0 and checkpoint.resume is not True:
-        again = ", since every start would go back to it" if checkpoint.resume == "auto" else ""
-        yield f"[checkpoint] load_step = {checkpoint.load_step} is read with [checkpoint] resume = true only{again}"
 
 
 def _check_keep_best(config: JobConfig, job: Job) -> Iterator[str]:
     checkpoint, validation = config.checkpoint, config.validation
-    if not checkpoint.keep_best:
+    if not (checkpoint.keep_best and validation.enable):
         return
     best, known = f"[checkpoint] keep_best = {show(checkpoint.keep_best)}", validation_metric_names(config, job)
-    if not validation.enable:
-        yield f"{best} needs [validation] enable = true"
-        return
     if checkpoint.keep_best not in known:
         names = shortened(", ".join(known))
         yield f"{best} is no metric of this validation{did_you_mean(checkpoint.keep_best, known)}: it has {names}"
@@ -269,21 +233,11 @@ def _check_keep_best(config: JobConfig, job: Job) -> Iterator[str]:
 
 def _check_async(config: JobConfig) -> Iterator[str]:
     ahead, prompts = config.async_grpo, config.grpo.prompts_per_step
-    if not ahead.enabled:
-        for name in ("max_trajectory_age_steps", "run_ahead", "late_groups", "order_window"):
-            value = getattr(ahead, name)
-            if value != keys()[f"async_grpo.{name}"].default:
-                yield f"[async_grpo] {name} = {show(value)} is read with [async_grpo] enabled = true only"
     if ahead.max_trajectory_age_steps > 1 and not ahead.in_flight_weight_updates:
         yield (
             f"[async_grpo] max_trajectory_age_steps = {ahead.max_trajectory_age_steps} needs in_flight_weight_updates "
             "= true: without it every update waits for running answers, so a higher age only ages them; set "
             "in_flight_weight_updates = true, or max_trajectory_age_steps = 1"
-        )
-    if not (ahead.recompute_kv_cache_after_weight_updates or ahead.in_flight_weight_updates):
-        yield (
-            "[async_grpo] recompute_kv_cache_after_weight_updates = false needs in_flight_weight_updates = true: "
-            "without it no answer is running when weights change"
         )
     if 0 < ahead.order_window < prompts:
         yield (
@@ -298,16 +252,4 @@ def _check_ray(config: JobConfig) -> Iterator[str]:
         yield (
             f"[ray] address = {show(ray.address)} is Ray Client's, which has no Compiled Graphs: run the script on a "
             'node of the cluster with "auto" or "host:port" (port 6379 as a rule)'
-        )
-    if ray.warmup_tokens and ray.dispatch != "compiled":
-        yield (
-            f'[ray] warmup_tokens = {ray.warmup_tokens} is read with dispatch = "compiled" only, not '
-            f"{show(ray.dispatch)}: leave it out"
-        )
-    if ray.expose_servers and not (ray.enable and config.rollout.replicas):
-        yield "[ray] expose_servers = true is read with [ray] enable and [rollout] replicas over 0 only: leave it out"
-    if ray.warmup_tokens > row_tokens(config):
-        yield (
-            f"[ray] warmup_tokens = {ray.warmup_tokens} is over the longest packed row, {row_tokens(config)} tokens "
-            "([training] tokens_per_microbatch, or seq_len): lower it, or set 0 for the longest"
         )

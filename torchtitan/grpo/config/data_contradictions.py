@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
-from torchtitan.grpo.config.keys import LARGEST, Mismatch, check_value, keys, label, show
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, TEMPLATE_OWN, Data, HeldOutSet
+from torchtitan.grpo.config.keys import LARGEST, Mismatch, check_value, keys, label, show, unread
 from torchtitan.grpo.config.ranges import ImportPath
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.errors import did_you_mean
@@ -51,20 +51,18 @@ def check_tables(config: JobConfig) -> Iterator[str]:
                 f"{config.data.max_prompt_tokens}, which is that of the longest source: raise that one"
             )
         if not held_out or any(f"data.{name}" in keys() for name in table.given):
-            yield from (message.replace("[data]", title) for message in _check_rows(table.data))
+            problems = [*_check_unread(table.data), *_check_rows(table.data)]
+            yield from (problem.replace("[data]", title) for problem in problems)
+
+
+def _check_unread(data: Data) -> Iterator[str]:
+    of_data = (key for key in keys().values() if key.section == "data")
+    return unread(lambda path: getattr(data, path.removeprefix("data.")), of_data)
 
 
 def _check_rows(data: Data) -> Iterator[str]:
     """The keys of one source, as [data] has them."""
     source = SOURCES[data.source]
-    for name in dict.fromkeys(name for each in SOURCES.values() for name in each.keys):
-        value = getattr(data, name)
-        if name not in source.keys and value not in ("", {}, keys()[f"data.{name}"].default):
-            wanted = " or ".join(show(other) for other, each in SOURCES.items() if name in each.keys)
-            yield (
-                f"[data] {name} = {show(value)} is not read with source = {show(data.source)}: set source = {wanted}, "
-                "or leave it out"
-            )
     if source.arguments:
         yield from (f"[data] source_args {problem}" for problem in _check_arguments(data, source))
     if source.path and not data.path:
@@ -75,18 +73,11 @@ def _check_rows(data: Data) -> Iterator[str]:
         yield '[data] split is empty: name one, usually "train"'
     if "{prompt}" not in data.prompt_template:
         yield f"[data] prompt_template = {show(data.prompt_template)} lacks {{prompt}}, which stands for the question"
-    if data.system_prompt and not data.chat_template:
-        yield "[data] system_prompt needs chat_template = true: without it, put the text into prompt_template"
-    if data.chat_template_file and not data.chat_template:
-        yield f"[data] chat_template_file = {show(data.chat_template_file)} is read with chat_template = true only"
     if data.chat_template_file and not os.path.isfile(data.chat_template_file):
         yield f"[data] chat_template_file = {show(data.chat_template_file)} is no file: give a Jinja template"
-    if data.chat_template_kwargs and not data.chat_template:
-        yield f"[data] chat_template_kwargs = {show(data.chat_template_kwargs)} is read with chat_template = true only"
-    try:
-        _ = data.template_arguments
-    except ValueError as error:
-        yield f"[data] chat_template_kwargs: {error}"
+    for name in data.chat_template_kwargs:
+        if not name.isidentifier() or name in TEMPLATE_OWN:
+            yield f"[data] chat_template_kwargs has {show(name)}: name variables that the run does not set itself"
     yield from _check_pattern("data.answer_pattern", data.answer_pattern)
     training = (data.path, data.split)
     held_out = (data.validation_path or data.path, data.validation_split or data.split)
@@ -183,18 +174,11 @@ def check_sft(config: JobConfig) -> Iterator[str]:
     tables = [("[data]", config.data)] if not config.data.mixture else []
     tables += [(title, table.data) for title, table in titled_tables(config)]
     for title, data in tables:
-        if data.messages_column and not data.chat_template:
-            yield (
-                f"{title} messages_column = {show(data.messages_column)} needs chat_template = true: a conversation is "
-                "rendered by it"
-            )
         if data.messages_column and data.prompt_template != keys()["data.prompt_template"].default:
             yield (
                 f"{title} prompt_template = {show(data.prompt_template)} goes around the question of prompt_column; "
                 "with messages_column leave it out"
             )
-        if data.tools_column and not data.messages_column:
-            yield f"{title} tools_column = {show(data.tools_column)} is read with messages_column only"
         learned = data.messages_column or config.sft.target_column or data.answer_column
         if SOURCES[data.source].path and not learned:
             yield (

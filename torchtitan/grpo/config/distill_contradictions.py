@@ -4,23 +4,19 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.job_config import Distill
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.config.urls import teachers_by_source, url_problem
 from torchtitan.grpo.errors import did_you_mean
+from torchtitan.grpo.process.server_commands import COMMANDS
 
 
 def check_distill(config: JobConfig) -> Iterator[str]:
     distill, grpo, rollout = config.distill, config.grpo, config.rollout
     if not distill.teacher_urls:
-        for name, default in vars(Distill()).items():
-            value = getattr(distill, name)
-            if value != default:
-                yield f"[distill] {name} = {show(value)} is read with teacher_urls only: set that, or leave it out"
         return
     yield from _check_urls(config)
-    if rollout.temperature != 1 and distill.engine != "embedded":
+    if rollout.temperature != 1 and not COMMANDS[distill.engine].scores_at_any_temperature:
         yield (
             f"[rollout] temperature = {rollout.temperature:g} with [distill] engine = {show(distill.engine)}: these "
             "servers give log-probabilities of given tokens at temperature 1 only, which cannot be compared with the "
@@ -35,12 +31,6 @@ def check_distill(config: JobConfig) -> Iterator[str]:
         yield (
             '[grpo] kl_placement = "reward" with [distill]: it makes advantages again from rewards, without the '
             'teacher\'s term; use kl_placement = "loss", or mode = "add" with top_k'
-        )
-    if distill.timeout_seconds > rollout.group_timeout_seconds:
-        yield (
-            f"[distill] timeout_seconds = {distill.timeout_seconds:g} is over [rollout] group_timeout_seconds = "
-            f"{rollout.group_timeout_seconds:g}, in which a group is answered and scored: lower the first or raise the "
-            "second"
         )
     if distill.mode == "only" and not config.reward.functions and config.validation.enable:
         yield (

@@ -13,7 +13,7 @@ REFUSED = {
     **dict.fromkeys(
         ("top_p", "top_k", "min_p"),
         "would sample from the likeliest tokens alone, and the loss takes probabilities among all tokens: its ratios "
-        "would be wrong, so lower [rollout] temperature instead (held-out answers have [validation] top_p and min_p)",
+        "would be wrong, so lower [rollout] temperature instead (held-out answers have [validation] top_p)",
     ),
     **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -22,16 +22,35 @@ REFUSED = {
     ),
 }
 """Sampling parameters of servers that training cannot have, and why. Their sections do not matter."""
-
+_MIN_P = "use [validation] top_p, or one of the set's own"
 GONE = {
-    "data.tasks": 'write [data] source_args = { tasks = ["chain_sum"] }',
-    "data.size": "write [data] source_args = { size = 500 }",
     "data.arithmetic_max": "write [data] source_args = { max = 39 }",
     "data.arithmetic_operators": 'write [data] source_args = { operators = ["+"] }',
     "data.arithmetic_question": 'write [data] source_args = { question = "{left}{operator}{right}=" }',
+    "data.overlong_prompts": "longer prompts are left out, and the log names the first; leave it out",
+    "data.size": "write [data] source_args = { size = 500 }",
+    "data.tasks": 'write [data] source_args = { tasks = ["chain_sum"] }',
+    "distill.timeout_seconds": "[rollout] request_timeout_seconds is the limit",
+    "grpo.clip_old_tokens": "asynchronous runs always clip them, since all learned better so; leave it out",
+    "grpo.replace_limit": "a step asks for four times [grpo] prompts_per_step groups at most; leave it out",
+    "lora.dropout": "it had to be 0; leave it out",
+    "metrics.validation_samples": "every held-out answer is written; leave it out",
+    "metrics.wandb_group": "set the environment variable WANDB_RUN_GROUP",
+    "metrics.wandb_name": "set the environment variable WANDB_NAME",
+    "ray.start_timeout_seconds": "[rollout] start_timeout_seconds is the limit",
+    "ray.step_timeout_seconds": "[debug] hang_seconds is the limit",
+    "ray.warmup_tokens": "ranks are warmed up by their longest row; leave it out",
+    "rollout.embedded_device": "the server is on a GPU if the trainer is: for another device start one by hand (python "
+    "-m torchtitan.grpo.engines.embedded --device cpu), and name its address in [rollout] urls",
+    "rollout.embedded_dtype": 'it is a flag of the server, as in [rollout] server_flags = ["--dtype", "float32"]',
+    "rollout.embedded_max_sequences": "it is a flag of the server, as in [rollout] server_flags = "
+    '["--max-sequences", "1024"]',
+    "rollout.episode_lease_seconds": "a quarter of [rollout] group_timeout_seconds is the limit",
+    "validation.min_p": _MIN_P,
+    "validation.sets.min_p": _MIN_P,
+    "weight_sync.bucket_mib_max": "set [weight_sync] buffer_memory_ratio: two buckets share it, of a GiB each at most",
     "weight_sync.cadence": "leave it out: each version is sent, or the newest that is waiting",
     "weight_sync.num_buffers": "leave it out: two buckets are in flight",
-    "weight_sync.bucket_mib_max": "set [weight_sync] buffer_memory_ratio: two buckets share it, of a GiB each at most",
 }
 """Keys of earlier versions, and what to do instead."""
 
@@ -57,6 +76,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
             part = part_of(path)
             hint = _keys_in(table, path) or (f"no key is like it: {part[1]}" if part else hint)
         return f"unknown section [{shortened(path)}]: {hint}"
+    if path in GONE:
+        return f"{label(path)} is a key of an earlier version: {GONE[path]}"
     if name in REFUSED:
         return f"{label(path) if section else name} {REFUSED[name]}"
     what = f"[{section}] {shortened(name)}" if section else f"{shortened(name)} outside any section"
@@ -66,6 +87,8 @@ def unknown_name(section: str, name: str, value: Any) -> str:
 def unknown_flag(flag: str) -> str:
     """Message for an unknown flag."""
     path = flag.removeprefix("--").replace("-", "_")
+    if path in GONE:
+        return f"{flag} is a flag of an earlier version: {GONE[path]}"
     if (name := path.rpartition(".")[2]) in REFUSED and _exact(path) is None:
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"
@@ -96,8 +119,6 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
     Args:
         shown: How to write a key, in a TOML file or as a flag.
     """
-    if path in GONE:
-        return GONE[path]
     section = path.rpartition(".")[0]
     meant, note = _exact(path) or _similar(path)
     if meant:

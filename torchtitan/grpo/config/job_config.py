@@ -3,15 +3,26 @@
 torchtitan's ConfigManager merges these dataclasses into its own `JobConfig` (its `job.custom_config_module` seam).
 A new section is added. A section that torchtitan has gets the extra keys.
 
-A key of torchtitan's stands here too when its default suits pre-training and not this trainer, or when its value
-has a range. The string below a field becomes its text in docs/configuration.md and in `--help`.
+The string below a field becomes its text in docs/configuration.md and in `--help`.
 """
 
-import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from torchtitan.grpo.config.ranges import ImportPath, Range
+from torchtitan.grpo.config.ranges import ImportPath, Needs, Range
+from torchtitan.grpo.config.torchtitan_keys import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Comm,
+    Debug,
+    LRScheduler,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallelism,
+    Training,
+)
+from torchtitan.grpo.process.server_commands import COMMANDS
 from torchtitan.grpo.sources.table import SOURCES
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 
@@ -19,169 +30,18 @@ ROW_KEYS = {"source", "path", "subset", "split", "source_args"}
 """Keys of [data] that say which rows there are."""
 NO_ENVIRONMENT = "none"
 """The `environment` of a held-out set whose prompts get one answer, in a run that has an environment."""
-_TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
+_OTHER_ENGINE = Needs(
+    "rollout.engine",
+    *(name for name, command in COMMANDS.items() if not command.bundled),
+    why="an embedded one has one device and the trainer's Python",
+)
+TEMPLATE_OWN = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
 """What `chat_template_kwargs` may not name: the trainer sets it."""
 
 
-@dataclass
-class Model:
-    name: str = ""
-    """Family of `model.flavor`, such as `qwen3`. Read only with `model.flavor`, else config.json names the family."""
-    flavor: str = ""
-    """Preset shape of the family, such as `0.6B`. Empty: `model.hf_assets_path`/config.json gives the shape, so any
-    size works."""
-    hf_assets_path: str = ""
-    """Hugging Face folder with config.json, tokenizer and weights. Required, because prompts need its tokenizer."""
-    weights: Literal["hf", "random"] = "hf"
-    """`hf` loads safetensors from `model.hf_assets_path`. `random` initialises from `debug.seed`."""
-
-
-@dataclass
-class Optimizer:
-    lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
-    """Learning rate. Policy gradients are noisy: full fine-tuning by RL uses 1e-6 where pre-training uses 8e-4."""
-    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
-    """Decay rate of the mean gradient."""
-    beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
-    """Decay rate of the mean squared gradient."""
-    eps: Annotated[float, Range(above=0, at_most=1)] = 1e-8
-    """Added to the denominator, against division by zero."""
-    weight_decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Weight decay. Off, because shrinking trained weights does not serve the reward."""
-
-
-@dataclass
-class LRScheduler:
-    warmup_steps: Annotated[int, Range(at_least=0)] = 0
-    """Steps of linear warm-up. torchtitan's 200 are more than many RL runs have."""
-    total_steps: Annotated[int | None, Range(at_least=1)] = None
-    """Length of the schedule. None: `training.steps`."""
-    decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Last share of the run, in which the rate decays to `min_lr_factor`. 0 keeps it constant, so a run can be
-    extended."""
-    min_lr_factor: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    """Rate at the end of the decay, as a share of `optimizer.lr`."""
-
-
-@dataclass
-class Training:
-    seq_len: Annotated[int, Range(at_least=2, at_most=2**24, why="a prompt and an answer need a token each")] = 2048
-    """Longest document in tokens. Prompt and answer together must fit."""
-    max_norm: Annotated[float | int, Range(above=0, why="gradients are scaled down to it")] = 1.0
-    """Gradient norm above which gradients are scaled down."""
-    steps: Annotated[int, Range(at_least=1)] = 100
-    """Steps, each on one batch: of rollouts, or in `sft_train.py` of `sft.batch_size` rows. RL shows results within
-    tens of steps, not torchtitan's 10000."""
-    gc_freq: Annotated[int, Range(at_least=1)] = 50
-    """Steps between Python garbage collections."""
-    tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
-    """Tokens of one packed forward and backward pass on one data-parallel rank. 0 means `training.seq_len`."""
-    share_prompts: bool = True
-    """Compute a prompt once for the answers of its group that are in one row. The result is the same but for rounding.
-    Off gives each answer a prompt of its own."""
-    kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
-    """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 4.6 GiB.
-    0 keeps none."""
-    reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
-    """When sharded ranks gather parameters and reduce gradients: per packed row, or once per optimizer `step`.
-    `step` saves traffic but keeps all weights and gradients on each rank; `auto` uses it up to a billion parameters."""
-    flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
-    """bfloat16 attention kernels on GPUs: torch's (`FA2`), or `flash-attn-4`, faster on Hopper and Blackwell.
-    `auto` takes `FA4` if it is installed and agrees with `FA2` in a trial at the start."""
-
-
-@dataclass
-class Parallelism:
-    data_parallel_replicate_degree: Annotated[int, Range(at_least=0)] = 0
-    """Copies of the model. Above 1, with shards in each copy, is HSDP. 0: one copy for each node if it fits there by
-    the estimate of `--dry_run`, else one over all ranks; on one node always one."""
-    tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Ranks that share each layer."""
-    expert_parallel_degree: Annotated[int, Range(at_least=1)] = 1
-    """Of a mixture of experts (docs/moe.md): ranks that share the experts of each layer. Tokens travel to their
-    experts, which are not gathered. The ranks are among those that shard the model. 1: each gathers all experts."""
-
-
-@dataclass
-class Metrics:
-    log_freq: Annotated[int, Range(at_least=1)] = 1
-    """Steps between points in TensorBoard and Weights & Biases. Console and `metrics.jsonl` get every step."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard files. On, because the reward curve is the first thing to look at."""
-    samples_per_step: Annotated[int, Range(at_least=0)] = 4
-    """Answers written to `samples.jsonl` at each step. 0 writes none."""
-    validation_samples: bool = True
-    """Write every held-out answer to `validation_samples.jsonl`, with its reward. Off saves disk space if answers are
-    long."""
-    wandb_name: str = ""
-    """Name of the run at Weights & Biases. Empty: the last part of `job.dump_folder`."""
-    wandb_group: str = ""
-    """Its group there, such as the runs of one recipe with different seeds. Empty: the name of the configuration
-    file."""
-    prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
-    """Port on this machine's loopback address where Prometheus reads the newest metrics. 0 serves none."""
-
-
-@dataclass
-class Checkpoint:
-    enable: bool = True
-    """Save checkpoints. On, because without them the trained weights are lost at the end."""
-    folder: str = "checkpoint"
-    """Folder of checkpoints in `job.dump_folder`."""
-    interval: Annotated[int, Range(at_least=1)] = 20
-    """Steps between checkpoints; the last step is always saved. torchtitan's 500 are more than many RL runs have."""
-    keep_latest_k: Annotated[int, Range(at_least=0)] = 2
-    """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes per parameter) and an export."""
-    keep_best: str = ""
-    """A metric of validation, as in `validation/greedy_reward`: the checkpoint with its highest value is kept besides
-    the newest ones. Empty: none is."""
-    resume: bool | Literal["auto"] = False
-    """Continue the run in `job.dump_folder` from its newest checkpoint. True needs one; `auto` begins a new run if
-    there is none, for jobs that are started again. False refuses a folder that holds a run."""
-    load_step: Annotated[int, Range(at_least=-1, why="-1 is the newest")] = -1
-    """Step to resume from. -1 is the newest whole checkpoint. A torn one is named and passed over; with a step it ends
-    the run."""
-    stop_seconds: Annotated[float, Range(at_least=1, at_most=1e6)] = 25.0
-    """Longest time from SIGTERM or Ctrl-C to the end of the process; four fifths are for the step and its checkpoint.
-    torchrun kills after 30 s: raise its `--shutdown-timeout` too."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write checkpoints in the background, from a copy in host memory. `async_with_pinned_mem` copies beside training;
-    `async` copies to pageable memory, and training waits for the copy. Off: it needs that memory."""
-    export_hf: bool = True
-    """Write a Hugging Face folder (weights, config, tokenizer) inside every checkpoint, as `step-N/hf`. With `[lora]`
-    it is `step-N/adapter`, a folder for `peft`."""
-
-
-@dataclass
-class ActivationCheckpoint:
-    mode: Literal["selective", "full", "memory_budget", "none"] = "full"
-    """Recompute activations in the backward pass. `full` needs the least memory; `selective` and `none` are faster."""
-    selective_ac_option: str = "matmul"
-    """What `selective` keeps: the outputs of attention and of every matrix multiplication (`matmul`), or of every
-    second one (`op`). A number n keeps everything, except in each n-th block, which keeps its input only."""
-    memory_budget: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
-    """With `mode = "memory_budget"`, the share of activation memory to keep. 0 is as `full`, 1 as `none`."""
-
-
-@dataclass
-class Comm:
-    init_timeout_seconds: Annotated[int, Range(at_least=1, at_most=1e6)] = 1800
-    """Longest wait in a collective. Other ranks wait in one while rank 0 starts servers or validates, which can
-    exceed torchtitan's 300 s."""
-    trace_buf_size: Annotated[int, Range(at_least=0)] = 20000
-    """Entries of NCCL's flight recorder. 0 turns it off."""
-
-
-@dataclass
-class Debug:
-    seed: Annotated[int, Range(at_least=0, below=2**32, why="NumPy takes no other")] = 42
-    """Seed of weights, data order and sampling. torchtitan's default is random, so runs are not reproducible."""
-    hang_seconds: Annotated[float, Range(at_least=0)] = 3600.0
-    """Time without progress after which the log gets every thread's stack, the servers' states and what waits for what.
-    Progress is a stage that begins or ends, a scored answer or a bucket of weights. 0: never."""
-    hang_exit_code: Annotated[int, Range(at_least=0, at_most=255)] = 0
-    """Exit status of a process after that report, for a launcher that starts it again; 0 lets it go on. Then set
-    `hang_seconds` above `rollout.group_timeout_seconds`."""
+def _read_by(name: str) -> Needs:
+    """The sources that read this key of [data]."""
+    return Needs("data.source", *(source for source, row in SOURCES.items() if name in row.keys))
 
 
 @dataclass
@@ -223,8 +83,6 @@ class HeldOutSet:
     """Temperature of the sampled answers."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 0.0
     """Sampled answers keep the most likely tokens that have this probability together."""
-    min_p: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Sampled answers drop tokens under this share of the most likely one's probability."""
     max_answer_tokens: Annotated[int, Range(at_least=1)] = 0
     """Longest answer. It may exceed what training samples."""
     functions: list[str] = field(default_factory=list)
@@ -261,8 +119,6 @@ class Validation:
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Sampled validation answers keep the most likely tokens that have this probability together. 1 keeps all.
     Training has no such key: see docs/engines.md."""
-    min_p: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Sampled validation answers drop tokens under this share of the most likely one's probability. 0 drops none."""
     sets: list[HeldOutSet] = field(default_factory=list)
     """Several held-out sets, as `[[validation.sets]]` tables. Empty: one for each source of the training data."""
 
@@ -283,10 +139,8 @@ class Grpo:
     """Divide advantages by the group's standard deviation (GRPO). Dr. GRPO sets false."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
     """Groups whose rewards are equal, before any KL is subtracted, say nothing of the task. `keep` counts their tokens
-    in the normaliser, `drop` leaves them out, `replace` samples other prompts instead (DAPO's dynamic sampling)."""
-    replace_limit: Annotated[float, Range(at_least=1, why="a step needs prompts_per_step groups")] = 4.0
-    """With `zero_variance_groups = "replace"`, the most groups per step, in multiples of `prompts_per_step`.
-    At the limit, zero-variance groups fill the step."""
+    in the normaliser, `drop` leaves them out. `replace` samples other prompts instead (DAPO's dynamic sampling), until
+    a step has asked for four times its groups."""
     oversampling: Annotated[float, Range(at_least=0)] = 0.0
     """Extra groups in flight, as a share of `prompts_per_step`. A step takes the first to finish; the rest serve the
     next step if they are young enough, or are cancelled."""
@@ -298,15 +152,15 @@ class Grpo:
     lower side open, as CISPO does."""
     ratio_clip_max: Annotated[float, Range(above=0, why="ratios are held below 1 + ratio_clip_max")] = 0.2
     """Upper clip: ratios stay below 1 + ratio_clip_max. DAPO's clip-higher uses 0.28."""
-    ratio_clip_c: Annotated[float, Range(at_least=0)] = 0.0
+    ratio_clip_c: Annotated[float, Range(at_least=0), Needs("grpo.policy_loss", "ppo")] = 0.0
     """Dual-clip bound for negative advantages: above 1, usually 3. 0 turns it off."""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over tokens (DAPO), mean of each sequence's mean (GRPO), or sum over a constant length (Dr. GRPO)."""
     kl_coef: Annotated[float, Range(at_least=0)] = 0.0
     """Weight of the KL divergence to the reference model, which is the model at step 0. 0 loads no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("grpo.kl_coef")] = "k3"
     """Schulman's estimators of KL(policy || reference). `k3` is unbiased and never negative."""
-    kl_placement: Literal["loss", "reward"] = "loss"
+    kl_placement: Annotated[Literal["loss", "reward"], Needs("grpo.kl_coef")] = "loss"
     """Where the KL enters: added to each token's loss, or summed over the answer and subtracted from the reward."""
     proximal_logprobs: Literal["recompute", "sampler"] = "recompute"
     """Denominator of the clipped ratio. `recompute`: the trainer's policy at the start of the step, with importance
@@ -320,9 +174,6 @@ class Grpo:
     """Lower bound of the importance weight. `truncate` clamps to it, `mask` drops what is below."""
     importance_max: Annotated[float, Range(above=0)] = 2.0
     """Upper bound of the importance weight. `truncate` clamps to it, `mask` drops what is above."""
-    clip_old_tokens: bool = True
-    """Asynchronous runs with `policy_loss = "ppo"`: a token of older weights has no policy gradient once it is past the
-    clip around its sampler, in its advantage's direction. Else each step pushes again what the one before it pushed."""
     routing_replay: bool = False
     """For mixtures of experts: train each token through the experts that the sampler chose for it (R3, arXiv
     2510.11370), not through those that the trainer's routers would choose: docs/routing_replay.md. Servers must tell
@@ -342,24 +193,38 @@ class AsyncGrpo:
     enabled: bool = False
     """Sample the next steps while the trainer trains. Samples then come from older weights, which
     `[grpo] importance_correction` corrects for."""
-    max_trajectory_age_steps: Annotated[int, Range(at_least=1, why="0 is what [async_grpo] enabled = false gives")] = 1
+    max_trajectory_age_steps: Annotated[
+        int, Range(at_least=1, why="0 is what sync mode has"), Needs("async_grpo.enabled")
+    ] = 1
     """Largest age of a trained token, in weight versions behind the trainer."""
-    run_ahead: Literal["auto", "full"] = "auto"
+    run_ahead: Annotated[Literal["auto", "full"], Needs("async_grpo.enabled")] = "auto"
     """How far ahead of the trainer to sample within the age limit. `auto`: as far as keeps the trainer busy, so that
     tokens stay young, and with no more answers at once than lets long ones be in time. `full`: as far as the limit
     allows."""
     in_flight_weight_updates: bool = True
     """Update weights in the middle of answers, whose later tokens then come from newer weights. False lets running
     answers finish first, so each server idles until its longest one is done."""
-    recompute_kv_cache_after_weight_updates: bool = True
+    recompute_kv_cache_after_weight_updates: Annotated[
+        bool, Needs("async_grpo.in_flight_weight_updates", why="else no answer is running when weights change")
+    ] = True
     """Recompute keys and values of running answers after a weight update. False is faster, but then the sampler's
     log-probabilities belong to no single version."""
-    late_groups: Literal["wait", "drop"] = "wait"
+    late_groups: Annotated[Literal["wait", "drop"], Needs("async_grpo.enabled")] = "wait"
     """Groups that are unfinished at a step and would be too old for the next. `wait` for them, or `drop` them.
     Dropping biases training toward short answers."""
-    order_window: Annotated[int, Range(at_least=0)] = 0
+    order_window: Annotated[int, Range(at_least=0), Needs("async_grpo.enabled")] = 0
     """A step takes finished groups from this many oldest ones, so that short answers do not displace long ones.
     0: all that can be in flight. `prompts_per_step` keeps the data's order."""
+
+    @property
+    def max_age(self) -> int:
+        """Largest age of a trained token, in weight versions behind the trainer: 0 in sync mode."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
+    @property
+    def recomputes_kv(self) -> bool:
+        """Whether answers run on through an update, with their keys and values computed again."""
+        return self.enabled and self.in_flight_weight_updates and self.recompute_kv_cache_after_weight_updates
 
 
 @dataclass
@@ -369,24 +234,24 @@ class Rollout:
     replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
     """Servers that the run starts and keeps alive, instead of `urls`: docs/servers.md. They are on its machine, where
     trainers have the first GPUs and servers the next ones; with `ray.enable`, each is where Ray places it. 0: those of
-    `urls`, or with `embedded` and no `urls` one that nobody restarts."""
+    `urls`; with `embedded` and no `urls` 1, which is on rank 0's GPU if no other is free."""
     colocate: bool = False
     """The run starts one vLLM or embedded server on the trainer's own GPU, before it loads its weights, and keeps it
     alive. Weights go by `weight_sync.transport = "ipc"`: docs/colocate.md. For one trainer process."""
-    memory_share: Annotated[float, Range(above=0, below=1)] = 0.3
-    """With `colocate` on a GPU: the server's share of its memory (vLLM's `--gpu-memory-utilization`). The trainer is
+    memory_share: Annotated[float, Range(above=0, below=1), Needs("rollout.colocate")] = 0.3
+    """On a GPU: the server's share of its memory (vLLM's `--gpu-memory-utilization`). The trainer is
     held to the rest. `--dry_run` adds both up."""
-    sleep_while_training: bool = False
-    """With `colocate`: the server gives up the memory of its weights, keys and values while the trainer trains, and
+    sleep_while_training: Annotated[bool, Needs("rollout.colocate")] = False
+    """The server gives up the memory of its weights, keys and values while the trainer trains, and
     takes it again for the next update. So each side may have almost the whole GPU in turn. For sync runs of all
     weights: docs/colocate.md."""
-    gpus_per_server: Annotated[int, Range(at_least=1, at_most=64)] = 1
-    """With `replicas`: GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
-    server_python: str = ""
-    """With `replicas`: the Python that has vLLM or SGLang. Empty: that of the environment variable VLLM_PYTHON or
+    gpus_per_server: Annotated[int, Range(at_least=1, at_most=64), Needs("rollout.replicas"), _OTHER_ENGINE] = 1
+    """GPUs of each vLLM or SGLang server, which splits the model over them (tensor parallelism)."""
+    server_python: Annotated[str, Needs("rollout.replicas"), _OTHER_ENGINE] = ""
+    """The Python that has vLLM or SGLang. Empty: that of the environment variable VLLM_PYTHON or
     SGLANG_PYTHON; else, on a CPU, that of scripts/install_vllm_cpu.sh or install_sglang_cpu.sh; else the trainer's."""
-    server_flags: list[str] = field(default_factory=list)
-    """With `replicas`: further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
+    server_flags: Annotated[list[str], Needs("rollout.replicas")] = field(default_factory=list)
+    """Further flags of the servers, one word each, as in `["--gpu-memory-utilization", "0.8"]`."""
     urls: list[str] = field(default_factory=list)
     """Base addresses of running servers."""
     urls_file: str = ""
@@ -412,7 +277,7 @@ class Rollout:
     """Multi-turn rollouts (docs/environments.md): `verifiers:NAME` or `openenv:URL` of those packages, or your own
     `module:function` or `module:Class`. `endpoint`: a harness outside plays them through `serve_port`. Empty: one
     answer per prompt."""
-    environment_args: dict = field(default_factory=dict)
+    environment_args: Annotated[dict, Needs("rollout.environment")] = field(default_factory=dict)
     """A table of arguments for the environment. It refuses those that it does not take."""
     environment_concurrency: Annotated[int, Range(at_least=0)] = 0
     """Groups that each environment works on at once, or samples if it works on each by itself. 0: as many as are
@@ -420,14 +285,11 @@ class Rollout:
     serve_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
     """Port of an OpenAI-compatible endpoint of the run, for environments and harnesses that speak HTTP:
     docs/endpoint.md. It records what it samples. 0: none."""
-    serve_host: str = "127.0.0.1"
+    serve_host: Annotated[str, Needs("rollout.serve_port")] = "127.0.0.1"
     """Address where the endpoint listens. Beyond this machine, as with `0.0.0.0`, it needs `serve_key_env`."""
-    serve_key_env: str = ""
+    serve_key_env: Annotated[str, Needs("rollout.serve_port")] = ""
     """Environment variable that holds the API key which the endpoint asks for. The key itself is never written or
     logged."""
-    episode_lease_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """With `environment = "endpoint"`: an episode whose harness makes no model call for so long is handed out again,
-    twice at most. Let it exceed the longest tool call."""
     seeded_requests: Literal["auto", "always", "never"] = "auto"
     """Seed each request from `debug.seed`, so that answers repeat. vLLM samples seeded sequences one by one, which is
     slower. `auto` leaves seeds out for vLLM and SGLang with `[async_grpo]`, where timing varies anyway."""
@@ -435,33 +297,37 @@ class Rollout:
     """Requests in flight per server, each for a group or for one turn of an environment; 0: 256 groups, or 512 turns.
     Groups thin out as short answers end, so let servers queue a few times what they run; but not turns."""
     request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
-    """Longest wait for one request."""
+    """Longest wait for one request, and for a teacher's scores of a group. A teacher's request that fails, or takes
+    half of it, goes to another teacher of the same prompts, or again to the only one. Without scores, answers count as
+    failed rewards (`reward.max_failed_fraction`)."""
     group_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 1200.0
     """Longest time from a group's first request to its rewards. A late training group is counted and replaced by
-    another prompt; a late held-out prompt ends the run. Also the longest outage of an environment, or of rewards."""
+    another prompt; a late held-out prompt ends the run. Also the longest outage of an environment, or of rewards. With
+    `environment = "endpoint"`, an episode whose harness makes no model call for a quarter of it is handed out again,
+    twice at most."""
     start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`."""
+    """Longest wait for a server to be healthy: at the start, and after each restart with `replicas`. With `ray.enable`
+    also until the cluster has room for a rank or a server and has started its process."""
     max_logprob_mismatch: Annotated[float, Range(above=0)] = 0.2
     """Largest mean |trainer - sampler| log-probability of a server, over tokens of the version that is trained. Older
     ones may differ by twice the other servers' mean on top, at most by 2 for each version of their age. Above it,
     model, weights or logprobs mode differ: the server is fed again, or the run stops if there is no other."""
-    embedded_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the spawned server; `auto` is the trainer's type. On CUDA it takes a free GPU, else rank 0's."""
-    embedded_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the spawned server. `auto` is float32 on CPU and bfloat16 on CUDA."""
-    embedded_max_sequences: Annotated[int, Range(at_least=1, at_most=2**16)] = 1024
-    """Sequences that the spawned server decodes at once."""
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long an episode of a harness may be without a model call. Its third one still fits a group's limit."""
+        return self.group_timeout_seconds / 4
 
 
 @dataclass
 class WeightSync:
     transport: Annotated[str, ("auto", *TRANSPORTS)] = "auto"
-    """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a spawned server on the same GPU; ipc with
+    """How weights reach the servers. `auto`: nccl on CUDA; gloo on CPU or to a server on rank 0's GPU; ipc with
     `rollout.colocate`; disk for adapters to SGLang. Set `ipc` for vLLM or embedded servers on the trainer's own GPU
     (on CPU: its machine), which then read the trainer's memory, and `disk` for servers that can join no process
     group."""
-    disk_folder: str = ""
-    """With `transport = "disk"`, where the run makes a folder for the newest version, at one path for trainer and
+    disk_folder: Annotated[str, Needs("weight_sync.transport", "disk")] = ""
+    """Where the run makes a folder for the newest version, at one path for trainer and
     servers. Runs may share it. Empty: /dev/shm, for servers on this machine. Old versions are removed."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of published weights. `auto` is the servers' own: bfloat16 on CUDA, float32 on CPU."""
@@ -489,16 +355,19 @@ class Lora:
     enable: bool = False
     """Train low-rank adapters beside frozen weights, which are held in `training.mixed_precision_param`
     (docs/lora.md). With `grpo_train.py` servers load the frozen weights themselves and get adapters only."""
-    rank: Annotated[int, Range(at_least=1, at_most=512, why="vLLM serves none above")] = 16
+    rank: Annotated[int, Range(at_least=1, at_most=512, why="vLLM serves none above"), Needs("lora.enable")] = 16
     """Rank of each weight's update. 16 trains about 1 % of a small model's parameters."""
-    alpha: Annotated[float, Range(above=0)] = 32.0
+    alpha: Annotated[float, Range(above=0), Needs("lora.enable")] = 32.0
     """The update is `alpha / rank` times the product of the two matrices."""
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    target_modules: Annotated[list[str], Needs("lora.enable")] = field(default_factory=lambda: ["all-linear"])
     """Adapted layers by Hugging Face's names, such as `q_proj`. `all-linear` is every linear layer of the blocks, which
     learns more than attention alone."""
-    dropout: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Must be 0: with dropout, log-probabilities would be another model's than the one that is exported."""
-    merge: bool = False
+    merge: Annotated[
+        bool,
+        Needs("lora.enable"),
+        Needs("checkpoint.enable"),
+        Needs("checkpoint.export_hf", why="the merged model is an export"),
+    ] = False
     """Besides the adapters, export the whole model as `step-N/hf`, with adapters merged in float32 and then cast to
     `checkpoint.export_dtype`. Off: it has the base's size."""
 
@@ -511,7 +380,9 @@ class Offload:
     optimizer_states: Literal["device", "host"] = "device"
     """Where the optimizer state lives. `host` keeps it in pinned memory and streams it through the device each step:
     8 bytes each way per parameter in float32."""
-    reference_weights: Literal["device", "host"] = "device"
+    reference_weights: Annotated[Literal["device", "host"], Needs("grpo.kl_coef", why="else there is no reference")] = (
+        "device"
+    )
     """Where the reference model waits between uses. `host` keeps it in pinned memory; each step copies it in."""
 
 
@@ -519,74 +390,55 @@ class Offload:
 class Data:
     source: Annotated[str, tuple(SOURCES)] = "arithmetic"
     """Where rows come from: docs/data.md describes each source."""
-    source_args: dict = field(default_factory=dict)
+    source_args: Annotated[dict, _read_by("source_args")] = field(default_factory=dict)
     """A table of arguments for the source, as in `{ max = 39 }` for `arithmetic`: docs/data.md lists them. It refuses
     those that it does not take."""
-    path: str = ""
+    path: Annotated[str, _read_by("path")] = ""
     """JSONL file or dataset folder."""
-    subset: str = ""
+    subset: Annotated[str, _read_by("subset")] = ""
     """Configuration name of a Hugging Face dataset (GSM8K: `main`)."""
-    split: str = "train"
+    split: Annotated[str, _read_by("split")] = "train"
     """Split of the training prompts."""
-    validation_path: str = ""
+    validation_path: Annotated[str, _read_by("validation_path")] = ""
     """Held-out JSONL file or folder. Empty: `validation_split`, else the last rows of the training data."""
-    validation_split: str = ""
+    validation_split: Annotated[str, _read_by("validation_split")] = ""
     """Held-out split of the same dataset."""
     prompt_column: str = "question"
     """Column with the question: text, or a list of chat messages."""
-    messages_column: str = ""
+    messages_column: Annotated[
+        str, _read_by("messages_column"), Needs("data.chat_template", why="it renders a conversation")
+    ] = ""
     """Column with whole conversations as chat messages, for `sft_train.py`. Empty: it learns pairs of `prompt_column`
     and `sft.target_column`."""
-    tools_column: str = ""
+    tools_column: Annotated[str, _read_by("tools_column"), Needs("data.messages_column")] = ""
     """Column with the tools of a conversation in `messages_column`, for the chat template: a list of JSON schemas, or
     its text."""
     answer_column: str = "answer"
     """Column with the reference answer."""
     answer_pattern: str = ""
     """Regular expression whose one group is the answer in `answer_column` (GSM8K: `#### (.+)`). Empty: all of it."""
-    system_prompt: str = ""
+    system_prompt: Annotated[str, Needs("data.chat_template", why="without it, put the text into prompt_template")] = ""
     """System message before each question."""
     prompt_template: str = "{prompt}"
     """Text around the question, which replaces `{prompt}`."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template. False sends plain text."""
-    chat_template_file: str = ""
+    chat_template_file: Annotated[str, Needs("data.chat_template")] = ""
     """Jinja file that replaces the tokenizer's chat template, in exports too. Empty: the tokenizer's own."""
-    chat_template_kwargs: list[str] = field(default_factory=list)
-    """What the chat template gets besides the messages, as `name=value` with a JSON value. `["enable_thinking=false"]`
-    turns off Qwen3's thinking."""
+    chat_template_kwargs: Annotated[dict, Needs("data.chat_template")] = field(default_factory=dict)
+    """A table of what the chat template gets besides the messages. `{ enable_thinking = false }` turns off Qwen3's
+    thinking."""
     shuffle: bool = True
     """Shuffle each epoch differently, by `debug.seed`."""
     max_prompt_tokens: Annotated[int, Range(at_least=1)] = 512
-    """Longest prompt. `sft_train.py` limits prompt and answer together, by `training.seq_len`."""
-    overlong_prompts: Literal["drop", "error"] = "drop"
-    """What to do with longer prompts, and in `sft_train.py` with rows over `training.seq_len`. The log says how many
-    were dropped."""
+    """Longest prompt. `sft_train.py` limits prompt and answer together, by `training.seq_len`. The log says how many
+    rows are left out for it."""
     curriculum: str = ""
     """`module:function` that says whether to ask a prompt now. It gets the prompt and its last mean reward, or None."""
     reward_column: str = ""
     """Column that names a row's own reward functions: one name or a list, all of them in `[reward] functions`."""
     mixture: list[MixtureSource] = field(default_factory=list)
     """Several sources with weights, as `[[data.mixture]]` tables. Empty: [data] is the only source."""
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """`chat_template_kwargs` by name.
-
-        Raises:
-            ValueError: One is not a name, an equals sign and a JSON value, or names what the trainer sets itself.
-        """
-        arguments: dict[str, Any] = {}
-        for word in self.chat_template_kwargs:
-            name, _, value = word.partition("=")
-            shown = repr(word if len(word) <= 60 else f"{word[:60]}...")
-            try:
-                arguments[name] = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{shown} must be name=value in JSON, as in enable_thinking=false") from error
-            if not name.isidentifier() or name in _TEMPLATE_OWN:
-                raise ValueError(f"{shown} must begin with the name of a variable of the template")
-        return arguments
 
     @property
     def tasks(self) -> list[str]:
@@ -631,25 +483,23 @@ class Distill:
     """Base addresses of running servers of a teacher, which scores each token that the model samples: on-policy
     distillation (docs/distillation.md). `name=http://host:port` is a teacher for the `[[data.mixture]]` source with
     that name, others are for all further prompts. Empty: off."""
-    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    engine: Annotated[Literal["embedded", "vllm", "sglang"], Needs("distill.teacher_urls")] = "embedded"
     """What the teachers' servers are. `vllm` and `sglang` give log-probabilities at temperature 1 only, which
     `rollout.temperature` must then be; `embedded` gives them at any."""
-    mode: Literal["only", "add"] = "only"
+    mode: Annotated[Literal["only", "add"], Needs("distill.teacher_urls")] = "only"
     """`only`: the teacher's term alone is trained on, and rewards are but measured; `reward.functions` may be empty.
     `add`: it is added to the advantage of the reward, or to the loss."""
-    coef: Annotated[float, Range(above=0, why="leave teacher_urls out for no teacher")] = 1.0
+    coef: Annotated[
+        float, Range(above=0, why="leave teacher_urls out for no teacher"), Needs("distill.teacher_urls")
+    ] = 1.0
     """Weight of the teacher's term. Without `top_k` it is an advantage: `coef` times the token's log-probability by the
     teacher less that by the sampler. In expectation that is `coef` times the negative reverse KL divergence."""
-    top_k: Annotated[int, Range(at_least=0, at_most=128)] = 0
+    top_k: Annotated[int, Range(at_least=0, at_most=128), Needs("distill.teacher_urls")] = 0
     """0: the teacher's term is an advantage of the sampled token. K: it is a loss instead, `coef` times the forward KL
     divergence from the teacher at each sampled token, where all but the teacher's K likeliest tokens are one outcome.
     It says more of each position, and replies grow with K. vLLM gives up to 20, its `--max-logprobs`."""
-    api_key_env: str = ""
+    api_key_env: Annotated[str, Needs("distill.teacher_urls")] = ""
     """Environment variable that holds the API key of the teachers' servers."""
-    timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait for the scores of a group. A request that fails, or takes half of it, goes to another teacher of the
-    same prompts, or again to the only one. Without scores the group's answers count as failed rewards
-    (`reward.max_failed_fraction`)."""
 
 
 @dataclass
@@ -669,7 +519,7 @@ class Sft:
 
 @dataclass
 class Ray:
-    enable: bool = False
+    enable: Annotated[bool, Needs("debug.hang_seconds", why="a rank that hangs is ended after it")] = False
     """Run every trainer process as a Ray actor: start the script once, without torchrun (docs/ray.md). Needs the
     `ray` package."""
     address: str = ""
@@ -683,15 +533,7 @@ class Ray:
     dispatch: Literal["loop", "compiled", "remote"] = "loop"
     """Who calls each step. `loop`: each rank runs the whole loop, as under torchrun. `compiled`: the driver, through
     one Compiled Graph on each node. `remote`: the driver, by plain remote calls."""
-    warmup_tokens: Annotated[int, Range(at_least=0)] = 0
-    """With `compiled`: tokens of a packed row that each rank runs forwards and backwards before the first step, without
-    effect on it. 0: the longest row, so that no later step is the first to need its memory."""
-    step_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 3600.0
-    """Longest time of a step with its rollouts, validation and checkpoint, and of the start and the end. After it the
-    ranks are ended, and the error names the one that did not answer."""
-    start_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 300.0
-    """Longest wait until the cluster has room for the ranks and has started their processes."""
-    expose_servers: bool = False
+    expose_servers: Annotated[bool, Needs("ray.enable"), Needs("rollout.replicas")] = False
     """Let servers of `rollout.replicas` be on other nodes than rank 0's. They listen on their node's address, where
     whoever reaches one can replace its weights: name a key in `rollout.api_key_env`. False keeps them on rank 0's node,
     on the loopback address."""

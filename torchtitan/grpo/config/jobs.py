@@ -1,8 +1,13 @@
 """The two jobs, and which keys each reads. One TOML file may serve both."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan.config import JobConfig
+from torchtitan.grpo.config.frozen import changed
+from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.config.keys import TABLES, keys, label, show
 from torchtitan.grpo.errors import UserError
 
@@ -25,11 +30,9 @@ UNREAD: dict[Job, tuple[str, ...]] = {
         "data.max_prompt_tokens",
         "data.reward_column",
         "metrics.samples_per_step",
-        "metrics.validation_samples",
         "validation.samples_per_prompt",
         "validation.temperature",
         "validation.top_p",
-        "validation.min_p",
     ),
 }
 """Sections and keys without effect. They may be set, since the other job reads them."""
@@ -41,7 +44,6 @@ _OF_TABLES: dict[Job, tuple[str, ...]] = {
         "samples_per_prompt",
         "temperature",
         "top_p",
-        "min_p",
         "max_answer_tokens",
         "environment",
         "environment_args",
@@ -89,6 +91,38 @@ def check_job(given: dict[str, Any], job: Job) -> list[str]:
             f"{usual} is usual"
         )
     return messages
+
+
+def of_replay(config: JobConfig, run: Path, out: Path | None, after: int) -> JobConfig:
+    """What scripts/replay.py makes of a run's configuration: what it does not need is not loaded.
+
+    The record may be on another machine than the data and the reward. The run's checkpoints are read and not written.
+
+    Args:
+        run: The folder of the recorded run.
+        out: Where metrics and samples go. None: the folder `replay` in the run's, in place of an earlier replay's.
+        after: The run's checkpoint to start from. 0: as a new run.
+    """
+    values: dict[str, Any] = {
+        "job.dump_folder": str(out or run / "replay"),
+        "checkpoint.enable": after > 0,
+        "checkpoint.resume": True if after else "auto" if out is None else False,
+        "checkpoint.load_step": after or -1,
+        "lr_scheduler.total_steps": config.lr_scheduler.total_steps or config.training.steps,
+        "rollout.environment": "",
+        "rollout.record_gib": 0.0,
+        "reward": Reward(workers=1),
+        # The rows of a set's own environment must be known, as they are not trained on.
+        "validation.sets": [
+            each if each.data.source == "environment" else replace(each, environment="")
+            for each in config.validation.sets
+        ],
+    }
+    if after:  # else the run's checkpoints are nothing to it
+        values["checkpoint.folder"] = str((run / config.checkpoint.folder).absolute())
+    if after or not config.sft.steps:  # else the warm start reads the data, less the held-out rows
+        values |= {"data": Data(chat_template=False, source_args={"size": 1}), "validation.enable": False}
+    return changed(config, values)
 
 
 def job_of(state: dict[str, Any]) -> Job:

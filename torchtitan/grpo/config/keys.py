@@ -10,15 +10,15 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config import job_config
-from torchtitan.grpo.config.ranges import ImportPath, Range
-from torchtitan.grpo.config.torchtitan_texts import TORCHTITAN_TEXTS
+from torchtitan.grpo.config.ranges import ImportPath, Needs, Range
+from torchtitan.grpo.config.torchtitan_keys import TORCHTITAN_TEXTS
 from torchtitan.grpo.errors import did_you_mean
 
 MODULE = job_config.__name__
@@ -49,8 +49,9 @@ class Key:
 
     Attributes:
         section: Its table, dotted if nested (`training.dataloader`).
-        type: Its annotation, without the range.
+        type: Its annotation, without range and needs.
         range: The interval of a number, None if it has none.
+        needs: The keys without which it is not read.
         default: Its value when left out.
         doc: Its meaning and the reason for its default; "" for a key without effect.
         torchtitan: True if torchtitan has this key.
@@ -61,6 +62,7 @@ class Key:
     name: str
     type: Any
     range: Range | None
+    needs: tuple[Needs, ...]
     default: Any
     doc: str
     torchtitan: bool
@@ -69,6 +71,12 @@ class Key:
     @property
     def path(self) -> str:
         return f"{self.section}.{self.name}"
+
+    @property
+    def meaning(self) -> str:
+        """Its text in docs/configuration.md and `--help`."""
+        needs = " and ".join(f"`{needed(each)}`" for each in self.needs)
+        return f"{self.doc} Only with {needs}." if needs else self.doc
 
 
 def label(path: str) -> str:
@@ -86,9 +94,8 @@ def keys() -> dict[str, Key]:
     table = {}
     for path, annotation, value in _leaves(merged()):
         section, _, name = path.rpartition(".")
-        bare, allowed = _split(annotation)
         doc = docs.get(path, "")
-        table[path] = Key(section, name, bare, allowed, value, doc, path in upstream, upstream.get(path))
+        table[path] = Key(section, name, *_split(annotation), value, doc, path in upstream, upstream.get(path))
     return table
 
 
@@ -122,25 +129,25 @@ def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
             yield f"{prefix}{f.name}", f.type, value
 
 
-def _split(annotation: Any) -> tuple[Any, Range | None]:
-    """`Annotated[int, Range(at_least=2)]` as its type and its range; `Annotated[str, names]` as a Literal of these."""
-    if get_origin(annotation) is Annotated:
-        bare, allowed = get_args(annotation)
-        return (Literal[allowed], None) if isinstance(allowed, tuple) else (bare, allowed)
-    return annotation, None
+def _split(annotation: Any) -> tuple[Any, Range | None, tuple[Needs, ...]]:
+    """`Annotated[int, Range(at_least=2), Needs("lora.enable")]` as its type, its range and its needs. A tuple of names
+    among the marks makes the type a Literal of these."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, None, ()
+    bare, *marks = get_args(annotation)
+    names = next((mark for mark in marks if isinstance(mark, tuple)), None)
+    allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
+    return Literal[names] if names else bare, allowed, tuple(mark for mark in marks if isinstance(mark, Needs))
 
 
 def _docs() -> dict[str, str]:
-    """The string below each field of config/job_config.py, by path."""
-    classes = {
-        node.name: node for node in ast.parse(inspect.getsource(job_config)).body if isinstance(node, ast.ClassDef)
-    }
-    of_path = {section.name: section.type.__name__ for section in fields(job_config.JobConfig)}
-    of_path |= {"data.mixture": "MixtureSource", "validation.sets": "HeldOutSet"}
+    """The string below each field of the sections in config/job_config.py, by path."""
+    of_path: dict[str, Any] = {section.name: section.type for section in fields(job_config.JobConfig)}
+    of_path |= {"data.mixture": job_config.MixtureSource, "validation.sets": job_config.HeldOutSet}
     docs = {}
-    for path, name_of_class in of_path.items():
+    for path, section in of_path.items():
         name = None
-        for node in classes[name_of_class].body:
+        for node in ast.parse(inspect.getsource(section)).body[0].body:  # type: ignore[attr-defined]
             if isinstance(node, ast.AnnAssign):
                 name = node.target.id
             elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -265,6 +272,34 @@ def range_problem(key: Key, value: Any) -> str:
     return f"{show(value)} must be {key.range}" + (f" ({key.range.why})" if key.range.why else "")
 
 
+def unread(value_of: Callable[[str], Any], of: Iterable[Key]) -> Iterator[str]:
+    """Name each key that is set without one that it needs, and say what to set.
+
+    Args:
+        value_of: Gives a key's value by its path.
+        of: The keys to check.
+    """
+    for key in of:
+        value = value_of(key.path)
+        lacking = [each for each in key.needs if not each.met_by(value_of(each.key))]
+        if not lacking or value == key.default:
+            continue
+        shown = "..." if key.name.endswith("_key_env") else show(value)  # it may be the key itself
+        now = f", not {show(value_of(lacking[0].key))}" * bool(lacking[0].values)
+        why = f" ({lacking[0].why})" * bool(lacking[0].why)
+        yield (
+            f"{label(key.path)} = {shown} is read with {needed(lacking[0])} only{now}{why}: set that, or leave it out"
+        )
+
+
+def needed(needs: Needs) -> str:
+    """What a key needs, as messages and the documentation name it: `[lora] enable = true`."""
+    annotation = keys()[needs.key].type
+    if needs.values:
+        return f"{label(needs.key)} = {' or '.join(toml(value) for value in needs.values)}"
+    return label(needs.key) + (" = true" if annotation is bool else " over 0" if annotation in (int, float) else "")
+
+
 def toml(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, bool):
@@ -305,6 +340,8 @@ def _advice(value: Any, annotation: Any) -> str:
     """What to write instead, if that is clear."""
     if annotation is bool:
         return ": write true or false" + (", without quotes" if type(value) is str else "")
+    if annotation is dict and type(value) is list:
+        return ": write { name = value }"
     if annotation is str and type(value) in (int, float, bool):
         return f': write it in quotes, "{show(value)}"'
     if annotation in (int, float) and type(value) is str:

@@ -40,6 +40,7 @@ from torchtitan.grpo.config.tables import PATH_KEYS, fill_tables, read_tables, t
 from torchtitan.grpo.config.target import NAMES, find_target
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
 from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.process.server_commands import COMMANDS
 from torchtitan.tools.logging import logger
 
 CONFIG_FILE = "job.config_file"
@@ -112,9 +113,11 @@ def load_config(
     for name in PATHS:
         section, _, key = name.rpartition(".")
         setattr(getattr(config, section), key, os.path.expanduser(given.get(name, keys()[name].default)))
-    if config.rollout.colocate and not config.rollout.replicas:
-        config.rollout.replicas = 1
-    config.rollout.urls = [url.rstrip("/") for url in config.rollout.urls]
+    rollout = config.rollout
+    unnamed = COMMANDS[rollout.engine].bundled and not (rollout.urls or rollout.urls_file)
+    if job == "grpo" and not rollout.replicas and (rollout.colocate or unnamed):
+        rollout.replicas = 1
+    rollout.urls = [url.rstrip("/") for url in rollout.urls]
     fill_tables(config)
     _raise(check_ranges(config), path)
     schedule = config.lr_scheduler
@@ -176,7 +179,7 @@ def help_text() -> str:
     lines = [HELP]
     for key in honoured_keys():
         lines.append(f"  --{key.path} ({type_name(key.type)}, default {show(key.default)})")
-        lines.append(f"        {key.doc}")
+        lines.append(f"        {key.meaning}")
     return "\n".join(lines)
 
 

@@ -19,15 +19,13 @@ from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
-from torchtitan.grpo.process.server_commands import ServerCommandError, engine_folder, engine_python
+from torchtitan.grpo.process.server_commands import COMMANDS, ServerCommandError
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 LOOPBACK = "127.0.0.1"
 """Where `[metrics] prometheus_port` is."""
 _OTHER_FILES = 512
 """Files of the process besides its requests' connections: devices, libraries, other ranks, weight sync, rewards."""
-
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def check_machine(
@@ -55,8 +53,8 @@ def check_machine(
     if config.ray.enable and "RANK" not in os.environ:  # the driver: each rank checks its own machine
         return list(check_ranks(config, world_size, job)) if config.ray.ranks else []
     if target is not None and not target.here:
-        enough = world_size + max(1, config.rollout.replicas * config.rollout.gpus_per_server)
-        return [*check_ranks(config, world_size, job), *_check_devices(config, world_size, target.cuda * enough)]
+        gpus = target_gpus(config, world_size, target)
+        return [*check_ranks(config, world_size, job), *_check_devices(config, world_size, gpus)]
     gpus = torch.cuda.device_count() if gpus is None else gpus
     messages = [
         *check_ranks(config, world_size, job),
@@ -78,6 +76,25 @@ def check_machine(
         if not os.environ.get(name):
             messages.append(f"[reward] secrets has {show(name)}: the variable is not set: export it, or leave it out")
     return messages
+
+
+def target_gpus(config: JobConfig, world_size: int, target: Target) -> int:
+    """GPUs of the machine of a dry run. Another one than this has enough for trainers and servers."""
+    if target.here:
+        return torch.cuda.device_count()
+    return target.cuda * (world_size + max(1, config.rollout.replicas * config.rollout.gpus_per_server))
+
+
+def shares_gpu(config: JobConfig, gpus: int, trainers_here: int) -> bool:
+    """Whether the one server that the run starts is on rank 0's GPU.
+
+    Args:
+        gpus: Of the machine.
+        trainers_here: Trainer processes on it. Process i has GPU i.
+    """
+    rollout = config.rollout
+    may = COMMANDS[rollout.engine].bundled and rollout.replicas == 1 and not config.ray.enable
+    return gpus > 0 and (rollout.colocate or (may and (gpus <= trainers_here or config.weight_sync.transport == "ipc")))
 
 
 def _check_dashboards(config: JobConfig) -> Iterator[str]:
@@ -122,43 +139,35 @@ def _check_devices(config: JobConfig, world_size: int, gpus: int) -> Iterator[st
     if needs_own_gpus(transport) and not gpus:
         yield f'[weight_sync] transport = "{transport}" needs CUDA, and this machine has none: use "auto" or "gloo"'
     yield from _check_replicas(config, world_size, gpus)
-    rollout = config.rollout
-    if config.lora.enable and rollout.engine == "sglang" and rollout.replicas and not gpus and not config.ray.enable:
+    rollout, engine = config.rollout, COMMANDS[config.rollout.engine]
+    own_on_cpu = rollout.replicas and not gpus and not config.ray.enable
+    needs = f"with [rollout] engine = {show(rollout.engine)} needs GPUs for the servers, and this machine has none"
+    if config.lora.enable and not engine.adapters_on_cpu and own_on_cpu:
         yield (
-            '[lora] enable = true with [rollout] engine = "sglang" needs GPUs for the servers, and this machine has '
-            'none: on a CPU, SGLang does not start with --enable-lora; use engine = "embedded" or "vllm"'
+            f"[lora] enable = true {needs}: on a CPU, {engine.title} does not start with --enable-lora; use engine = "
+            '"embedded" or "vllm"'
         )
-    own = rollout.replicas and not gpus and not config.ray.enable
-    if config.grpo.routing_replay and rollout.engine in _TITLES and own:
+    if config.grpo.routing_replay and not engine.routes_on_cpu and own_on_cpu:
         yield (
-            f"[grpo] routing_replay = true with [rollout] engine = {show(rollout.engine)} needs GPUs for the servers, "
-            f"and this machine has none: on a CPU, {_TITLES[rollout.engine]} tells no experts. Use engine = "
-            '"embedded"'
+            f'[grpo] routing_replay = true {needs}: on a CPU, {engine.title} tells no experts. Use engine = "embedded"'
         )
     if rollout.colocate and world_size > 1:
         yield (
             f"[rollout] colocate = true is for one trainer process, and this run has {world_size}: start one, or set "
             "[rollout] replicas = 1, which gives the server a GPU of its own"
         )
-    own = rollout.replicas or (rollout.engine == "embedded" and not (rollout.urls or rollout.urls_file))
-    apart = rollout.replicas and not rollout.colocate
-    if transport == "ipc" and gpus and own and (apart or rollout.embedded_device == "cpu"):
-        where = f"replicas = {rollout.replicas}" if apart else 'embedded_device = "cpu"'
-        yield (
-            f'[weight_sync] transport = "ipc" reaches servers on the trainer\'s GPU only, and [rollout] {where} puts '
-            'them elsewhere: use "auto"'
-        )
-    if rollout.engine != "embedded" or rollout.urls or rollout.urls_file:
-        return
-    device = rollout.embedded_device
-    if device == "cuda" and not gpus:
-        yield '[rollout] embedded_device = "cuda" needs CUDA, and this machine has none: use "auto" or "cpu"'
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if needs_own_gpus(transport) and gpus and (device == "cpu" or (gpus <= trainers and not rollout.replicas)):
+    shares = shares_gpu(config, gpus, trainers)
+    if transport == "ipc" and gpus and rollout.replicas and not shares:
+        yield (
+            '[weight_sync] transport = "ipc" reaches servers on the trainer\'s GPU only, and [rollout] replicas = '
+            f'{rollout.replicas} puts them elsewhere: use "auto"'
+        )
+    if needs_own_gpus(transport) and shares and not rollout.colocate:
         takes = "processes take" if trainers > 1 else "process takes"
         yield (
-            '[weight_sync] transport = "nccl" cannot reach the embedded server: NCCL cannot join two processes on one '
-            f'GPU, and {trainers} trainer {takes} all {gpus}; use "auto"'
+            f'[weight_sync] transport = "{transport}" cannot reach {engine.title}: NCCL cannot join two processes on '
+            f'one GPU, and {trainers} trainer {takes} all {gpus}; use "auto"'
         )
 
 
@@ -167,9 +176,9 @@ def _check_replicas(config: JobConfig, world_size: int, gpus: int) -> Iterator[s
     rollout = config.rollout
     if not (rollout.replicas and gpus) or config.ray.enable or os.environ.get("GROUP_RANK", "0") != "0":
         return
-    if rollout.colocate or (rollout.engine == "embedded" and rollout.embedded_device == "cpu"):
-        return
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if shares_gpu(config, gpus, trainers):
+        return
     wanted = trainers + rollout.replicas * rollout.gpus_per_server
     beside = f"{trainers} trainer process{'es' * (trainers > 1)} + " if trainers else ""
     if wanted > gpus:
@@ -183,10 +192,10 @@ def _check_replicas(config: JobConfig, world_size: int, gpus: int) -> Iterator[s
 def _check_servers_python(config: JobConfig, gpus: int) -> Iterator[str]:
     """The servers' Python must have the engine. Only rank 0 starts servers; under Ray their own nodes look for it."""
     rollout = config.rollout
-    if not rollout.replicas or config.ray.enable or rollout.engine == "embedded" or os.environ.get("RANK", "0") != "0":
+    if not rollout.replicas or config.ray.enable or os.environ.get("RANK", "0") != "0":
         return
     try:
-        engine_folder(rollout.engine, rollout.server_python or engine_python(rollout.engine, not gpus))
+        COMMANDS[rollout.engine]("", None if gpus else (), python=rollout.server_python).engine_folder()
     except ServerCommandError as error:
         named = rollout.server_python
         yield f"[rollout] {f'server_python = {show(named)}' if named else f'replicas = {rollout.replicas}'}: {error}"

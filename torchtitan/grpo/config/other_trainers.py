@@ -13,6 +13,7 @@ does the same. A dotted name holds in that section only.
 """
 
 _LOGGED = ": console and metrics.jsonl get every step, [metrics] has switches for TensorBoard and W&B"
+_WANDB_NAME = ": the variable WANDB_NAME names the run, or [job] dump_folder"
 _ONCE = ": each answer is trained on once; [grpo] minibatches makes several optimizer steps of a batch"
 _STEPS = ": the length of a run is [training] steps"
 _RANKS = ": torchrun's --nnodes and --nproc-per-node say how many processes train"
@@ -48,7 +49,7 @@ TRL = {
     "logging_dir": ": it is a folder in [job] dump_folder",
     "logging_steps": _LOGGED,
     "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
+    "lora_dropout": ": with dropout, log-probabilities would be another model's than the one that is exported",
     "lora_r": "lora.rank",
     "lora_target_modules": "lora.target_modules",
     "loss_type": "grpo.loss_aggregation: GSPO and CISPO are values of policy_loss",
@@ -82,7 +83,7 @@ TRL = {
     "resume_from_checkpoint": "checkpoint.resume",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.weights",
-    "run_name": "metrics.wandb_name",
+    "run_name": _WANDB_NAME,
     "save_steps": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep_latest_k",
     "scale_rewards": "grpo.advantage_std",
@@ -124,9 +125,9 @@ VERL = {
     "enable_gradient_checkpointing": "activation_checkpoint.mode",
     "enforce_eager": _SERVER_FLAG,
     "entropy_coeff": "grpo.entropy_coef",
-    "experiment_name": "metrics.wandb_name",
+    "experiment_name": _WANDB_NAME,
     "filter_groups.enable": 'grpo.zero_variance_groups: "replace"',
-    "filter_overlong_prompts": "data.overlong_prompts",
+    "filter_overlong_prompts": ": prompts over [data] max_prompt_tokens are always left out",
     "free_cache_engine": "rollout.sleep_while_training",
     "gpu_memory_utilization": "rollout.memory_share: with colocate",
     "grad_clip": "training.max_norm",
@@ -224,15 +225,15 @@ PRIME_RL = {
     "parallel.tp": "rollout.gpus_per_server",
     "ratio_type": "grpo.importance_level",
     "reduce_dtype": "training.mixed_precision_reduce",
-    "reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "reshard_after_forward": 'training.reduce_gradients: "step" keeps gathered weights',
     "resume_step": "checkpoint.load_step",
     "rollouts_per_example": "grpo.group_size",
     "scheduler.type": "lr_scheduler.decay_type: set decay_ratio too",
     "strict_async_level": "",
     "tensor_parallel_size": "rollout.gpus_per_server",
     "token_batch_size": "",
-    "wandb.group": "metrics.wandb_group",
-    "wandb.name": "metrics.wandb_name",
+    "wandb.group": ": the variable WANDB_RUN_GROUP names it, or the configuration file",
+    "wandb.name": _WANDB_NAME,
     "wandb.project": ": the environment variable WANDB_PROJECT",
     "weight_broadcast.type": "weight_sync.transport",
 }

@@ -1,7 +1,8 @@
-"""What a key's annotation may hold: the range of a number, as in `group_size: Annotated[int, Range(at_least=2)] = 8`;
-`ImportPath` among the names of functions."""
+"""What a field states of its key, as in `group_size: Annotated[int, Range(at_least=2)] = 8`; `ImportPath` among the
+names of functions."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,23 @@ class Range:
     def __str__(self) -> str:
         words = {"at least": self.at_least, "over": self.above, "at most": self.at_most, "under": self.below}
         return " and ".join(f"{word} {end}" for word, end in words.items() if end is not None)
+
+
+class Needs:
+    """Another key, without which this one is not read. Setting it then is an error.
+
+    Attributes:
+        key: The other key's path.
+        values: What it must be, one of them. Empty: anything but false, 0 and empty.
+        why: Reason, which the error message adds.
+    """
+
+    def __init__(self, key: str, *values: Any, why: str = "") -> None:
+        self.key, self.values, self.why = key, values, why
+
+    def met_by(self, value: Any) -> bool:
+        """Whether the other key's value is such a one."""
+        return value in self.values if self.values else bool(value)
 
 
 class ImportPath(str):

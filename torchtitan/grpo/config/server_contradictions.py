@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
-from torchtitan.grpo.config.keys import keys, show
+from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
-from torchtitan.grpo.process.server_commands import OWN_FLAGS, is_loopback
+from torchtitan.grpo.process.server_commands import COMMANDS, is_loopback
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 _INSTEAD = {
@@ -26,7 +26,7 @@ _PACKAGES = {"verifiers": "the name of a taskset", "openenv": "the address of it
 
 def check_servers(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.engine != "embedded" and not (rollout.urls or rollout.urls_file or rollout.replicas):
+    if not (rollout.urls or rollout.urls_file or rollout.replicas):
         yield (
             f'[rollout] urls is empty: engine = "{rollout.engine}" needs the addresses of running servers, as in '
             '["http://host:8000"], or replicas = 1, which starts one'
@@ -83,8 +83,6 @@ def _check_environment(config: JobConfig) -> Iterator[str]:
         yield from _check_tasks(title, table.data, "[rollout]", rollout.environment)
         if isinstance(table, HeldOutSet) and (value := table.environment_args):
             yield f"{title} environment_args = {show(value)} is read with an environment of the set's own: name it"
-    if not rollout.environment and (value := rollout.environment_args):
-        yield f"[rollout] environment_args = {show(value)} is read with [rollout] environment only: leave it out"
     if not named and (value := rollout.environment_concurrency):
         yield f"[rollout] environment_concurrency = {value} is read with [rollout] environment only: leave it out"
 
@@ -139,22 +137,12 @@ def _check_tasks(title: str, data: Data, section: str, environment: str) -> Iter
 
 def _check_endpoint(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
-    plays = rollout.environment == "endpoint"
-    if plays and not rollout.serve_port:
+    if rollout.environment == "endpoint" and not rollout.serve_port:
         yield (
             '[rollout] environment = "endpoint" is a harness that speaks to the run\'s endpoint: set serve_port, as in '
             "8100"
         )
-    lease = rollout.episode_lease_seconds
-    if not plays and lease != keys()["rollout.episode_lease_seconds"].default:
-        yield f'[rollout] episode_lease_seconds = {lease:g} is read with environment = "endpoint" only'
-    if not rollout.serve_port:
-        for name in ("serve_host", "serve_key_env"):
-            value = getattr(rollout, name)
-            if value != keys()[f"rollout.{name}"].default:
-                shown = show(value) if name == "serve_host" else "..."  # it may be the key itself
-                yield f"[rollout] {name} = {shown} is read with [rollout] serve_port over 0 only"
-    elif not is_loopback(rollout.serve_host) and not rollout.serve_key_env:
+    if rollout.serve_port and not is_loopback(rollout.serve_host) and not rollout.serve_key_env:
         yield (
             f"[rollout] serve_host = {show(rollout.serve_host)} is open to other machines: name the variable of an API "
             'key in serve_key_env, or set serve_host = "127.0.0.1"'
@@ -164,16 +152,12 @@ def _check_endpoint(config: JobConfig) -> Iterator[str]:
 def _check_colocated(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
     if not rollout.colocate:
-        if rollout.memory_share != keys()["rollout.memory_share"].default:
-            yield f"[rollout] memory_share = {rollout.memory_share:g} is read with [rollout] colocate = true only"
-        if rollout.sleep_while_training:
-            yield "[rollout] sleep_while_training = true is for the server of [rollout] colocate = true: set both"
         return
     if rollout.sleep_while_training:
         yield from _check_sleep(config)
     one = "[rollout] colocate = true is one server on the trainer's GPU"
-    if rollout.engine == "sglang":
-        yield f'{one}, and [rollout] engine = "sglang" is not there for it: set engine = "vllm"'
+    if not COMMANDS[rollout.engine].maps_memory:
+        yield f'{one}, and [rollout] engine = "{rollout.engine}" is not there for it: set engine = "vllm"'
     for name, value in (("replicas", rollout.replicas), ("gpus_per_server", rollout.gpus_per_server)):
         if value > 1:
             yield f"{one}, and [rollout] {name} = {value}: leave {name} out"
@@ -200,10 +184,6 @@ def _check_sleep(config: JobConfig) -> Iterator[str]:
 def _check_replicas(config: JobConfig) -> Iterator[str]:
     rollout = config.rollout
     if not rollout.replicas:
-        for name in ("gpus_per_server", "server_python", "server_flags"):
-            value = getattr(rollout, name)
-            if value != keys()[f"rollout.{name}"].default:
-                yield f"[rollout] {name} = {show(value)} is read with [rollout] replicas over 0 only"
         return
     for name in ("urls", "urls_file"):
         if getattr(rollout, name):
@@ -212,44 +192,38 @@ def _check_replicas(config: JobConfig) -> Iterator[str]:
                 f"[rollout] {starts} and [rollout] {name} are both set: the run starts its own "
                 "servers, or uses running ones"
             )
-    if rollout.engine == "embedded":
-        for name in ("gpus_per_server", "server_python"):
-            value = getattr(rollout, name)
-            if value != keys()[f"rollout.{name}"].default:
-                yield (
-                    f"[rollout] {name} = {show(value)} is for vllm and sglang: an embedded server runs on one device, "
-                    "in the trainer's Python"
-                )
-    own = OWN_FLAGS.get(rollout.engine, ("--model", "--host", "--port", "--device", "--parent-pid", "--expose"))
+    engine = COMMANDS[rollout.engine]
     for flag in rollout.server_flags:
         name = flag.partition("=")[0]
-        if name in own:
+        if name in engine.own_flags:
             instead = _INSTEAD.get(name.removeprefix("--").removesuffix("-size"), "leave it out: the run sets it")
             yield f"[rollout] server_flags has {show(name)}: {instead}"
 
 
 def check_routing_replay(config: JobConfig) -> Iterator[str]:
-    ahead = config.async_grpo
-    recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
-    if config.grpo.routing_replay and config.rollout.engine == "sglang" and recomputes:
+    engine = COMMANDS[config.rollout.engine]
+    if config.grpo.routing_replay and config.async_grpo.recomputes_kv and not engine.routes_recomputed:
         yield (
-            '[grpo] routing_replay = true with [rollout] engine = "sglang": SGLang forgets a token\'s experts when it '
-            "computes its keys and values again. Set [async_grpo] recompute_kv_cache_after_weight_updates = "
-            "false or in_flight_weight_updates = false"
+            f'[grpo] routing_replay = true with [rollout] engine = "{engine.engine}": {engine.title} forgets a '
+            "token's experts when it computes its keys and values again. Set [async_grpo] "
+            "recompute_kv_cache_after_weight_updates = false or in_flight_weight_updates = false"
         )
 
 
-def check_sglang_adapters(config: JobConfig) -> Iterator[str]:
-    """SGLang reads adapters from files. It computes layers that it has fused only if these have certain parts."""
-    lora, sync, engine = config.lora, config.weight_sync, '[rollout] engine = "sglang"'
-    if not lora.enable or config.rollout.engine != "sglang":
+def check_adapters(config: JobConfig) -> Iterator[str]:
+    """An engine may read adapters from files, and compute layers that it has fused only if these have certain parts."""
+    lora, sync, engine = config.lora, config.weight_sync, f'[rollout] engine = "{config.rollout.engine}"'
+    known = COMMANDS[config.rollout.engine]
+    if not lora.enable:
         return
     names = set(lora.target_modules)
-    for needs, of in ((("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")), (("gate_proj",), ("up_proj",))):
+    for needs, of in known.adapted_together:
         if names & set(of) and not names >= set(needs):
             given = ", ".join(name for name in of if name in names)
             lacks = " and ".join(f'"{name}"' for name in needs if name not in names)
             yield f"[lora] target_modules has {given}, which {engine} adapts with {lacks} only: add it"
+    if not known.adapter_files:
+        return
     if sync.transport not in ("auto", "disk"):
         yield (
             f"[weight_sync] transport = {show(sync.transport)} with [lora] and {engine}, which reads adapters from "
@@ -264,15 +238,10 @@ def check_sglang_adapters(config: JobConfig) -> Iterator[str]:
 
 def check_weight_sync(config: JobConfig) -> Iterator[str]:
     sync = config.weight_sync
-    if sync.transport == "ipc" and config.rollout.engine == "sglang":
+    if sync.transport == "ipc" and not COMMANDS[config.rollout.engine].maps_memory:
         yield (
-            '[weight_sync] transport = "ipc" is not there for [rollout] engine = "sglang", which maps no memory of the '
-            'trainer: use "auto" or "gloo", or engine = "vllm"'
-        )
-    if sync.disk_folder and sync.transport != "disk":
-        yield (
-            f'[weight_sync] disk_folder = {show(sync.disk_folder)} is read with transport = "disk" only: set that, or '
-            "leave it out"
+            f'[weight_sync] transport = "ipc" is not there for [rollout] engine = "{config.rollout.engine}", which '
+            'maps no memory of the trainer: use "auto" or "gloo", or engine = "vllm"'
         )
     if sync.disk_folder and os.path.exists(sync.disk_folder) and not os.path.isdir(sync.disk_folder):
         yield f"[weight_sync] disk_folder = {show(sync.disk_folder)} is a file: name a folder"

@@ -25,7 +25,6 @@ INHERITED = {
     "samples_per_prompt": "validation.samples_per_prompt",
     "temperature": "validation.temperature",
     "top_p": "validation.top_p",
-    "min_p": "validation.min_p",
     "max_answer_tokens": "rollout.max_answer_tokens",
     "environment": "rollout.environment",
 }
@@ -51,13 +50,11 @@ def _read_table(path: str, number: int, table: dict[str, Any], problems: list[st
     title = table_title(path, name if isinstance(name, str) else "", number)
     known, given = table_keys(path), {}
     for name, value in table.items():
+        if gone := GONE.get(f"{path}.{name}") or GONE.get(f"data.{name}"):
+            problems.append(f"{title} {name} is a key of an earlier version: {gone.replace('[data]', title)}")
+            continue
         if name not in known:
-            gone = GONE.get(f"data.{name}", "").replace("[data]", title)
-            hint = (
-                (gone and f": {gone}")
-                or did_you_mean(name, known)
-                or f": see [[{path}]] in docs/configuration.md for its keys"
-            )
+            hint = did_you_mean(name, known) or f": see [[{path}]] in docs/configuration.md for its keys"
             problems.append(f"unknown key {title} {shortened(name)}{hint}")
             continue
         try:
@@ -89,7 +86,6 @@ def held_out_set(config: JobConfig, given: dict[str, Any]) -> HeldOutSet:
         "samples_per_prompt": config.validation.samples_per_prompt,
         "temperature": config.validation.temperature,
         "top_p": config.validation.top_p,
-        "min_p": config.validation.min_p,
         "max_answer_tokens": config.rollout.max_answer_tokens,
         "functions": source.functions if source else [],
     }

@@ -78,7 +78,6 @@ def _made_for_cuda(config: JobConfig) -> str:
     keys = {
         "[compile] enable = true": config.compile.enable,
         f'[weight_sync] transport = "{config.weight_sync.transport}"': needs_own_gpus(config.weight_sync.transport),
-        '[rollout] embedded_device = "cuda"': config.rollout.embedded_device == "cuda",
         '[training] mixed_precision_param = "bfloat16"': config.training.mixed_precision_param == "bfloat16",
     }
     return next((key for key, is_set in keys.items() if is_set), "")

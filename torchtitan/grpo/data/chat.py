@@ -33,7 +33,7 @@ class ChatRenderer:
     Args:
         end_ids: Tokens that end a turn, from `end_token_ids`.
         last_only: Train the last turn of the assistant only.
-        arguments: `[data] chat_template_kwargs` by name.
+        arguments: `[data] chat_template_kwargs`.
     """
 
     def __init__(

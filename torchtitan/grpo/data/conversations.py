@@ -46,7 +46,7 @@ class ConversationSource(PromptSource):
         **others: Any,
     ) -> None:
         self._sft, self._seq_len, self._end_ids = sft, seq_len, end_ids
-        self._chat = ChatRenderer(tokenizer, end_ids, sft.train_on == "last", data.template_arguments)
+        self._chat = ChatRenderer(tokenizer, end_ids, sft.train_on == "last", data.chat_template_kwargs)
         self._documents: dict[int, tuple[Document, ...]] = {}
         super().__init__(data, tokenizer, seed, **others)
         self._documents = {position: self._documents[position] for position in self._positions}

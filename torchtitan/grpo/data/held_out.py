@@ -13,7 +13,7 @@ class HeldOut:
         name: "" for that of the plain [validation] keys.
         prompts: In the order of its rows, the same every time.
         samples: Sampled answers per prompt, besides the greedy one.
-        temperature, top_p, min_p: Of the sampled answers.
+        temperature, top_p: Of the sampled answers.
         max_answer_tokens: Longest answer.
     """
 
@@ -23,7 +23,6 @@ class HeldOut:
     temperature: float
     max_answer_tokens: int
     top_p: float = 1.0
-    min_p: float = 0.0
 
 
 @dataclass

@@ -92,7 +92,7 @@ def _held_out(
         replace(prompt, source=table.name or prompt.source, functions=prompt.functions or tuple(table.functions))
         for prompt in source.first(table.prompts)
     ]
-    sampling = table.samples_per_prompt, table.temperature, table.max_answer_tokens, table.top_p, table.min_p
+    sampling = table.samples_per_prompt, table.temperature, table.max_answer_tokens, table.top_p
     return HeldOut(table.name, prompts, *sampling)
 
 

@@ -220,7 +220,7 @@ class PromptSource:
                 f"[data] chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template: set "
                 "[data] chat_template = false to send plain text, or give a template by [data] chat_template_file"
             )
-        self._template_arguments = data.template_arguments
+        self._template_arguments = data.chat_template_kwargs
         for name in self._template_arguments:
             if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
                 raise UserError(
@@ -345,17 +345,14 @@ class PromptSource:
     def _check_rows(self) -> tuple[list[int], str]:
         """Positions of the rows within the limit, and a fingerprint of their rendered text."""
         key, limit = self._limit()
-        kept, digest, unknown, blank = [], hashlib.sha256(), 0, 0
+        kept, digest, unknown, blank, first = [], hashlib.sha256(), 0, 0, ""
         positions = self._rows.positions
         for start in range(0, len(positions), RENDER_BATCH):
             for prompt in self._prompts(positions[start : start + RENDER_BATCH]):
                 tokens = len(prompt.token_ids)
-                if tokens > limit and self._data.overlong_prompts == "error":
-                    raise UserError(
-                        f"{self._rows.place(prompt.index)} has {tokens} tokens: raise {key} "
-                        f'= {limit} or set [data] overlong_prompts = "drop"'
-                    )
-                if tokens <= limit:
+                if tokens > limit:
+                    first = first or f"{self._rows.place(prompt.index)} with {tokens} tokens"
+                else:
                     self._check_embeddings(prompt)
                     kept.append(prompt.index)
                     blank += not prompt.answer
@@ -366,8 +363,8 @@ class PromptSource:
         if not kept:
             raise UserError(f"Every {self.NOUN} of {self._rows.name} is over {key} = {limit}: raise it")
         if len(kept) < len(positions):
-            message = "%s: %d of %d %ss are over %s = %d and are left out"
-            logger.warning(message, self._rows.name, len(positions) - len(kept), len(positions), self.NOUN, key, limit)
+            counts = f"{len(positions) - len(kept)} of {len(positions)} {self.NOUN}s"
+            logger.warning(f"{self._rows.name}: {counts} are over {key} = {limit} and are left out, as {first}")
         if unknown:
             message = "%s: %d %ss hold characters that the tokenizer does not know"
             logger.warning(message, self._rows.name, unknown, self.NOUN)

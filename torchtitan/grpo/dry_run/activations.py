@@ -131,9 +131,6 @@ def kept_activations(config: JobConfig, block: BlockActivations, layers: int) ->
         return layers * block.saved, 0
     if checkpoint.mode == "full":
         return layers * block.input, block.saved - block.input
-    if checkpoint.mode == "memory_budget":  # torch.compile saves this share of what it could recompute
-        each = block.input + int(checkpoint.memory_budget * (block.saved - block.input))
-        return layers * each, block.saved - each
     if checkpoint.selective_ac_option in ("op", "matmul"):
         each = block.selected if checkpoint.selective_ac_option == "op" else block.matmuls
         return layers * each, block.saved - each

@@ -1,10 +1,10 @@
 """How many copies of the model a run on several nodes has, if `[parallelism] data_parallel_replicate_degree` is 0."""
 
-import copy
 import dataclasses
 import os
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.dry_run.memory import memory_bytes
@@ -68,8 +68,7 @@ def choose_copies(
         return Copies(1, f"tensor_parallel_degree = {parallel.tensor_parallel_degree} does not divide a node's ranks")
     if ranks_here % parallel.expert_parallel_degree:  # without tensor parallelism, which does not go with it
         return Copies(1, f"expert_parallel_degree = {parallel.expert_parallel_degree} does not divide a node's ranks")
-    tried = copy.copy(config)
-    tried.parallelism = dataclasses.replace(parallel, data_parallel_replicate_degree=nodes)
+    tried = changed(config, {"parallelism.data_parallel_replicate_degree": nodes})
     memory = memory_bytes(tried, world_size, target, job)
     share = memory.total(memory.peak) * (1 if target.cuda else ranks_here) / target.memory_bytes
     device = "a GPU" if target.cuda else "a node"

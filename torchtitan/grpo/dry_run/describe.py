@@ -5,8 +5,9 @@ import os
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
 from torchtitan.grpo.config.distill_contradictions import source_names
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
-from torchtitan.grpo.config.machine import planned_ranks
+from torchtitan.grpo.config.machine import planned_ranks, target_gpus
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
@@ -35,12 +36,13 @@ def describe(config: JobConfig, world_size: int | None = None, dry_run: str = ""
     world_size = planned_ranks(config) if world_size is None else world_size
     target, nodes = find_target(dry_run, config), node_count(world_size)
     copies = choose_copies(config, world_size, nodes, target, job=job)
-    config.parallelism.data_parallel_replicate_degree = copies.degree
+    config = changed(config, {"parallelism.data_parallel_replicate_degree": copies.degree})
     batch = batch_lines(config, world_size) if job == "grpo" else sft_batch_lines(config, world_size)
     comments = ["", *batch, "", *memory_lines(config, world_size, target, job)]
     if nodes > 1:
         comments[:0] = ["", f"{world_size} ranks on {nodes} nodes", f"  {copies.describe(world_size)}"]
-    servers = plan_lines(config, target.cuda, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    servers = plan_lines(config, target_gpus(config, world_size, target), trainers_here)
     comments += ["", *servers] if servers else []
     return "\n".join([*toml_lines(config), *(f"# {line}".rstrip() for line in comments)]) + "\n"
 
@@ -146,7 +148,7 @@ def _ray_lines(config: JobConfig) -> list[str]:
     if not ray.ranks:
         lines.append("                   (shown for 1: set [ray] ranks to see another number)")
     restarts = ray.max_restarts if config.checkpoint.enable else 0
-    lines.append(f"  restarts         at most {restarts}; a step may take {ray.step_timeout_seconds:,g} s")
+    lines.append(f"  restarts         at most {restarts}; a step may take {config.debug.hang_seconds:,g} s")
     return lines
 
 
@@ -173,7 +175,7 @@ def memory_lines(config: JobConfig, world_size: int, target: Target | None = Non
         lines += shared_gpu_lines(config, memory, target)
         lines.append("  not counted: the allocator's reserve")
     else:
-        lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server spawned on the same device")
+        lines.append("  not counted: the allocator's reserve, CUDA and NCCL, a server on the same device")
     if memory.checkpoint_copy:
         pinned = " pinned" if config.checkpoint.async_mode == "async_with_pinned_mem" else ""
         lines.append(f"  in each rank's host memory: {mib(memory.checkpoint_copy)}{pinned}, a copy for checkpoints")

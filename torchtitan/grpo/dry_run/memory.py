@@ -126,7 +126,6 @@ class _Rank:
         self.shards = shards = ranks // copies
         self.replicated = copies > 1
         self.uses_fsdp = ranks > 1 or training.mixed_precision_param != training.dtype
-        self.never_resharded = parallelism.fsdp_reshard_after_forward == "never"
         self.several_rows = optimizer_step_rows(config, world_size, job) > 1
         once = reduces_once(training.reduce_gradients, model)
         self.reduced_once = self.uses_fsdp and self.several_rows and once
@@ -256,12 +255,8 @@ class _Rank:
         return self.trained_here * self.held * copies * in_background
 
     def optimizer_step(self) -> Parts:
-        """Fused AdamW needs no temporaries; foreach needs the square root of the second moments."""
-        foreach = self.config.optimizer.implementation == "foreach"
-        return self.always() | {
-            "gradients": self.trained_here * self.held,
-            "AdamW's temporaries": self.trained_here * self.held if foreach else 0,
-        }
+        """Fused AdamW needs no temporaries."""
+        return self.always() | {"gradients": self.trained_here * self.held}
 
     def reference_logprobs(self) -> Parts:
         """A forward without autograd. The last step's gradients still exist."""
@@ -311,8 +306,6 @@ class _Rank:
         """Unsharded weights in compute dtype: `blocks` blocks, and the embedding, last norm and output."""
         if not self.uses_fsdp:
             return 0
-        if self.never_resharded:
-            return (self.whole + self.trained) * self.computed
         return (self.outside + min(blocks, self.layers) * (self.block + self.adapter)) * self.computed
 
     def _output_gradient(self) -> int:

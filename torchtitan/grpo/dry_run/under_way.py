@@ -15,15 +15,14 @@ def answers_at_once(config: JobConfig) -> int:
     and it is in time if that is at most the age.
     """
     answers = config.grpo.prompts_per_step * config.grpo.group_size
-    return config.async_grpo.max_trajectory_age_steps * answers // MEAN
+    return config.async_grpo.max_age * answers // MEAN
 
 
 def under_way_lines(config: JobConfig) -> list[str]:
     """Groups, answers and requests under way at most; for in-flight updates, what the age covers."""
     grpo, rollout, ahead = config.grpo, config.rollout, config.async_grpo
     surplus = round(grpo.oversampling * grpo.prompts_per_step)
-    steps = ahead.max_trajectory_age_steps + 1 if ahead.enabled else 1
-    groups = steps * grpo.prompts_per_step + surplus
+    groups = (ahead.max_age + 1) * grpo.prompts_per_step + surplus
     servers = rollout.replicas or len(rollout.urls) or 1
     each = " each" if rollout.urls_file else f" on {servers}" if servers > 1 else ""
     what = "turn of an answer" if rollout.environment else "group"
@@ -34,7 +33,7 @@ def under_way_lines(config: JobConfig) -> list[str]:
     if ahead.enabled and ahead.in_flight_weight_updates:
         mean = max(1, rollout.max_answer_tokens // MEAN)
         lines += [
-            f"  age              {ahead.max_trajectory_age_steps}: no step waits for an answer of "
+            f"  age              {ahead.max_age}: no step waits for an answer of "
             f"{rollout.max_answer_tokens:,} tokens while servers run at most {answers_at_once(config):,}",
             f"                   answers at once (for a mean of {mean:,} tokens; in proportion for others)",
         ]

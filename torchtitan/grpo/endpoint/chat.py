@@ -53,7 +53,7 @@ class Chat:
     """Renders conversations with the run's chat template.
 
     Args:
-        arguments: `[data] chat_template_kwargs` by name.
+        arguments: `[data] chat_template_kwargs`.
         plain_text: `[data] chat_template = false`: prompts get the tokenizer's begin token.
 
     Attributes:

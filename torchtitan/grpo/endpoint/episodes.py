@@ -147,7 +147,6 @@ class Episodes:
             "sampling": {
                 "temperature": params.temperature,
                 "top_p": params.top_p,
-                "min_p": params.min_p,
                 "max_tokens": params.max_tokens,
                 "stop": list(params.stop),
             },
@@ -180,10 +179,10 @@ class Episodes:
             self._seen_at = asyncio.get_running_loop().time()
             self._lost += 1
             if taken + 1 < TAKEN_MAX and math.log10(self._lost).is_integer():  # 1st, 10th, 100th ...
-                what = f"{self._lease_s:g} s ([rollout] episode_lease_seconds)"
+                what = f"{self._lease_s:g} s, a quarter of [rollout] group_timeout_seconds,"
                 logger.warning(f"An episode had no model call for {what} and is handed out again ({self._lost} so far)")
-        lost = f"was lost by {TAKEN_MAX} harnesses: each gave no sign of life for [rollout] episode_lease_seconds"
-        return [_failed(prompt, f"{lost} = {self._lease_s:g}")]
+        lost = f"was lost by {TAKEN_MAX} harnesses: each gave no sign of life for {self._lease_s:g} s"
+        return [_failed(prompt, f"{lost}, a quarter of [rollout] group_timeout_seconds")]
 
     async def _outcome(self, episode: Episode) -> Outcome | None:
         """What the harness posts; None if it gives no sign of life.

@@ -43,6 +43,7 @@ _WITHOUT_EFFECT = {
 """They change neither what is sampled nor what is recorded."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
+    "min_p": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -152,7 +153,7 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
             continue
         if name == "seed":
             raise BadRequest(name, "the run seeds each call from [debug] seed: leave it out")
-        if name in ("temperature", "top_p", "min_p"):
+        if name in ("temperature", "top_p"):
             wanted: tuple[Any, ...] = (getattr(params, name),)
         elif name in _NEUTRAL:
             wanted = _NEUTRAL[name]

@@ -328,14 +328,13 @@ def serve(config: JobConfig, collector: Collector) -> None:
     rollout = config.rollout
     if not rollout.serve_port:
         return
-    chat = Chat(collector.tokenizer, config.data.template_arguments, not config.data.chat_template)
+    chat = Chat(collector.tokenizer, config.data.chat_template_kwargs, not config.data.chat_template)
     key = os.environ.get(rollout.serve_key_env, "") if rollout.serve_key_env else ""
     model = PurePath(config.model.hf_assets_path).name
     endpoint = Endpoint(chat, model, rollout.serve_host, rollout.serve_port, key, config.training.seq_len)
     if rollout.environment == ENDPOINT:
         sources = {"": config.data} | {source.name: source.data for source in training_sources(config)}
-        lease_s, harness_s = rollout.episode_lease_seconds, rollout.start_timeout_seconds
-        endpoint.episodes = Episodes(endpoint, lease_s, harness_s, sources)
+        endpoint.episodes = Episodes(endpoint, rollout.lease_seconds, rollout.start_timeout_seconds, sources)
     collector.call(endpoint.start())
     collector.endpoint = endpoint
     logger.info(f"The endpoint is at {endpoint.url} ([rollout] serve_port)")

@@ -99,7 +99,6 @@ class SamplingParams:
         seed: The same seed, prompt and weights give the same answers. None leaves the seed to the engine.
         ignore_eos: Do not stop at the model's own end tokens; `stop_token_ids` and `stop` still stop.
         top_p: Keep the most likely tokens that have this probability together. 1 keeps all.
-        min_p: Keep tokens at least this likely, as a share of the most likely one's probability. 0 keeps all.
         routes: Have each answer say which experts computed it, as routes of this shape. None: it need not.
         vocab_size: The model's. No token that an environment puts in may be over it.
         first: Answer it before waiting requests that do not say so, where the server schedules by priority.
@@ -113,7 +112,6 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     top_p: float = 1.0
-    min_p: float = 0.0
     routes: RouteShape | None = None
     first: bool = False
     vocab_size: int = ANY_VOCAB

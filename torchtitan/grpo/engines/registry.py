@@ -1,6 +1,7 @@
 """The engines: one row each, and the one place to add another."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torchtitan.grpo.data.samples import ANY_VOCAB
 from torchtitan.grpo.engines.engine import Engine
@@ -10,31 +11,40 @@ from torchtitan.grpo.engines.sglang_adapters import SglangAdapterClient, SglangA
 from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
+from torchtitan.grpo.process.server_commands import EmbeddedCommand, SglangCommand, VllmCommand
 
-_LINKS = "torchtitan.grpo.weight_sync"
+_LINKS, _SCORERS = "torchtitan.grpo.weight_sync", "torchtitan.grpo.rollouts.teachers.scorers"
 
-ENGINES = {
-    "embedded": Engine(  # it has vLLM's routes
-        VllmControl, VllmClient, f"{_LINKS}.link:GroupLink", f"{_LINKS}.disk:FolderLink", repeats_in_flight=True
-    ),
-    "vllm": Engine(
-        VllmControl, VllmClient, f"{_LINKS}.link:GroupLink", f"{_LINKS}.disk:FolderLink", repeats_in_flight=False
-    ),
-    "sglang": Engine(
-        SglangControl,
-        SglangClient,
-        f"{_LINKS}.sglang_link:SglangLink",
-        f"{_LINKS}.sglang_link:SglangFolderLink",
-        repeats_in_flight=False,
-        with_adapters=Engine(
-            SglangAdapterControl,
-            SglangAdapterClient,
-            f"{_LINKS}.sglang_adapter_link:SglangAdapterLink",
-            f"{_LINKS}.sglang_adapter_link:SglangAdapterLink",
-            repeats_in_flight=False,
-        ),
-    ),
-}
+_VLLM = Engine(
+    VllmCommand,
+    VllmControl,
+    VllmClient,
+    f"{_LINKS}.link:GroupLink",
+    f"{_LINKS}.disk:FolderLink",
+    f"{_SCORERS}:VllmScorer",
+    repeats_in_flight=False,
+)
+_EMBEDDED = replace(  # it has vLLM's routes
+    _VLLM, command=EmbeddedCommand, scorer=f"{_SCORERS}:EmbeddedScorer", repeats_in_flight=True
+)
+_SGLANG = Engine(
+    SglangCommand,
+    SglangControl,
+    SglangClient,
+    f"{_LINKS}.sglang_link:SglangLink",
+    f"{_LINKS}.sglang_link:SglangFolderLink",
+    f"{_SCORERS}:SglangScorer",
+    repeats_in_flight=False,
+)
+_SGLANG_ADAPTERS = replace(
+    _SGLANG,
+    control=SglangAdapterControl,
+    client=SglangAdapterClient,
+    link=f"{_LINKS}.sglang_adapter_link:SglangAdapterLink",
+    disk_link=f"{_LINKS}.sglang_adapter_link:SglangAdapterLink",
+)
+
+ENGINES = {row.command.engine: row for row in (_EMBEDDED, _VLLM, replace(_SGLANG, with_adapters=_SGLANG_ADAPTERS))}
 """`[rollout] engine` -> its row."""
 
 

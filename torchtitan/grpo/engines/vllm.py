@@ -85,7 +85,7 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos,
         "top_p": params.top_p,
         "top_k": 0,
-        "min_p": params.min_p,
+        "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -29,7 +29,7 @@ def loaded_environments(config: JobConfig) -> Iterator[Environments]:
 
         def guarded(name: str, arguments: dict[str, Any], data: Data, key: str = KEY) -> GuardedEnvironment:
             with renamed(KEY, key):
-                environment = load_environment(name, arguments, data.template_arguments)
+                environment = load_environment(name, arguments, data.chat_template_kwargs)
             stack.callback(getattr(environment, "close", lambda: None))
             return GuardedEnvironment(environment, name, rollout.environment_concurrency, key)
 
@@ -46,7 +46,7 @@ def load_environment(name: str, arguments: dict[str, Any], template_arguments: d
     """The environment of this name, `single_turn` if none is named.
 
     Args:
-        template_arguments: `[data] chat_template_kwargs` by name, which conversations are rendered with.
+        template_arguments: `[data] chat_template_kwargs`, which conversations are rendered with.
 
     Raises:
         UserError: As `loaded_environments`.

@@ -38,7 +38,7 @@ class OpenEnvEnvironment:
 
     Args:
         url: The server's address, as in "http://127.0.0.1:8000".
-        template_arguments: `[data] chat_template_kwargs` by name.
+        template_arguments: `[data] chat_template_kwargs`.
         prompt: What each conversation begins with, before the first observation.
         action: The field of an action that takes the model's text, such as "message" or "code".
         action_fields: Further fields of each action.

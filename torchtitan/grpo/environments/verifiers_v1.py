@@ -80,7 +80,7 @@ class VerifiersEnvironment:
 
     Args:
         name: The taskset's id: an installed package, one of verifiers' own, or a module in the folder of the run.
-        template_arguments: `[data] chat_template_kwargs` by name.
+        template_arguments: `[data] chat_template_kwargs`.
         select: Which tasks: verifiers' SelectConfig, as in `{ limit = 1000 }`. A taskset without an end needs a limit.
         env: The other keys of verifiers' `[env]`. If neither they nor the taskset name a harness, it is
             `in_process.InProcessHarness`. A harness that executes no code runs on this machine by default.

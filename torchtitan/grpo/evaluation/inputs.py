@@ -16,6 +16,7 @@ from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE
 from torchtitan.grpo.config.contradictions import check_contradictions
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.jobs import job_of
+from torchtitan.grpo.config.keys import TABLES
 from torchtitan.grpo.config.load import CONFIG_FILE, load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets
@@ -90,7 +91,12 @@ def _is_supervised(step: Path) -> bool:
 
 def _run_config(step: Path | None) -> dict[str, Any]:
     """The run's value of every key, by path; empty without a checkpoint."""
-    return json.loads((step / RUN_CONFIG).read_text(encoding="utf-8")) if step else {}
+    run = json.loads((step / RUN_CONFIG).read_text(encoding="utf-8")) if step else {}
+    tables = [table for path in TABLES for table in run.get(path, [])]
+    for values, key in [(run, "data.chat_template_kwargs"), *((table, "chat_template_kwargs") for table in tables)]:
+        if isinstance(words := values.get(key), list):  # of an earlier version, as in ["enable_thinking=false"]
+            values[key] = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
+    return run
 
 
 def evaluation_config(

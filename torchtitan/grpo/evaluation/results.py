@@ -112,7 +112,6 @@ def _of_set(answers: HeldOutAnswers, config: JobConfig) -> dict[str, Any]:
         "samples_per_prompt": held_out.samples,
         "temperature": held_out.temperature,
         "top_p": held_out.top_p,
-        "min_p": held_out.min_p,
         "max_answer_tokens": held_out.max_answer_tokens,
         "truncated_answers": sum(sample.finish_reason == "length" for sample in samples),
         "failed_scores": sum(len(sample.reward_failures) for sample in samples),

@@ -1,7 +1,13 @@
 """Which weights sampled which token, for vLLM servers that do not report it (before 0.32).
 
 **Remove when the oldest vLLM in `plugin.TESTED` is 0.32.** This module then goes, with its tests, their plug-in
-`tests/helpers/counted_versions.py` and `test_our_count_is_vllms`.
+`tests/helpers/counted_versions.py` and `test_our_count_is_vllms`. With it go the few lines that stand where they act:
+
+    process/server_commands.py          the search for --enable-scale-out, which is then always a flag; `engine_folder`
+                                        need return nothing
+    engines/vllm.py, vllm_control.py    a token's version by its start; no /weight_info; "token_id:123" in `_token_id`
+    inside_vllm/transfer_engine.py      `trainer_send_weights` and `_vllm_config`
+    inside_vllm/load_recording.py       `loaded_name`
 
 vLLM 0.32 returns `weight_versions` with each choice of its generate route: spans [{"version", "start", "end"}] over the
 answer's tokens. `install` has an older vLLM return the same, by bookkeeping in its API server alone, which sees:

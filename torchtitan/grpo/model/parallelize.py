@@ -134,10 +134,7 @@ def _apply_checkpointing(model: nn.Module, source: ModelSource, config: JobConfi
         block = checkpoint_wrapper(
             block,
             context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
-            preserve_rng_state=checkpoint.preserve_rng_state,
-            determinism_check=checkpoint.determinism_check,
-            early_stop=checkpoint.early_stop,
-            debug=checkpoint.debug,
+            early_stop=False,
         )
         model.layers.register_module(name, block)
 
@@ -187,20 +184,19 @@ def _apply_fsdp(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
         param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
     )
-    reshard = config.parallelism.fsdp_reshard_after_forward != "never"
     blocks = list(model.layers.values())
     together = 1
     if dims.ep_enabled:  # the experts of this rank, over the ranks that have the same ones
         for block in blocks:
             experts, experts_mesh = block.moe.experts, dims.get_mesh([*names[:-1], "efsdp"])
             own = dataclasses.replace(policy, cast_forward_inputs=False)  # routing weights stay float32
-            fully_shard(experts, mesh=experts_mesh, mp_policy=own, reshard_after_forward=reshard)
+            fully_shard(experts, mesh=experts_mesh, mp_policy=own, reshard_after_forward=True)
             _hide_hooks(experts)
     else:
         parameters = sum(parameter.numel() for parameter in blocks[0].parameters()) // dims.tp
         together = blocks_together(len(blocks), parameters, policy.param_dtype.itemsize)
     for first in range(0, len(blocks), together):
-        fully_shard(blocks[first : first + together], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(blocks[first : first + together], mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if dims.ep_enabled:  # the host waits for numbers of rows in every block, so it cannot run ahead
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following, following.moe.experts])

@@ -19,8 +19,7 @@ _CHUNK = 1 << 27
 class FiniteSteps:
     """Skips optimizer steps whose gradient norm is not finite. Parameters, moments and step counters stay as they are.
 
-    torch's fused Adam and AdamW take a flag on the device for that (`found_inf`), so the host does not wait. The other
-    implementations have no such flag: with them the host reads the norm before each step, which on CUDA is a wait.
+    torch's fused Adam and AdamW take a flag on the device for that (`found_inf`), so the host does not wait.
 
     All ranks agree without a message, because the norm is the whole model's.
 
@@ -35,8 +34,8 @@ class FiniteSteps:
         self._in_a_row = torch.zeros((), device=device)
         self._norm = torch.zeros((), device=device)
 
-    def allow(self, norm: Tensor) -> bool:
-        """Call before the optimizer's step. False: leave it out. True: take it; with a bad norm it changes nothing.
+    def guard(self, norm: Tensor) -> None:
+        """Call before the optimizer's step, which with a bad norm then changes nothing.
 
         Args:
             norm: Scalar, of all gradients of all ranks.
@@ -45,11 +44,8 @@ class FiniteSteps:
         self._skipped += bad
         self._in_a_row = (self._in_a_row + 1) * bad
         self._norm = norm
-        if not all(group["fused"] for optimizer in self._optimizers for group in optimizer.param_groups):
-            return not bad.item()
         for optimizer in self._optimizers:
             optimizer.found_inf = bad
-        return True
 
     def metrics(self) -> dict[str, float]:
         """`train/skipped_steps`: optimizer steps left out since the start of the process. Waits for the device."""

@@ -91,7 +91,7 @@ def past_the_clip(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor
     do with answers that were sampled before the first of them: each pushes the same tokens again, and importance
     weights above 1 push harder.
     """
-    if not grpo.clip_old_tokens or grpo.policy_loss != "ppo" or grpo.proximal_logprobs == "sampler":
+    if grpo.policy_loss != "ppo" or grpo.proximal_logprobs == "sampler":
         return torch.zeros_like(ages, dtype=torch.bool)  # with "sampler", the loss itself clips so
     around = _clipped_surrogate(_ratio((logprobs - sampler_logprobs).detach()), advantages, grpo)
     return (around.clipped_low | around.clipped_high) & (ages > 0)

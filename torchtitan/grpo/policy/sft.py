@@ -66,8 +66,8 @@ def supervised_steps(
     for left in reversed(range(sft.steps)):
         optimizer.zero_grad()
         sums = accumulate_gradients(model, ahead, lambda _, row: supervised_loss(model, row), reduce_once=False)
-        if finite_steps.allow(clip_gradients(model, max_norm)):
-            optimizer.step()
+        finite_steps.guard(clip_gradients(model, max_norm))
+        optimizer.step()
         ahead = next_rows() if left else []  # while the device computes
         finite_steps.check()
         yield sums["loss"]

@@ -8,7 +8,7 @@
     disk_full.py         a full disk in one line
     folder_lock.py       one run at a time in a folder
     import_path.py       functions that the configuration names
-    server_commands.py   the command lines of servers
+    server_commands.py   each engine: the command lines of its servers, and what they can do
 
 This room stands on the ground: it imports errors.py alone.
 """

@@ -1,7 +1,8 @@
-"""The command lines of vLLM and SGLang servers that a trainer can use and send weights to.
+"""What is known of each engine without asking a server: its command line, and what its servers can do.
 
-scripts/serve_vllm.sh and serve_sglang.sh run this file by itself, with the engine's Python: it imports nothing but the
-standard library. `[rollout] replicas` imports it. What a flag is for is said here and nowhere else.
+One class for each engine. scripts/serve_vllm.sh and serve_sglang.sh run this file by itself, with the engine's Python:
+it imports nothing but the standard library. `engines/registry.py` has the rest of an engine's row, and imports it. What
+a flag is for is said here and nowhere else.
 """
 
 import ipaddress
@@ -13,28 +14,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).parents[3]
 """Of the checkout, or site-packages."""
 LOOPBACK = "127.0.0.1"
-PYTHON_VARIABLE = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}
-"""Names the Python that has the engine."""
-KEY_VARIABLE = {"vllm": "VLLM_API_KEY", "sglang": "SGLANG_API_KEY"}
-"""Holds the API key that the server asks for."""
-OWN_FLAGS = {
-    "vllm": ("--model", "--host", "--port", "--api-key", "--tensor-parallel-size", "-tp"),
-    "sglang": (
-        "--model-path",
-        "--model",
-        "--host",
-        "--port",
-        "--api-key",
-        "--tensor-parallel-size",
-        "--tp-size",
-        "--tp",
-    ),
-}
-"""Flags that only this file sets, from other arguments."""
 CPU_MODEL_LEN = 1024
 """Longest request on a CPU, if nothing else is said and the model can take it: vLLM reserves memory for one."""
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -52,11 +36,6 @@ _GRAPH_FLAGS = (
 flags (--config), vLLM gets no flag about graphs."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's slots for adapters. A smaller adapter fits into a larger slot."""
-_TITLE = {"vllm": "vLLM", "sglang": "SGLang"}
-_CPU_VENV = {
-    "vllm": ("TORCHTITAN_GRPO_VLLM_VENV", "vllm-cpu"),
-    "sglang": ("TORCHTITAN_GRPO_SGLANG_VENV", "sglang-cpu"),
-}
 _LOOK_S = 60.0
 
 # Finds the engine without importing it, which takes many seconds.
@@ -74,6 +53,9 @@ _ADD_SGLANG_KEY = (
     'runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)'
 )
 
+# `python -m torchtitan.grpo.engines.embedded`, but without upstream's `torchtitan/__init__.py`.
+_EMBEDDED = "import torchtitan_overlay; from torchtitan.grpo.engines.embedded.__main__ import main; main()"
+
 
 class ServerCommandError(Exception):
     """A server cannot be started like that. `status` is the scripts' exit status: 2 for wrong arguments, else 1."""
@@ -85,79 +67,215 @@ class ServerCommandError(Exception):
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A server of vLLM or SGLang that is to be started.
+    """A server that is to be started. A subclass is an engine, and its class attributes say what is known of it.
 
     Attributes:
-        engine: "vllm" or "sglang".
         model: Folder with config.json and a tokenizer.
-        python: The Python that has the engine.
-        device: "cpu" (float32), "cuda", or "" for CUDA with all visible devices and no tensor parallelism.
-        gpus: Indices among the visible CUDA devices. Several become a tensor-parallel server.
-        max_model_len: Longest prompt and answer together, in tokens; None leaves it to the engine.
+        gpus: Indices among the visible CUDA devices. Several become a tensor-parallel server. Empty: the CPU, in
+            float32. None: all visible devices, without tensor parallelism.
         flags: The engine's own flags. They come last, and the last of two wins.
+        python: The Python that has the engine; "" for `found_python`.
+        max_model_len: Longest prompt and answer together, in tokens; None leaves it to the engine.
+        key_env: The environment variable with the API key that it asks for; "" for none. No command line has the key.
         has_tokenizer: The folder has, or will have, a tokenizer. False: it is looked for.
+        has_weights: It has weights too. False: the trainer sends them.
+        memory_share: Of the memory of a GPU that it shares with a trainer; 0 leaves it to the engine.
+        sleeps: It will give up its memory while the trainer trains.
         lora_rank: Of the adapters that it will get; 0 for none.
         lora_layers: The layers of a block that they adapt. SGLang makes place for these alone.
         lora_versions: How many versions of them answers may name at once. vLLM has one at a time.
         routes: Answers say which experts computed them.
     """
 
-    engine: str
+    engine: ClassVar[str]
+    """`[rollout] engine`."""
+    title: ClassVar[str]
+    """As its makers write it."""
+    python_variable: ClassVar[str] = ""
+    """Names the Python that has the engine."""
+    key_variable: ClassVar[str] = ""
+    """Holds the API key that the server asks for."""
+    own_flags: ClassVar[tuple[str, ...]]
+    """Flags that only this file sets, from other arguments."""
+    bundled: ClassVar[bool] = False
+    """It is in this package, and runs in the trainer's Python on one device. So a run that names no servers starts one,
+    on rank 0's GPU if no other is free."""
+    maps_memory: ClassVar[bool] = True
+    """It can read the trainer's memory on the same device, so the two can share a GPU."""
+    adapters_on_cpu: ClassVar[bool] = True
+    """It starts with `[lora]` on a CPU."""
+    adapter_files: ClassVar[bool] = False
+    """It reads adapters from files."""
+    adapted_together: ClassVar[tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = ()
+    """Layers, and the layers of which it adapts none without these."""
+    routes_on_cpu: ClassVar[bool] = False
+    """It tells the experts of tokens on a CPU."""
+    routes_recomputed: ClassVar[bool] = True
+    """It still tells a token's experts after it has computed its keys and values again."""
+    scores_at_any_temperature: ClassVar[bool] = False
+    """As a teacher it gives log-probabilities of given tokens at any temperature, not only at 1."""
+
     model: str
-    python: str
-    host: str = LOOPBACK
-    port: int = 8000
-    device: str = ""
-    gpus: tuple[int, ...] = ()
-    max_model_len: int | None = None
+    gpus: tuple[int, ...] | None = None
     flags: tuple[str, ...] = ()
+    python: str = ""
+    host: str = LOOPBACK
+    max_model_len: int | None = None
+    key_env: str = ""
     has_tokenizer: bool = False
+    has_weights: bool = True
+    memory_share: float = 0.0
+    sleeps: bool = False
     lora_rank: int = 0
     lora_layers: tuple[str, ...] = ALL_LINEAR
     lora_versions: int = 1
     routes: bool = False
 
-    def argv(self, folder: str, environ: Mapping[str, str]) -> list[str]:
+    def argv(self, port: int, folder: str = "") -> list[str]:
         """The command line. It never holds an API key.
 
         Args:
             folder: Of the engine's package, from `engine_folder`; "" if it is not known.
-            environ: Tells whether there is a key.
         """
-        build = {"vllm": self._vllm, "sglang": self._sglang}[self.engine]
-        return [self.python, *build(folder, environ), *self.flags]
+        return [self.found_python(), *self._words(port, folder), *self.flags]
 
-    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """`environ` with what the server needs.
+    def environment(self) -> dict[str, str]:
+        """This process's environment with what the server needs, and its API key.
 
         Raises:
             ServerCommandError: An index of `gpus` is not among CUDA_VISIBLE_DEVICES.
         """
-        env = {name: value for name, value in environ.items() if name != PYTHON_VARIABLE[self.engine]}
-        if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = visible_devices(self.gpus, environ)
-        if self.device == "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = ""
+        # A key that happens to be in the environment would be asked for, and the trainer would not send it.
+        left_out = self.python_variable, self.key_variable
+        env = {name: value for name, value in without_torchrun(os.environ).items() if name not in left_out}
+        if self.gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = visible_devices(self.gpus, env) if self.gpus else ""
         if os.path.isdir(self.model):
             env.setdefault("HF_HUB_OFFLINE", "1")
-        if self.engine == "vllm":
-            env["VLLM_SERVER_DEV_MODE"] = "1"  # the routes for pause, resume and weight updates
-            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiles kernels at the first request; a compiler may be missing
-            env["VLLM_NO_USAGE_STATS"] = "1"
-            if self.device == "cpu":
-                env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-                env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-                # --enforce-eager leaves a compiled kernel in the sampler: the first answer waits 11 s for its C++.
-                env.setdefault("TORCH_COMPILE_DISABLE", "1")
-        elif self.device == "cpu":
-            env["SGLANG_USE_CPU_ENGINE"] = "1"
-        else:
-            # SGLang would set it to 0. The trainer's NCCL uses its default, and both ends of a weight sync must agree.
-            env.setdefault("NCCL_CUMEM_ENABLE", "-2")
+        return env | ({self.key_variable: self._key()} if self._key() else {})
+
+    def found_python(self) -> str:
+        """The Python that has the engine: `python`; else the one that the environment names; for the CPU that of
+        scripts/install_*_cpu.sh, if there is one; else this one."""
+        named = os.environ.get(self.python_variable, "")
+        if os.sep in named:
+            named = os.path.abspath(named)
+        return self.python or named or (self.gpus == () and self._installed_for_cpu()) or sys.executable
+
+    def engine_folder(self) -> str:
+        """Where its Python has the engine's package, "" if that is this one. Takes about 0.1 s.
+
+        Raises:
+            ServerCommandError: The Python does not run, or something is not installed. The message says how to install
+                it.
+        """
+        python = self.found_python()
+        try:
+            # From /, so that no folder of this checkout is imported in place of an installed package.
+            command = [python, "-c", _LOOK, self.engine]
+            looked = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=_LOOK_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ServerCommandError(f"{python} does not run: {error}") from error
+        lines = looked.stdout.splitlines()
+        if looked.returncode or len(lines) < 2:
+            raise ServerCommandError(f"{python} does not run: {looked.stderr.strip()[-500:]}")
+        folder, plugin = lines[-2:]
+        if not folder:
+            raise ServerCommandError(
+                f"{python} has no {self.title}; set {self.python_variable} to the Python that has it, install it "
+                f"(pip install {self._requirement}), or, for CPU, run scripts/install_{self.engine}_cpu.sh"
+            )
+        if self._needs_plugin and plugin != "True":
+            raise ServerCommandError(
+                f"{python} has {self.title} but not this project's weight-sync plug-in; install it there:\n"
+                f"    {python} -m pip install --no-deps {ROOT}"
+            )
+        return folder
+
+    _requirement: ClassVar[str] = ""
+    _needs_plugin: ClassVar[bool] = False
+
+    def _words(self, port: int, folder: str) -> list[str]:
+        """The command line between the Python and `flags`."""
+        raise NotImplementedError
+
+    def _key(self) -> str:
+        return os.environ.get(self.key_env, "")
+
+    def _installed_for_cpu(self) -> str:
+        """The Python of scripts/install_*_cpu.sh, "" if there is none."""
+        folder = os.environ.get(f"TORCHTITAN_GRPO_{self.engine.upper()}_VENV")
+        venv = folder or os.path.expanduser(f"~/.cache/torchtitan-grpo/{self.engine}-cpu")
+        python = os.path.join(venv, "bin", "python")
+        return python if os.access(python, os.X_OK) else ""
+
+    def _dummy_weights(self) -> list[str]:
+        return [] if self.has_weights else ["--load-format", "dummy"]
+
+    def _without_tokenizer(self) -> list[str]:
+        has_one = self.has_tokenizer or os.path.isfile(os.path.join(self.model, "tokenizer.json"))
+        return [] if has_one else ["--skip-tokenizer-init"]
+
+
+class EmbeddedCommand(ServerCommand):
+    """The server of this package (engines/embedded). It takes requests as long as the model can."""
+
+    engine = "embedded"
+    title = "the embedded server"
+    own_flags = ("--model", "--host", "--port", "--device", "--parent-pid", "--expose")
+    bundled = True
+    routes_on_cpu = True
+    scores_at_any_temperature = True
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with this package importable.
+
+        OpenMP threads sleep instead of spinning while they wait. Trainer and server share the cores, and on 2 busy
+        cores more spinning threads than cores made decoding 10 times slower.
+        """
+        env = without_torchrun(os.environ)
+        env.setdefault("OMP_WAIT_POLICY", "passive")
+        return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))}
+
+    def found_python(self) -> str:
+        return sys.executable
+
+    def engine_folder(self) -> str:
+        return ""
+
+    def _words(self, port: int, folder: str) -> list[str]:
+        device, dtype = ("cpu", "float32") if self.gpus == () else (f"cuda:{(self.gpus or (0,))[0]}", "bfloat16")
+        flags = ["--model", self.model, "--device", device, "--dtype", dtype, "--max-sequences", "1024"]
+        flags += ["--api-key-env", self.key_env] if self.key_env else []
+        flags += ["--host", self.host, "--port", str(port)]
+        flags += [] if is_loopback(self.host) else ["--expose"]
+        flags += ["--memory-share", f"{self.memory_share:g}"] if self.memory_share else []
+        return ["-c", _EMBEDDED, *flags]
+
+
+class VllmCommand(ServerCommand):
+    engine = "vllm"
+    title = "vLLM"
+    python_variable = "VLLM_PYTHON"
+    key_variable = "VLLM_API_KEY"
+    own_flags = ("--model", "--host", "--port", "--api-key", "--tensor-parallel-size", "-tp")
+    _requirement = "'vllm>=0.25.1,<0.33'"
+    _needs_plugin = True
+
+    def environment(self) -> dict[str, str]:
+        env = super().environment()
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # the routes for pause, resume and weight updates
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiles kernels at the first request; a compiler may be missing
+        env["VLLM_NO_USAGE_STATS"] = "1"
+        if self.gpus == ():
+            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            # --enforce-eager leaves a compiled kernel in the sampler: the first answer waits 11 s for its C++.
+            env.setdefault("TORCH_COMPILE_DISABLE", "1")
         return env
 
-    def _vllm(self, folder: str, environ: Mapping[str, str]) -> list[str]:
-        flags = ["--model", self.model, "--host", self.host, "--port", str(self.port)]
+    def _words(self, port: int, folder: str) -> list[str]:
+        flags = ["--model", self.model, "--host", self.host, "--port", str(port)]
         flags += ["--logprobs-mode", "processed_logprobs"]
         flags += ["--weight-transfer-config", '{"backend":"torchtitan_grpo"}']
         flags += ["--scheduling-policy", "priority"]  # held-out answers do not wait behind those for later steps
@@ -165,7 +283,7 @@ class ServerCommand:
         entrypoints = Path(folder, "entrypoints") if folder else None
         if entrypoints and any(b"enable_scale_out" in path.read_bytes() for path in entrypoints.rglob("*.py")):
             flags.append("--enable-scale-out")
-        if environ.get("VLLM_API_KEY"):
+        if self._key():
             flags += ["--middleware", "torchtitan.grpo.inside_vllm.api_key.ApiKeyMiddleware"]
         if self.lora_rank:
             slot = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
@@ -173,7 +291,7 @@ class ServerCommand:
         if self.routes:  # other kernels of vLLM 0.25 choose experts without telling
             flags += ["--enable-return-routed-experts", "--moe-backend", "triton"]
         max_model_len = self.max_model_len
-        if self.device == "cpu":
+        if self.gpus == ():
             flags += ["--dtype", "float32", "--enforce-eager"]
             max_model_len = max_model_len or min(CPU_MODEL_LEN, self._positions())
             flags += self._without_tokenizer()
@@ -187,33 +305,10 @@ class ServerCommand:
             flags += ["--tensor-parallel-size", str(len(self.gpus))]
         if max_model_len:
             flags += ["--max-model-len", str(max_model_len)]
+        flags += self._dummy_weights()
+        flags += ["--gpu-memory-utilization", f"{self.memory_share:g}"] if self.memory_share else []
+        flags += ["--enable-sleep-mode"] if self.sleeps else []
         return ["-m", "vllm.entrypoints.openai.api_server", *flags]
-
-    def _sglang(self, folder: str, environ: Mapping[str, str]) -> list[str]:
-        flags = ["--model-path", self.model, "--host", self.host, "--port", str(self.port)]
-        if self.device == "cpu":
-            # These choose PyTorch's own code over compiled kernels.
-            flags += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
-            flags += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"]
-            flags += ["--skip-server-warmup", *self._without_tokenizer()]
-            # The cache is sized in tokens. A share of the memory would depend on what else the machine is doing.
-            flags += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.5"]
-            flags.append("--sleep-on-idle")  # else an idle server keeps a core busy
-        else:
-            flags += ["--dtype", "bfloat16"]
-        if self.lora_rank:
-            flags += ["--enable-lora", "--max-lora-rank", str(self.lora_rank)]
-            flags += ["--lora-target-modules", *self.lora_layers]
-            flags += ["--max-loras-per-batch", str(self.lora_versions + 1)]  # the base counts as one
-            flags += ["--lora-backend", "torch_native"] if self.device == "cpu" else []
-        if self.routes:
-            flags.append("--enable-return-routed-experts")
-        if self.gpus:
-            flags += ["--tp-size", str(len(self.gpus))]
-        if self.max_model_len:
-            flags += ["--context-length", str(self.max_model_len)]
-        module = ["-c", _ADD_SGLANG_KEY] if environ.get("SGLANG_API_KEY") else ["-m", "sglang.launch_server"]
-        return [*module, *flags]
 
     def _graphs(self) -> list[str]:
         """How large a pass has a CUDA graph, if vLLM's own flags leave it open."""
@@ -232,9 +327,76 @@ class ServerCommand:
             return CPU_MODEL_LEN  # vLLM says what is wrong with the folder
         return config.get("max_position_embeddings", CPU_MODEL_LEN)
 
-    def _without_tokenizer(self) -> list[str]:
-        has_one = self.has_tokenizer or os.path.isfile(os.path.join(self.model, "tokenizer.json"))
-        return [] if has_one else ["--skip-tokenizer-init"]
+
+class SglangCommand(ServerCommand):
+    engine = "sglang"
+    title = "SGLang"
+    python_variable = "SGLANG_PYTHON"
+    key_variable = "SGLANG_API_KEY"
+    own_flags = (
+        "--model-path",
+        "--model",
+        "--host",
+        "--port",
+        "--api-key",
+        "--tensor-parallel-size",
+        "--tp-size",
+        "--tp",
+    )
+    maps_memory = False
+    adapters_on_cpu = False
+    adapter_files = True
+    adapted_together = ((("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")), (("gate_proj",), ("up_proj",)))
+    routes_recomputed = False
+    _requirement = "sglang"
+
+    def environment(self) -> dict[str, str]:
+        env = super().environment()
+        if self.gpus == ():
+            env["SGLANG_USE_CPU_ENGINE"] = "1"
+        else:
+            # SGLang would set it to 0. The trainer's NCCL uses its default, and both ends of a weight sync must agree.
+            env.setdefault("NCCL_CUMEM_ENABLE", "-2")
+        return env
+
+    def _words(self, port: int, folder: str) -> list[str]:
+        flags = ["--model-path", self.model, "--host", self.host, "--port", str(port)]
+        if self.gpus == ():
+            # These choose PyTorch's own code over compiled kernels.
+            flags += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
+            flags += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"]
+            flags += ["--skip-server-warmup", *self._without_tokenizer()]
+            # The cache is sized in tokens. A share of the memory would depend on what else the machine is doing.
+            flags += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.5"]
+            flags.append("--sleep-on-idle")  # else an idle server keeps a core busy
+        else:
+            flags += ["--dtype", "bfloat16"]
+        if self.lora_rank:
+            flags += ["--enable-lora", "--max-lora-rank", str(self.lora_rank)]
+            flags += ["--lora-target-modules", *self.lora_layers]
+            flags += ["--max-loras-per-batch", str(self.lora_versions + 1)]  # the base counts as one
+            flags += ["--lora-backend", "torch_native"] if self.gpus == () else []
+        if self.routes:
+            flags.append("--enable-return-routed-experts")
+        if self.gpus:
+            flags += ["--tp-size", str(len(self.gpus))]
+        if self.max_model_len:
+            flags += ["--context-length", str(self.max_model_len)]
+        module = ["-c", _ADD_SGLANG_KEY] if self._key() else ["-m", "sglang.launch_server"]
+        return [*module, *flags, *self._dummy_weights()]
+
+
+COMMANDS: dict[str, type[ServerCommand]] = {
+    command.engine: command for command in (EmbeddedCommand, VllmCommand, SglangCommand)
+}
+"""`[rollout] engine` and `[distill] engine` -> what is known of it."""
+
+
+def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables that torchrun gives to its workers."""
+    names = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    names |= {"GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
+    return {k: v for k, v in environ.items() if k not in names and not k.startswith("TORCHELASTIC_")}
 
 
 def http_url(host: str, port: int) -> str:
@@ -285,36 +447,6 @@ def visible_devices(gpus: Sequence[int], environ: Mapping[str, str]) -> str:
     return ",".join(visible[gpu] for gpu in gpus)
 
 
-def engine_folder(engine: str, python: str) -> str:
-    """Where this Python has the engine's package. Its plug-in is there too, if it needs one. Takes about 0.1 s.
-
-    Raises:
-        ServerCommandError: The Python does not run, or something is not installed. The message says how to install it.
-    """
-    try:
-        # From /, so that no folder of this checkout is imported in place of an installed package.
-        command = [python, "-c", _LOOK, engine]
-        looked = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=_LOOK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ServerCommandError(f"{python} does not run: {error}") from error
-    lines = looked.stdout.splitlines()
-    if looked.returncode or len(lines) < 2:
-        raise ServerCommandError(f"{python} does not run: {looked.stderr.strip()[-500:]}")
-    folder, plugin = lines[-2:]
-    if not folder:
-        wanted = {"vllm": "'vllm>=0.25.1,<0.33'", "sglang": "sglang"}[engine]
-        raise ServerCommandError(
-            f"{python} has no {_TITLE[engine]}; set {PYTHON_VARIABLE[engine]} to the Python that has it, install it "
-            f"(pip install {wanted}), or, for CPU, run scripts/install_{engine}_cpu.sh"
-        )
-    if engine == "vllm" and plugin != "True":
-        raise ServerCommandError(
-            f"{python} has vLLM but not this project's weight-sync plug-in; install it there:\n"
-            f"    {python} -m pip install --no-deps {ROOT}"
-        )
-    return folder
-
-
 def main(arguments: list[str]) -> None:
     """`ENGINE MODEL [--port N] [--host ADDRESS [--expose]] [--cpu | --gpu N[,N...]] [the engine's flags ...]`.
 
@@ -322,9 +454,8 @@ def main(arguments: list[str]) -> None:
     """
     engine, *rest = arguments
     try:
-        command = _parsed(engine, rest)
-        folder = engine_folder(engine, command.python)
-        argv, environment = command.argv(folder, os.environ), command.environment(os.environ)
+        command, port = _parsed(COMMANDS[engine], rest)
+        argv, environment = command.argv(port, command.engine_folder()), command.environment()
     except ServerCommandError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
@@ -332,10 +463,11 @@ def main(arguments: list[str]) -> None:
     os.execvpe(argv[0], argv, environment)
 
 
-def _parsed(engine: str, arguments: list[str]) -> ServerCommand:
-    key = KEY_VARIABLE[engine]
+def _parsed(engine: type[ServerCommand], arguments: list[str]) -> tuple[ServerCommand, int]:
+    """The server, and its port."""
+    key = engine.key_variable
     given = {"--port": "8000", "--host": LOOPBACK, "--gpu": ""}
-    model, device, expose, flags = "", "", False, []
+    model, cpu, expose, flags = "", False, False, []
     left = list(arguments)
     while left:
         word = left.pop(0)
@@ -349,9 +481,9 @@ def _parsed(engine: str, arguments: list[str]) -> ServerCommand:
         elif word == "--expose":
             expose = True
         elif word == "--cpu":
-            device = "cpu"
+            cpu = True
         elif not model and word.startswith("-"):
-            raise ServerCommandError(f"MODEL comes first, before {_TITLE[engine]}'s own flag {word}", 2)
+            raise ServerCommandError(f"MODEL comes first, before {engine.title}'s own flag {word}", 2)
         elif not model:
             model = word
         else:
@@ -367,28 +499,8 @@ def _parsed(engine: str, arguments: list[str]) -> ServerCommand:
     check_exposure(given["--host"], expose, f"Export {key}")
     if expose and not is_loopback(given["--host"]) and not os.environ.get(key):
         print(f"warning: --expose without {key}: whoever reaches port {port} can replace the weights", file=sys.stderr)
-    device = "cuda" if gpus and not device else device
-    python = engine_python(engine, device == "cpu")
-    return ServerCommand(
-        engine, model, python, given["--host"], port, device, () if device == "cpu" else gpus, None, tuple(flags)
-    )
-
-
-def engine_python(engine: str, cpu: bool) -> str:
-    """The Python that has the engine: the one that the environment names; for the CPU that of scripts/install_*_cpu.sh,
-    if there is one; else this one."""
-    named = os.environ.get(PYTHON_VARIABLE[engine], "")
-    if os.sep in named:
-        return os.path.abspath(named)
-    return named or (cpu and _installed_for_cpu(engine)) or sys.executable
-
-
-def _installed_for_cpu(engine: str) -> str:
-    """The Python of scripts/install_*_cpu.sh, "" if there is none."""
-    variable, name = _CPU_VENV[engine]
-    venv = os.environ.get(variable) or os.path.expanduser(f"~/.cache/torchtitan-grpo/{name}")
-    python = os.path.join(venv, "bin", "python")
-    return python if os.access(python, os.X_OK) else ""
+    on = () if cpu else gpus or None
+    return engine(model, on, tuple(flags), host=given["--host"], key_env=key), port
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class Console:
         if on_terminal():
             from torchtitan.grpo.reporting.terminal import Terminal  # late: a file needs no rich
 
-            self._terminal = Terminal(total_steps, self._live_text, config.metrics.disable_color_printing)
+            self._terminal = Terminal(total_steps, self._live_text)
 
     def log(self, step: int, values: dict[str, float], prefix: str = "") -> None:
         """Show a step's metrics; with a prefix, those that `MetricsLogger.log` put it before."""

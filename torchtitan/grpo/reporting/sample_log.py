@@ -24,7 +24,7 @@ class SampleLog:
     Now and then they also go to Weights & Biases, as tables. Only rank 0 writes.
 
     Args:
-        config: The run's configuration ([metrics] samples_per_step and validation_samples).
+        config: The run's configuration ([metrics] samples_per_step).
         metrics: Of the same rank.
         tokenizer: Finds an environment's tokens in the text of an answer.
     """
@@ -35,10 +35,9 @@ class SampleLog:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._count = config.metrics.samples_per_step if metrics.enabled else 0
-        writes_held_out = metrics.enabled and config.metrics.validation_samples
         folder = Path(dump_folder)
         self._lines = StepLines(folder / "samples.jsonl") if self._count else None
-        self._held_out = StepLines(folder / "validation_samples.jsonl") if writes_held_out else None
+        self._held_out = StepLines(folder / "validation_samples.jsonl") if metrics.enabled else None
 
     def log(self, step: int, groups: list[Group], advantages: list[list[float]]) -> None:
         """Write `samples_per_step` answers, spread over the step's groups and over their samples.

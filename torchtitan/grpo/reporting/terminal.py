@@ -25,15 +25,14 @@ class Terminal:
     Args:
         total: Of the progress bar.
         text: The text, for a width in characters. It is called from a thread.
-        plain: No colours. The variable NO_COLOR has the same effect.
     """
 
-    def __init__(self, total: int, text: Callable[[int], Styled], plain: bool) -> None:
+    def __init__(self, total: int, text: Callable[[int], Styled]) -> None:
         self.done = 0
         self._total = total
         self._text = text
         # Long lines are left to the terminal: it wraps them again when its width changes.
-        self._console = RichConsole(no_color=plain or None, highlight=False, soft_wrap=True)
+        self._console = RichConsole(highlight=False, soft_wrap=True)
         self._live = Live(
             console=self._console,
             get_renderable=self._line,

@@ -10,12 +10,11 @@ from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import row_tokens
-from torchtitan.grpo.engines.embedded.spawn import choose_device
+from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.policy.rows import PackedRow
 from torchtitan.grpo.reporting.host_bound import HostBound
-from torchtitan.grpo.servers.plan import on_cuda
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, get_peak_flops
 
@@ -41,8 +40,8 @@ class Usage:
         name = device_module.get_device_name(self._device) if self._on_gpu else ""
         self._peak_flops = get_peak_flops(name) if self._on_gpu else 0.0
         self._gpu_hours, self._counted_until = spent_gpu_hours, _STARTED
-        self._servers_have_gpus = config.rollout.engine != "embedded"
-        self._own_server_gpus = own_server_gpus(config, self._device, ranks)
+        trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        self._shares = self._on_gpu and shares_gpu(config, torch.cuda.device_count(), trainers_here)
         self._rows = 0
         self._host_bound = None
         if self._on_gpu and tells_host_bound(config, model, name, self._peak_flops):
@@ -96,9 +95,8 @@ class Usage:
         }
 
     def _cost(self, fleet: Fleet | None) -> dict[str, float]:
-        servers = self._own_server_gpus * len(fleet.servers) if fleet else 0  # a replay has none
-        if fleet and self._servers_have_gpus:
-            servers = sum(server.control.workers for server in fleet.servers)
+        others = fleet.servers if fleet and not self._shares else []  # a replay has none
+        servers = sum(server.control.workers for server in others)
         now = time.monotonic()
         self._gpu_hours += (now - self._counted_until) / 3600 * (self._ranks + servers)
         self._counted_until = now
@@ -117,17 +115,6 @@ def memory_peaks(stats: Mapping[str, int], rank: int, ranks: int, device: torch.
 def highest_peaks(sums: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of the sums of `memory_peaks` over ranks: the fullest device's. Nothing if they are not among `sums`."""
     return {f"memory/{kind}_peak_gib": max(sums[f"{kind}_peak"]) / _GIB for kind in _KINDS if f"{kind}_peak" in sums}
-
-
-def own_server_gpus(config: JobConfig, device: torch.device, ranks: int) -> int:
-    """GPUs of an embedded server that a run starts: none if it shares a trainer's, which counts already."""
-    rollout = config.rollout
-    if rollout.engine != "embedded" or rollout.urls or rollout.urls_file or rollout.colocate:
-        return 0
-    if rollout.replicas:
-        return int(on_cuda(config, device.type == "cuda"))
-    trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return int(choose_device(rollout.embedded_device, device, trainers_here)[1])
 
 
 def memory_gib(config: JobConfig, device: torch.device) -> float:

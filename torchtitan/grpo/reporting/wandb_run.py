@@ -12,10 +12,10 @@ _ID_FILE = "wandb_run_id"
 
 
 class WandbRun:
-    """Sends to one W&B run, which a resumed run in the same folder continues. W&B's own variables win over the keys.
+    """Sends to one W&B run, which a resumed run in the same folder continues. W&B's own variables win.
 
     Args:
-        config: `[metrics] wandb_name` and `wandb_group` name the run; all of it goes to the run's configuration.
+        config: Goes to the run's configuration. The name of its file is that of the run's group.
         folder: The run's folder. W&B's files and the run's id go there.
         axes: Metric names that others are drawn over: `{"*": "step"}`.
     """
@@ -24,11 +24,11 @@ class WandbRun:
         import wandb  # `config/machine.py` has checked that it is there
 
         self._wandb = wandb
-        metrics, recipe = config.metrics, config.job.config_file
+        recipe = config.job.config_file
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "torchtitan-grpo"),
-            name=os.environ.get("WANDB_NAME") or metrics.wandb_name or folder.resolve().name,
-            group=os.environ.get("WANDB_RUN_GROUP") or metrics.wandb_group or (Path(recipe).stem if recipe else None),
+            name=os.environ.get("WANDB_NAME") or folder.resolve().name,
+            group=os.environ.get("WANDB_RUN_GROUP") or (Path(recipe).stem if recipe else None),
             notes=os.environ.get("WANDB_NOTES") or config.job.description,
             id=_run_id(folder),
             dir=str(folder),

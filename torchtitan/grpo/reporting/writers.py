@@ -163,9 +163,7 @@ def _readable(path: Path) -> TextIO:
 class MetricsLogger:
     """Writes a step's metrics everywhere. On ranks other than 0 every method does nothing.
 
-    `metrics.jsonl`, the console and Prometheus get every step. TensorBoard and Weights & Biases get every
-    `metrics.log_freq`-th step, as in torchtitan, and every step with validation. `config.toml` gets the whole
-    configuration.
+    `config.toml` gets the whole configuration.
 
     Args:
         config: The run's configuration ([metrics], [rollout], and what `Console` uses).
@@ -181,8 +179,7 @@ class MetricsLogger:
         self._config = config.metrics
         self._folder = Path(dump_folder)
         rollout = config.rollout
-        others = rollout.urls or rollout.urls_file or rollout.replicas
-        self._starts_server = rollout.engine == "embedded" and not others
+        self._one_server = f"server/{rollout.engine}/" if rollout.replicas == 1 else ""
         self._warned: set[str] = set()
         self._lines = StepLines(self._folder / "metrics.jsonl")
         self._tensorboard: SummaryWriter | None = None
@@ -205,16 +202,14 @@ class MetricsLogger:
         if not self.enabled:
             return
         values = finite_numbers({f"{prefix}/{k}" if prefix else k: v for k, v in metrics.items()}, self._warned)
-        if self._starts_server:  # at a port that differs in each run
-            values = {_ONE_SERVER.sub("server/embedded/", name): value for name, value in values.items()}
+        if self._one_server:  # at a port that differs in each run
+            values = {_ONE_SERVER.sub(self._one_server, name): value for name, value in values.items()}
         axis = f"{SFT_PREFIX}/step" if prefix == SFT_PREFIX else "step"
         self._lines.merge({axis: step, **values}, axis)
-        held_out = any(name.startswith("validation/") for name in values)
-        if held_out or step <= 1 or step % self._config.log_freq == 0:
-            self._to_tensorboard(step, values)
-            if self._wandb is not None:
-                with self._goes_on("Weights & Biases"):
-                    self._wandb.log({axis: step, **values})
+        self._to_tensorboard(step, values)
+        if self._wandb is not None:
+            with self._goes_on("Weights & Biases"):
+                self._wandb.log({axis: step, **values})
         if self._prometheus is not None:
             self._prometheus.update({axis: step, **values})
         self._console.log(step, values, prefix)
@@ -233,7 +228,7 @@ class MetricsLogger:
         with self._goes_on("TensorBoard"):
             if writer is None:
                 # Resumed runs share a folder; points of an earlier run from this step on are hidden.
-                writer = SummaryWriter(str(self._folder / self._config.save_tb_folder), purge_step=step)
+                writer = SummaryWriter(str(self._folder / "tb"), purge_step=step)
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
             writer.flush()

@@ -22,7 +22,7 @@ def answer_held_out(
     for each in sets:
         of_set = f"-{each.name}" if each.name else ""
         greedy = replace(params, n=1, temperature=0.0, max_tokens=each.max_answer_tokens, first=True)
-        sampled = replace(greedy, n=each.samples, temperature=each.temperature, top_p=each.top_p, min_p=each.min_p)
+        sampled = replace(greedy, n=each.samples, temperature=each.temperature, top_p=each.top_p)
         asks.append(Ask(each.prompts, greedy, f"greedy{of_set}", min_version, each.name))
         asks.append(Ask(each.prompts, sampled, f"validation{of_set}", min_version, each.name))
     answered = iter(collector.collect_all(asks))

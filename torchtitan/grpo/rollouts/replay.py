@@ -69,7 +69,7 @@ class Replay:
         highest = max(max(sample.token_ids, default=0), max(sample.prompt.token_ids, default=0))
         tokens = len(sample.prompt.token_ids) + len(sample.token_ids)
         age = version - min(sample.sampled_versions, default=version)
-        allowed = config.async_grpo.max_trajectory_age_steps if config.async_grpo.enabled else 0
+        allowed = config.async_grpo.max_age
         wrong, shape, routes = "", self._routes, sample.routes
         wants, top = config.distill.top_k, sample.teacher_top
         found = 0 if top is None else top.ids.shape[1]

@@ -50,10 +50,9 @@ class SamplerCheck:
         ahead = config.async_grpo
         self.is_due = True
         self._limit = config.rollout.max_logprob_mismatch
-        self._max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
+        self._max_age = ahead.max_age
         # An answer that goes on with old keys and values is of no single version.
-        kept = ahead.in_flight_weight_updates and not ahead.recompute_kv_cache_after_weight_updates
-        self._mixes = ahead.enabled and kept
+        self._mixes = ahead.enabled and ahead.in_flight_weight_updates and not ahead.recomputes_kv
         self._fleet = fleet
         self._waiting: _Waiting = {}
         self._left: dict[str, int] = {}  # server -> steps that may still train on answers from before it left

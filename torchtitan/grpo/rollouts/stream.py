@@ -26,6 +26,8 @@ from torchtitan.grpo.rollouts.router import Cohort, GroupCall
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 from torchtitan.tools.logging import logger
 
+ASKED_MAX = 4
+"""Groups that a step asks for, in multiples of its own, if those without a signal are replaced."""
 VALIDATION_S = 10.0
 """How long a run that is asked to stop goes on with a validation."""
 
@@ -76,7 +78,7 @@ class RolloutStream:
         self._params = params if seeded else replace(params, seed=None)
         self._ahead = ahead.enabled
         self._replace = grpo.zero_variance_groups == "replace"
-        self._replaced_max = round((grpo.replace_limit - 1) * grpo.prompts_per_step)
+        self._replaced_max = (ASKED_MAX - 1) * grpo.prompts_per_step
         self._timeout_s, self._request_timeout_s = rollout.group_timeout_seconds, rollout.request_timeout_seconds
         self._has_signal = has_signal
         self._max_failed_fraction = max_failed_fraction
@@ -84,18 +86,17 @@ class RolloutStream:
         if teachers:
             collector.to_close.append(teachers.close)
         per_step, surplus = grpo.prompts_per_step, round(grpo.oversampling * grpo.prompts_per_step)
-        max_age = ahead.max_trajectory_age_steps if ahead.enabled else 0
         self._buffer = StalenessBuffer(
             per_step,
-            max_age,
-            (ahead.order_window or (max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
+            ahead.max_age,
+            (ahead.order_window or (ahead.max_age + 1) * per_step) if ahead.enabled else per_step + surplus,
             ahead.late_groups if ahead.enabled else "wait",
             surplus,
         )
         self._per_step, self._surplus, self._steps = per_step, surplus, steps
         self._pace = None
         if ahead.enabled and ahead.run_ahead == "auto":
-            self._pace = Pace(per_step, max_age, surplus)
+            self._pace = Pace(per_step, ahead.max_age, surplus)
         self._taken_at: float | None = None
         self._scores_s = 0.0
         self._nonce = secrets.token_hex(4)  # request ids must differ from another run's on the same servers

@@ -34,7 +34,7 @@ def patience_s(config: JobConfig) -> float:
     rollout = config.rollout
     serving_s = rollout.start_timeout_seconds + rollout.group_timeout_seconds + 2 * rollout.request_timeout_seconds
     if rollout.environment == "endpoint":
-        serving_s += rollout.episode_lease_seconds  # a harness at work is waited for
+        serving_s += rollout.lease_seconds  # a harness at work is waited for
     return serving_s + PHASES * config.weight_sync.timeout_seconds
 
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.target import this_machine
 from torchtitan.grpo.dry_run.copies import choose_copies
@@ -68,11 +69,12 @@ class Nodes:
         if error is not None and not self._settled and os.environ.get("RANK", "0") == "0":
             tell_waiting_ranks(error)
 
-    def settle(self) -> None:
+    def settle(self) -> JobConfig:
         """Check that all nodes see rank 0's folder of checkpoints. Settle how many copies of the model there are.
 
-        Collective over the default group's store. Where `[parallelism] data_parallel_replicate_degree` is 0, every
-        rank's configuration gets the number that rank 0 has chosen. From here on, each node watches the others.
+        Collective over the default group's store. Where `[parallelism] data_parallel_replicate_degree` is 0, the
+        configuration that each rank gets back has the number that rank 0 has chosen. From here on, each node watches
+        the others.
 
         Raises:
             UserErrorOfAllRanks: On every rank: a node does not see the folder, or cannot write to it.
@@ -100,10 +102,10 @@ class Nodes:
                 with contextlib.suppress(TimeoutError):
                     _get(store, f"told-{other}", f"rank {other}", _POLL_S * 50, parse=False)
             raise UserErrorOfAllRanks("; ".join(verdict["problems"]))
-        self._config.parallelism.data_parallel_replicate_degree = verdict["copies"]
         heads = verdict["heads"]
         if len(heads) > 1 and rank in heads:
             threading.Thread(target=self._watch, args=(heads,), name="node-watch", daemon=True).start()
+        return changed(self._config, {"parallelism.data_parallel_replicate_degree": verdict["copies"]})
 
     @contextlib.contextmanager
     def _witness(self) -> Any:

@@ -113,8 +113,8 @@ class Policy:
 
     def step(self, norm: Tensor) -> None:
         """One optimizer step, wherever the optimizer's state is; left out if the norm is not finite."""
-        if self.finite_steps.allow(norm):
-            self.offload.step()
+        self.finite_steps.guard(norm)
+        self.offload.step()
 
     def end_step(self) -> float:
         """Let the learning-rate schedule go on. Returns the rate of the step that was taken."""

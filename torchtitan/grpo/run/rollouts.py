@@ -269,12 +269,12 @@ class Rollouts(Absent):
         return f"{self.fleet.describe()}\n  {self.collector.describe()}"
 
     def _server(self, newest: Callable[[], int], url: str) -> Server:
-        rollout, ahead, source = self.config.rollout, self.config.async_grpo, self.source
+        rollout, source = self.config.rollout, self.source
         api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
         timeouts = self.config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
         lora = self.config.lora.enable
         server = make_server(rollout.engine, url, api_key, *timeouts, newest, self.vocab_size, lora)
-        recomputes = ahead.enabled and ahead.in_flight_weight_updates and ahead.recompute_kv_cache_after_weight_updates
+        recomputes = self.config.async_grpo.recomputes_kv
         needs = longest_tokens(self.config), self.end_token_ids[0], recomputes, source.identity
         server.check = lambda: server.control.check(*needs, routes=bool(source.routes))
         return server
@@ -295,9 +295,9 @@ class Rollouts(Absent):
 
 def packed(groups: list[Group], version: int, config: JobConfig, check: SamplerCheck, layout: Layout) -> Taken:
     """Rewards become advantages, and answers packed rows, of a step that trains weights of this version."""
-    grpo, ahead, limit = config.grpo, config.async_grpo, config.rollout.max_answer_tokens
+    grpo, limit = config.grpo, config.rollout.max_answer_tokens
     rewards = [[shaped_reward(sample, grpo, limit) for sample in group] for group in groups]
-    metrics = rollout_metrics(groups, rewards, version, ahead.max_trajectory_age_steps if ahead.enabled else 0)
+    metrics = rollout_metrics(groups, rewards, version, config.async_grpo.max_age)
     advantages = reward_advantages(rewards, grpo, config.distill)
     servers = check.servers(groups, version)
     minibatches: list[RowsByRank] = []

@@ -197,7 +197,7 @@ class Run:
         with store_of_this_attempt():
             dist_utils.init_distributed(config.comm, base_folder=config.job.dump_folder)
         self.resources.push(leave_process_groups)
-        self.nodes.settle()
+        self.config = config = self.nodes.settle()
         self.dims = parallel_dims(config, dist.get_world_size())
         dist_utils.set_determinism(self.dims, self.device, config.debug, [])
         self.data_ranks = self.dims.dp_replicate * self.dims.dp_shard

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.grpo.checkpoint.marker import candidates, step_of
-from torchtitan.grpo.config.job_config import Checkpoint
+from torchtitan.grpo.config.torchtitan_keys import Checkpoint
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.folder_lock import only_run_in
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.config.frozen import freeze
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.load import load_config, take_dry_run
 from torchtitan.grpo.config.machine import check_launch, default_to_one_process, one_cpu_thread, raise_file_limit
@@ -55,12 +56,15 @@ def run_job(argv: list[str], make: Callable[[JobConfig], Run], job: Job) -> int:
 def running(config: JobConfig, make: Callable[[JobConfig], T]) -> Iterator[T]:
     """What `make` makes of the configuration, for as long as it trains. Call it from the main thread.
 
+    The configuration does not change any more.
+
     Signals are heard from here on, and the run that gets one saves before it stops. Leaving releases everything.
 
     Raises:
         UserError: The configuration does not fit the machine, the servers or the data; or the disk is full.
         Stopped: The run was asked to stop.
     """
+    freeze(config)
     default_to_one_process()
     stop_in_time(config.checkpoint.stop_seconds)
     raise_file_limit()

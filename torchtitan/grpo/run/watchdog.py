@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Self
 
-from torchtitan.grpo.config.job_config import Debug
+from torchtitan.grpo.config.torchtitan_keys import Debug
 from torchtitan.grpo.process.stopping import stop
 from torchtitan.grpo.reporting.ledger import Ledger
 

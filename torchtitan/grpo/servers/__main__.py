@@ -10,12 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
-from torchtitan.grpo.config.job_config import Rollout
-from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.log_lines import init_log_lines
-from torchtitan.grpo.process.server_commands import ServerCommandError, check_exposure
-from torchtitan.grpo.servers.plan import LOG_FOLDER, PlannedServer, launches
+from torchtitan.grpo.process.server_commands import COMMANDS, ServerCommand, ServerCommandError, check_exposure
+from torchtitan.grpo.servers.plan import LOG_FOLDER, launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 
@@ -26,7 +24,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         prog="python -m torchtitan.grpo.servers", description=f"{summary}\n\n{more}", allow_abbrev=False
     )
     parser.add_argument("model", help="folder with config.json, a tokenizer and weights")
-    parser.add_argument("--engine", choices=list(ENGINES), required=True)
+    parser.add_argument("--engine", choices=list(COMMANDS), required=True)
     parser.add_argument("--replicas", type=int, default=1, help="number of servers")
     parser.add_argument("--urls_file", type=Path, required=True, help="list of their addresses, which this writes")
     parser.add_argument("--log_folder", type=Path, help="folder for their logs; default: servers, beside the list")
@@ -55,17 +53,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def planned(arguments: argparse.Namespace) -> list[PlannedServer]:
+def planned(arguments: argparse.Namespace) -> list[ServerCommand]:
     each = 0 if arguments.cpu else arguments.gpus_per_server
     return [
-        PlannedServer(
-            arguments.engine,
+        COMMANDS[arguments.engine](
             os.path.abspath(arguments.model),
             tuple(range(arguments.first_gpu + i * each, arguments.first_gpu + (i + 1) * each)),
             tuple(arguments.flags),
             arguments.server_python,
             arguments.host,
-            rollout=Rollout(api_key_env=arguments.api_key_env),
+            key_env=arguments.api_key_env,
         )
         for i in range(arguments.replicas)
     ]

@@ -10,27 +10,18 @@ import torch
 
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.config.target import trainer_bytes
-from torchtitan.grpo.engines.embedded.spawn import EmbeddedServer, choose_device
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.servers.launched import TOKEN, LaunchedServers
-from torchtitan.grpo.servers.plan import (
-    LOG_FOLDER,
-    MODEL_FOLDER,
-    URLS_FILE,
-    on_cuda,
-    reads_files,
-    run_launches,
-    served_base,
-)
+from torchtitan.grpo.servers.plan import LOG_FOLDER, MODEL_FOLDER, URLS_FILE, reads_files, run_launches
 from torchtitan.grpo.servers.supervisor import Supervisor
 
 
 class OwnServers:
     """What `[rollout]` asks a run to start: `replicas` servers that are kept alive, on rank 0's machine, or where a
-    launcher has them (`launched.py`), or on the trainer's own GPU (`colocate`); or, without any address, one embedded
-    server, whose end is the end of the run; or nothing.
+    launcher has them (`launched.py`), or on the trainer's own GPU (`shares_gpu`); or nothing.
 
         own = OwnServers(config, device, trainers_here)      # every rank
         own.start(write_model)                               # rank 0; servers load while the trainer loads
@@ -49,18 +40,14 @@ class OwnServers:
         self._resources = ExitStack()
         self._kept: Supervisor | LaunchedServers | None = None
         self._fleet: Fleet | None = None
-        self._urls, self.weight_sync = rollout.urls, config.weight_sync
-        self._starts_one = rollout.engine == "embedded" and not (rollout.replicas or rollout.urls or rollout.urls_file)
-        reached_by_nccl = not rollout.replicas or on_cuda(config, device.type == "cuda")
-        if self._starts_one:
-            self._one_on, reached_by_nccl = choose_device(rollout.embedded_device, device, trainers_here)
-            if config.weight_sync.transport == "ipc":
-                self._one_on = str(device)
+        self.weight_sync = config.weight_sync
+        self._gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        self._shares_gpu = shares_gpu(config, self._gpus, trainers_here)
         if config.weight_sync.transport == "auto" and rollout.colocate:
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="ipc")
         elif config.weight_sync.transport == "auto" and reads_files(config):
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="disk")
-        elif config.weight_sync.transport == "auto" and not reached_by_nccl:
+        elif config.weight_sync.transport == "auto" and self._shares_gpu:  # NCCL joins no two processes on one GPU
             self.weight_sync = dataclasses.replace(config.weight_sync, transport="gloo")
 
     def start(self, write_model: Callable[[Path], None]) -> None:
@@ -70,28 +57,24 @@ class OwnServers:
             UserError: A server cannot be started.
         """
         rollout, dump = self._config.rollout, Path(self._config.job.dump_folder)
-        if not (self._starts_one or rollout.replicas):
+        if not rollout.replicas:
             return
         write_model(dump / MODEL_FOLDER)
-        if self._starts_one:
-            server = self._resources.enter_context(EmbeddedServer())
-            served = served_base(self._config) or dump / MODEL_FOLDER
-            self._urls = [server.start(served, rollout, self._one_on, dump / "embedded_server.log")]
-            return
         folder, limit_s = dump / LOG_FOLDER, rollout.start_timeout_seconds
         kept: Supervisor | LaunchedServers
         if token := os.environ.get(TOKEN):
             kept = LaunchedServers(folder, token, limit_s)
         else:
-            starts = run_launches(self._config, self._device.type == "cuda", self._trainers_here)
+            starts = run_launches(self._config, self._gpus, self._trainers_here)
             kept = Supervisor(starts, folder, folder / URLS_FILE, limit_s)
         self._kept = kept
         self._resources.callback(kept.close)
         kept.start()
-        if rollout.colocate and self._device.type == "cuda":
-            # vLLM measures what it needs by what is free before and after, so the trainer must not load meanwhile. If
-            # the server dies and returns, it must find its share free.
+        if self._shares_gpu:
+            # A server measures what it needs by what is free, so the trainer must not load meanwhile. If one with a
+            # share dies and returns, it must find its share free.
             kept.wait_healthy()
+        if rollout.colocate:
             self._hold_trainer(rollout.memory_share)
 
     def fleet(self, make: Callable[[str], Server]) -> Fleet:
@@ -106,7 +89,7 @@ class OwnServers:
         """
         rollout, kept = self._config.rollout, self._kept
         if kept is None:
-            return Fleet(self._urls, make, rollout.min_servers, rollout.urls_file)
+            return Fleet(rollout.urls, make, rollout.min_servers, rollout.urls_file)
         kept.wait_healthy()
         fleet = Fleet([], make, rollout.min_servers, str(kept.urls_file))
         fleet.alone = rollout.colocate

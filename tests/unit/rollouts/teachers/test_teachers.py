@@ -199,7 +199,7 @@ def test_a_group_without_scores_is_left_out_in_time_and_says_whose_are_missing()
     for sample in group:
         assert sample.reward is None and sample.teacher_logprobs is None
         why = sample.reward_failures["teacher"]
-        assert why.startswith("gave no log-probabilities within 1.5 s ([distill] timeout_seconds): ")
+        assert why.startswith("gave no log-probabilities within 1.5 s ([rollout] request_timeout_seconds): ")
         assert any(url in why for url in urls)
 
 

@@ -1,6 +1,5 @@
-"""The embedded server: one model of transformers behind vLLM's routes, spawned with a run or started by hand.
+"""The embedded server: one model of transformers behind vLLM's routes, started with a run or by hand.
 
-    spawn.py           starts it as a child of the trainer
     __main__.py        its command line
     server.py          HTTP routes: answers requests, gathers cohorts, takes weight updates (weight_wire/receiver.py)
     bodies.py          what is in a request's body, checked, and in a reply's

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import gc
-import json
 import logging
 import os
 import signal
@@ -36,7 +35,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-sequences", type=int, default=256, help="answers decoded at once")
     parser.add_argument("--max-model-len", type=int, help="prompt and answer tokens; default: the model's own limit")
     parser.add_argument("--memory-share", type=float, default=0.0, help="of a GPU's memory at most; default: no limit")
-    parser.add_argument("--ready-file", type=Path, help='written once serving: {"url": ..., "pid": ...}')
     parser.add_argument("--parent-pid", type=int, help="exit when this process, the direct parent, is gone")
     parser.add_argument(
         "--api-key-env", default="", help="environment variable with the API key that clients must send"
@@ -88,12 +86,7 @@ async def serve(app: EmbeddedApp, arguments: argparse.Namespace) -> None:
     gc.collect()
     gc.freeze()
     port = runner.addresses[0][1]
-    url = http_url(arguments.host, port)
-    logger.info("serving %s on %s", arguments.model, url)
-    if arguments.ready_file:
-        unfinished = arguments.ready_file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-        unfinished.replace(arguments.ready_file)
+    logger.info("serving %s on %s", arguments.model, http_url(arguments.host, port))
     while not stop.is_set():
         if arguments.parent_pid is not None and os.getppid() != arguments.parent_pid:
             logger.warning("parent process %d is gone", arguments.parent_pid)

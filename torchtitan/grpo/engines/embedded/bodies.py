@@ -19,6 +19,7 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 NEUTRAL = {
     "top_k": (0, -1),
+    "min_p": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
@@ -62,7 +63,6 @@ def generation(body: dict, generator: Generator) -> Request:
         ignore_eos=bool(sampling.pop("ignore_eos", False)),
         stop=tuple(stop),
         top_p=_share(sampling, "top_p", 1.0),
-        min_p=_share(sampling, "min_p", 0.0),
     )
     flat_logprobs = bool(sampling.pop("flat_logprobs", False))
     top_logprobs = _whole(sampling, "logprobs", 0, 0, min(TOP_LOGPROBS_MAX, generator.model.config.vocab_size))

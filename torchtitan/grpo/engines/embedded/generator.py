@@ -290,8 +290,7 @@ class Generator:
         noise = torch.tensor([(row.key, len(row.token_ids)) for row in rows]).to(logits.device)
         temperatures = torch.tensor([row.request.params.temperature for row in rows]).to(logits.device)
         top = max(row.request.top_logprobs for row in rows)
-        shapes = [(row.request.params.top_p, row.request.params.min_p) for row in rows]
-        cuts = {i: shape for i, shape in enumerate(shapes) if shape != (1.0, 0.0)}
+        cuts = {i: row.request.params.top_p for i, row in enumerate(rows) if row.request.params.top_p != 1}
         tokens, logprobs, top_ids, top_values = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
         best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True)) if top else []
         finished: list[Request] = []

@@ -40,16 +40,15 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _shift_right(x, 11).double() * 2.0**-53
 
 
-def truncated(logprobs: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [R, V] of the tokens that top-p and min-p [R] both keep, -inf for the others.
+def truncated(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [R, V] of the tokens that top-p [R] keeps, -inf for the others.
 
-    Top-p keeps the most likely tokens until they have this probability together; min-p those with at least this share
-    of the most likely one's. The most likely token is always kept.
+    It keeps the most likely tokens until they have this probability together. The most likely token is always kept.
     """
     values, order = logprobs.sort(dim=-1, descending=True)
     probabilities = values.exp()
     before = probabilities.cumsum(dim=-1) - probabilities
-    dropped = (before >= top_p[:, None]) | (probabilities < min_p[:, None] * probabilities[:, :1])
+    dropped = before >= top_p[:, None]
     dropped[:, 0] = False
     return logprobs.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), -torch.inf).log_softmax(dim=-1)
 
@@ -60,7 +59,7 @@ def sample(
     keys: torch.Tensor,
     positions: torch.Tensor,
     top: int = 0,
-    cuts: Mapping[int, tuple[float, float]] | None = None,
+    cuts: Mapping[int, float] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Draw one token per row by inverting the cumulative distribution at the row's own uniform number.
 
@@ -72,7 +71,7 @@ def sample(
         temperatures: [R] float32, 0 or from TEMPERATURE_MIN to TEMPERATURE_MAX.
         keys, positions: [R] int64, see `uniform`.
         top: How many of the most likely tokens to return as well.
-        cuts: (top-p, min-p) of the rows that have them; see `truncated`. Other rows do not change by it.
+        cuts: Top-p of the rows that have one; see `truncated`. Other rows do not change by it.
 
     Returns:
         tokens [R] int64, log-probabilities [R] float32, and for `top` > 0 the most likely tokens' ids and
@@ -87,8 +86,8 @@ def sample(
         rows = slice(start, start + rows_per_chunk)
         chunk = torch.log_softmax(logits[rows].float() / divisors[rows, None], dim=-1)
         if own := {row - start: cut for row, cut in (cuts or {}).items() if start <= row < start + len(chunk)}:
-            places, both = torch.tensor(list(own)).to(chunk.device), torch.tensor(list(own.values())).to(chunk.device)
-            chunk[places] = truncated(chunk[places], top_p=both[:, 0], min_p=both[:, 1])
+            places, top_p = torch.tensor(list(own)).to(chunk.device), torch.tensor(list(own.values())).to(chunk.device)
+            chunk[places] = truncated(chunk[places], top_p)
         cumulative = chunk.exp().cumsum(dim=-1, dtype=torch.float64)
         # A number is < 1, so the target is below the last entry. `right` skips tokens of probability 0.
         targets = numbers[rows] * cumulative[:, -1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pkgutil
 from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.engines.vllm_control import served_identity
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rollouts.teachers.scorers import SCORERS, Scorer
+from torchtitan.grpo.rollouts.teachers.scorers import Scorer
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers, about_teachers
 from torchtitan.grpo.weight_wire.model_identity import ModelIdentity
 from torchtitan.tools.logging import logger
@@ -44,22 +45,24 @@ def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase, voca
     key = os.environ.get(distill.api_key_env) if distill.api_key_env else None
     longest = config.data.max_prompt_tokens + rollout.max_answer_tokens + 1  # servers want room for a token of theirs
     probes = list(vocabulary_probes(tokenizer))
+    engine = ENGINES[distill.engine]
+    scorer: type[Scorer] = pkgutil.resolve_name(engine.scorer)
     scorers: dict[str, list[Scorer]] = {}
     models: dict[str, ModelIdentity] = {}
     known: dict[str, Scorer] = {}  # a server may teach several sources
     for source, urls in teachers_by_source(distill.teacher_urls).items():
         for url in urls:
-            control = ENGINES[distill.engine].control(url, key, CHECK_TIMEOUT_S)
+            control = engine.control(url, key, CHECK_TIMEOUT_S)
             try:
                 if url not in known:
                     control.wait_healthy(rollout.start_timeout_seconds)
                     name, models[url] = served_by(control, longest)
                     check_tokenizer(control, name, tokenizer, probes)
-                    request_s = distill.timeout_seconds / 2
+                    request_s = rollout.request_timeout_seconds / 2
                     options = rollout.temperature, distill.top_k, vocab_size
-                    known[url] = SCORERS[distill.engine](url, key, name, request_s, *options)
+                    known[url] = scorer(url, key, name, request_s, *options)
                     if distill.top_k:
-                        asyncio.run(check_top_k(SCORERS[distill.engine](url, key, name, request_s, *options)))
+                        asyncio.run(check_top_k(scorer(url, key, name, request_s, *options)))
                     logger.info(f"{url} teaches{f' {source}' if source else ''}: {models[url].name}")
             except (UserError, EngineError) as error:
                 raise UserError(about_teachers(str(error))) from error
@@ -71,7 +74,7 @@ def connect_teachers(config: JobConfig, tokenizer: PreTrainedTokenizerBase, voca
                 )
         scorers[source] = [known[url] for url in urls]
     alone = distill.mode == "only" and not config.reward.functions
-    return Teachers(scorers, distill.timeout_seconds, alone)
+    return Teachers(scorers, rollout.request_timeout_seconds, alone)
 
 
 def served_by(control: HttpControl, longest: int) -> tuple[str, ModelIdentity]:

@@ -236,10 +236,6 @@ class SglangScorer(Scorer):
         return Scores(logprobs, self._top(list(map(len, likeliest)), (token for _, token, _ in entries), of_entries))
 
 
-SCORERS: dict[str, type[Scorer]] = {"embedded": EmbeddedScorer, "vllm": VllmScorer, "sglang": SglangScorer}
-"""`[distill] engine` -> its client."""
-
-
 class _Token(msgspec.Struct):
     logprob: Logprob
 

@@ -17,7 +17,7 @@ _THEIR_KEYS = {
     "[rollout] urls": "[distill] teacher_urls",
     "[rollout] engine": "[distill] engine",
     "[rollout] api_key_env": "[distill] api_key_env",
-    "[rollout] request_timeout_seconds": "half of [distill] timeout_seconds",
+    "[rollout] request_timeout_seconds": "half of [rollout] request_timeout_seconds",
 }
 
 
@@ -36,7 +36,7 @@ class Teachers:
 
     Args:
         scorers: The teachers by `Prompt.source`; those of "" score all further prompts.
-        timeout_s: `[distill] timeout_seconds`.
+        timeout_s: `[rollout] request_timeout_seconds`.
         alone: No reward is needed: an answer that nothing rewards has the reward 0.
     """
 
@@ -97,7 +97,9 @@ class Teachers:
         except EngineError as error:
             for sample in group:
                 sample.teacher_logprobs = None
-            return f"gave no log-probabilities within {self._timeout_s:g} s ([distill] timeout_seconds): {error}"
+            return (
+                f"gave no log-probabilities within {self._timeout_s:g} s ([rollout] request_timeout_seconds): {error}"
+            )
         self._waits_s.append(clock() - began)
         for sample, own in zip(answered, scores, strict=True):
             sample.teacher_logprobs, sample.teacher_top = own.logprobs, own.top

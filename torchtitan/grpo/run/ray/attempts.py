@@ -50,7 +50,7 @@ def train_in_attempts(argv: list[str], config: JobConfig, make: Callable[[JobCon
         try:
             # A cluster of the run's own is new too: its control processes may be what has failed.
             servers = Servers(config)
-            with Cluster(config.ray, plan, servers) as cluster:
+            with Cluster(config, plan, servers) as cluster:
                 plan = cluster.plan
                 if problems := list(check_ranks(config, plan[0], job)):
                     raise UserError("; ".join(problems))
@@ -69,7 +69,7 @@ def _attempt(cluster: Cluster, config: JobConfig, argv: list[str], make: str, jo
     ranks = cluster.start_ranks(argv, make, job)
     with ExitStack() as stack:
         stack.callback(ranks.release)
-        watch = stack.enter_context(Watch(ranks.agents, config.ray))
+        watch = stack.enter_context(Watch(ranks.agents, config))
         stack.enter_context(asks_first(watch.stop))
         try:
             outcomes = _run(ranks, config, stack)
@@ -87,8 +87,8 @@ def _attempt(cluster: Cluster, config: JobConfig, argv: list[str], make: str, jo
 
 def _run(ranks: Ranks, config: JobConfig, stack: ExitStack) -> dict[int, dict[str, Any]]:
     """Run to the end; how each rank ended."""
-    limit_s = config.ray.step_timeout_seconds
-    start_s = max(limit_s, config.ray.start_timeout_seconds) + MARGIN_S
+    limit_s = config.debug.hang_seconds
+    start_s = max(limit_s, config.rollout.start_timeout_seconds) + MARGIN_S
     if _all_go_on(ray.get(ranks.started, timeout=start_s)):
         if config.ray.dispatch == "loop":
             ray.get([actor.train.remote() for actor in ranks.actors])

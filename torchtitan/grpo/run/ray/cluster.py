@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from torchtitan.grpo.config.job_config import Ray
+from torchtitan.config import JobConfig
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import LOOPBACK
@@ -23,7 +23,6 @@ from torchtitan.grpo.process.stopping import AT_ONCE_S, end_within
 from torchtitan.grpo.run.ray import actors
 from torchtitan.grpo.run.ray.outcome import RanksFailed
 from torchtitan.grpo.run.ray.servers import Servers
-from torchtitan.grpo.servers.launched import TOKEN
 
 logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 200 * 2**20
@@ -42,9 +41,10 @@ class Cluster:
         plan: Inside, the number of ranks, and of the cluster's GPUs.
     """
 
-    def __init__(self, cfg: Ray, plan: tuple[int, int] = NO_PLAN, servers: Servers | None = None) -> None:
+    def __init__(self, config: JobConfig, plan: tuple[int, int] = NO_PLAN, servers: Servers | None = None) -> None:
         """`plan`: of an earlier attempt. What a lost node had is then waited for, and not left out."""
-        self._cfg, self._own, self.plan, self._servers = cfg, not cfg.address, plan, servers
+        self._config, self._cfg, self.plan, self._servers = config, config.ray, plan, servers
+        self._own = not config.ray.address
 
     def __enter__(self) -> Self:
         """Connect.
@@ -114,7 +114,7 @@ class Cluster:
         Servers are placed after the ranks, and started with them.
         """
         world_size, gpus = self.plan
-        ranks = Ranks(self._cfg, world_size, gpus, self._own, self._servers)
+        ranks = Ranks(self._config, world_size, gpus, self._servers)
         try:
             ranks.place()
             ranks.start(argv, make, job)
@@ -133,8 +133,9 @@ class Ranks:
         started: References to the answers of `Rank.start`.
     """
 
-    def __init__(self, cfg: Ray, world_size: int, gpus: int, own_cluster: bool, servers: Servers | None = None) -> None:
-        self._cfg, self._world_size, self._gpus, self._own_cluster = cfg, world_size, gpus, own_cluster
+    def __init__(self, config: JobConfig, world_size: int, gpus: int, servers: Servers | None = None) -> None:
+        self._cfg, self._start_s = config.ray, config.rollout.start_timeout_seconds
+        self._world_size, self._gpus = world_size, gpus
         self._servers = servers
         self.actors: list[Any] = []
         self.nodes: list[str] = []
@@ -149,14 +150,14 @@ class Ranks:
         Raises:
             UserError: The resources were not free in time.
         """
-        cfg, limit_s = self._cfg, self._cfg.start_timeout_seconds
+        cfg, limit_s = self._cfg, self._start_s
         needs = {"CPU": cfg.cpus_per_rank} | ({"GPU": 1} if self._gpus else {})
         self._group = placement_group([needs] * self._world_size, strategy="PACK")
         if not self._group.wait(limit_s):
             free = {name: value for name, value in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise UserError(
-                f"[ray] start_timeout_seconds = {limit_s:g}: the cluster had no room for {self._world_size} ranks with "
-                f"{needs} each, free are {free}: wait for the other jobs, lower ranks, or add nodes"
+                f"[rollout] start_timeout_seconds = {limit_s:g}: the cluster had no room for {self._world_size} ranks "
+                f"with {needs} each, free are {free}: wait for the other jobs, lower ranks, or add nodes"
             )
         gpus = 1 if self._gpus else 0
         self.actors = [
@@ -214,12 +215,7 @@ class Ranks:
         variables = {name: str(value) for name, value in numbers.items()}
         variables |= self._servers.variables if self._servers else {}
         gpus = [gpu for i in here for gpu in self._places[i]["gpus"]]
-        if gpus:
-            all_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self._gpus)))).split(",")
-            for_server = self._own_cluster and not variables.get(TOKEN)  # an embedded one that rank 0 starts
-            spare = [gpu for gpu in all_gpus if gpu not in gpus] if for_server else []
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus + spare)
-        return variables
+        return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
 
     def kill(self, after_s: float = 0.0) -> None:
         """End every rank's process that is still there after `after_s`, in bounded time."""
@@ -245,7 +241,7 @@ class Ranks:
             return ray.get(list(references), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise UserError(
-                f"[ray] start_timeout_seconds = {self._cfg.start_timeout_seconds:g}: {what} did not start within "
+                f"[rollout] start_timeout_seconds = {self._start_s:g}: {what} did not start within "
                 f"{timeout_s:g} s: raise it, or look at the nodes"
             ) from error
         except ray.exceptions.RayError as error:

@@ -97,7 +97,7 @@ class Rank:
         if order > 0:
             return self._answer(f"training step {order}", trainer.train_step)
         if order == WARM_UP:
-            return self._answer("warming up", lambda: warm_up(trainer, self._config.ray.warmup_tokens))
+            return self._answer("warming up", lambda: warm_up(trainer))
         return self._answer(*(("finishing", trainer.finish) if order == FINISH else ("beginning", trainer.begin)))
 
     def join_graph(self, bell: str) -> int:
@@ -188,11 +188,10 @@ class Rank:
         self._agent.do.remote(what, self._rank, *values)
 
 
-def warm_up(trainer: Any, tokens: int) -> None:
-    """Run one packed row forwards and backwards, and drop its gradients. No weight or random state changes.
+def warm_up(trainer: Any) -> None:
+    """Run the longest packed row forwards and backwards, and drop its gradients. No weight or random state changes.
 
-    Args:
-        tokens: Length of the row; 0 for the longest that a step may have.
+    So no later step is the first to need its memory.
     """
     import torch
 
@@ -200,8 +199,7 @@ def warm_up(trainer: Any, tokens: int) -> None:
     from torchtitan.grpo.policy.rows import Microbatch, PackedSample
 
     layout, policy = trainer.layout, trainer.policy
-    tokens = tokens or layout.row_tokens
-    longest = trainer.config.training.seq_len
+    tokens, longest = layout.row_tokens, trainer.config.training.seq_len
     samples = []
     while tokens > 0:
         document = min(tokens, longest)

@@ -26,7 +26,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import LOOPBACK
 from torchtitan.grpo.run.ray import actors
 from torchtitan.grpo.servers.launched import TOKEN, Notices
-from torchtitan.grpo.servers.plan import LOG_FOLDER, on_cuda
+from torchtitan.grpo.servers.plan import LOG_FOLDER
 from torchtitan.grpo.servers.restarts import Restarts
 from torchtitan.grpo.servers.state import ServerState
 
@@ -72,8 +72,7 @@ class Servers:
 
     def needs(self, cuda: bool) -> dict[str, int]:
         """Cores and GPUs of one server, on a cluster with or without GPUs."""
-        rollout = self.config.rollout
-        return {"CPU": CORES} | ({"GPU": rollout.gpus_per_server} if on_cuda(self.config, cuda) else {})
+        return {"CPU": CORES} | ({"GPU": self.config.rollout.gpus_per_server} if cuda else {})
 
     def place(self, address: str, cuda: bool) -> None:
         """Reserve what each server needs. `address` is of rank 0's node.
@@ -140,7 +139,7 @@ class _Server(threading.Thread):
         Raises:
             UserError: The resources were not free in time.
         """
-        servers, limit_s = self._servers, self._servers.config.ray.start_timeout_seconds
+        servers, limit_s = self._servers, self._servers.config.rollout.start_timeout_seconds
         needs = servers.needs(servers.cuda)
         here = {} if servers.config.ray.expose_servers else {f"node:{servers.address}": 0.001}
         self._group = placement_group([needs | here], strategy="STRICT_PACK")
@@ -158,7 +157,7 @@ class _Server(threading.Thread):
                     "weights, so name a key in [rollout] api_key_env, or have a firewall"
                 )
             raise UserError(
-                f"[ray] start_timeout_seconds = {limit_s:g}: {where} had no room for server {self._index} with "
+                f"[rollout] start_timeout_seconds = {limit_s:g}: {where} had no room for server {self._index} with "
                 f"{needs}: {change}"
             )
         self._node = placement_group_table(self._group)["bundles_to_node_id"][0]
@@ -232,7 +231,7 @@ class _Server(threading.Thread):
             RayError, TimeoutError: The actor is lost.
         """
         servers = self._servers
-        limit_s, closing = servers.config.ray.start_timeout_seconds, servers.closing
+        limit_s, closing = servers.config.rollout.start_timeout_seconds, servers.closing
         if self._group is None:
             self.place()
         if closing.is_set():

@@ -40,7 +40,7 @@ class SupervisedServer:
             os.environ.update({name: environment[name]} if name in environment else {})
         if gpus := ray.get_gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        self._index, self._folder, self._cuda = index, folder, bool(gpus)
+        self._index, self._folder, self._gpus = index, folder, len(gpus)
         self._config = load_config(argv, job=job)
         self._supervisor: Supervisor | None = None
         self._closing = False
@@ -55,7 +55,7 @@ class SupervisedServer:
         try:
             os.chdir(self._folder)
             folder = Path(self._config.job.dump_folder).absolute() / LOG_FOLDER
-            planned = dataclasses.replace(planned_servers(self._config, self._cuda, 0)[0], host=host)
+            planned = dataclasses.replace(planned_servers(self._config, self._gpus, 0)[0], host=host)
             launch = dataclasses.replace(launches([planned])[0], name=str(self._index))
             self._supervisor = Supervisor([launch], folder, None, self._config.rollout.start_timeout_seconds, host)
             self._supervisor.start()

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import ray
 
-from torchtitan.grpo.config.job_config import Ray
+from torchtitan.config import JobConfig
 from torchtitan.grpo.run.ray.outcome import RanksFailed, error_of
 
 POLL_S = 0.5
@@ -27,8 +27,8 @@ class Watch:
         agents: By node.
     """
 
-    def __init__(self, agents: Mapping[str, Any], cfg: Ray) -> None:
-        self._agents, self._cfg = agents, cfg
+    def __init__(self, agents: Mapping[str, Any], config: JobConfig) -> None:
+        self._agents, self._config = agents, config
         self._found: BaseException | None = None
         self._closed, self._done = threading.Event(), threading.Event()
         self.stopping = False
@@ -97,8 +97,8 @@ class Watch:
 
     def _limit_s(self, each: dict[str, Any]) -> float:
         """Longest time without getting on, of a rank with this status."""
-        limit_s = self._cfg.step_timeout_seconds
-        return limit_s if each["step"] else max(limit_s, self._cfg.start_timeout_seconds)
+        limit_s = self._config.debug.hang_seconds
+        return limit_s if each["step"] else max(limit_s, self._config.rollout.start_timeout_seconds)
 
     def _hung(self, status: dict[int, dict[str, Any]], limit_s: float) -> RanksFailed:
         """Names the ranks that did not answer in time: those that stand still as a whole, else those that are not done.
@@ -113,8 +113,9 @@ class Watch:
             except (ray.exceptions.RayError, TimeoutError):
                 continue
         names = " and ".join(_name(rank, each) for rank, each in sorted(named.items()))
-        key = "step" if limit_s <= self._cfg.step_timeout_seconds else "start"
-        lines = [f"{names} did not answer within {limit_s:g} s ([ray] {key}_timeout_seconds)"]
+        hung = limit_s <= self._config.debug.hang_seconds
+        key = "[debug] hang_seconds" if hung else "[rollout] start_timeout_seconds"
+        lines = [f"{names} did not answer within {limit_s:g} s ({key})"]
         for rank, each in sorted(status.items()):
             lines.append(f"rank {rank}: {each['doing']}, {each['detail'] or 'no details'}, for {each['still_s']:.0f} s")
         lines += [f"rank {rank}, main thread, {_main_thread(text)}" for rank, text in sorted(stacks.items())]

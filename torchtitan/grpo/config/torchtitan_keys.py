@@ -1,0 +1,178 @@
+"""torchtitan's sections: further keys of this project, and keys that need another default, or a range, for RL.
+
+Keys that stay as torchtitan has them have their texts in TORCHTITAN_TEXTS.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from torchtitan.grpo.config.ranges import Needs, Range
+
+TORCHTITAN_TEXTS: dict[str, str] = {
+    "job.config_file": "The TOML file. Given as a flag only.",
+    "job.dump_folder": "Folder for metrics, samples, checkpoints and logs of the run.",
+    "job.description": "A name for the run, for people.",
+    "metrics.enable_wandb": "Log to Weights & Biases too. Needs the package wandb.",
+    "optimizer.name": "`AdamW` or `Adam`.",
+    "lr_scheduler.decay_type": "Shape of the decay.",
+    "training.dtype": "Type of weights, gradients and optimizer state. float32 keeps the small updates of RL.",
+    "training.mixed_precision_param": "Type of weights and activations in the forward and backward passes.",
+    "training.mixed_precision_reduce": "Type in which gradients are reduced over ranks.",
+    "parallelism.data_parallel_shard_degree": "Ranks that shard weights, gradients and optimizer state (FSDP2): 1 or "
+    "more. -1 takes all ranks that the other degrees leave.",
+    "checkpoint.export_dtype": "Type of the weights in the Hugging Face folder.",
+    "compile.enable": "Compile the model's blocks. CUDA only.",
+    "validation.enable": "Measure pass rates on held-out prompts during the run.",
+    "debug.deterministic": "Use deterministic algorithms, which may be slower.",
+    "debug.deterministic_warn_only": "Warn about operations that have no deterministic algorithm, and use them.",
+}
+
+
+@dataclass
+class Model:
+    name: str = ""
+    """Family of `model.flavor`, such as `qwen3`. Without `model.flavor`, config.json names it."""
+    flavor: Annotated[str, Needs("model.name", why='its family, as in "qwen3"')] = ""
+    """Preset shape of the family, such as `0.6B`. Empty: `model.hf_assets_path`/config.json gives the shape, so any
+    size works."""
+    hf_assets_path: str = ""
+    """Hugging Face folder with config.json, tokenizer and weights. Required, because prompts need its tokenizer."""
+    weights: Literal["hf", "random"] = "hf"
+    """`hf` loads safetensors from `model.hf_assets_path`. `random` initialises from `debug.seed`."""
+
+
+@dataclass
+class Optimizer:
+    lr: Annotated[float, Range(above=0, at_most=1)] = 1e-6
+    """Learning rate. Policy gradients are noisy: full fine-tuning by RL uses 1e-6 where pre-training uses 8e-4."""
+    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    """Decay rate of the mean gradient."""
+    beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
+    """Decay rate of the mean squared gradient."""
+    eps: Annotated[float, Range(above=0, at_most=1)] = 1e-8
+    """Added to the denominator, against division by zero."""
+    weight_decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
+    """Weight decay. Off, because shrinking trained weights does not serve the reward."""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: Annotated[int, Range(at_least=0)] = 0
+    """Steps of linear warm-up. torchtitan's 200 are more than many RL runs have."""
+    total_steps: Annotated[int | None, Range(at_least=1)] = None
+    """Length of the schedule. None: `training.steps`."""
+    decay_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
+    """Last share of the run, in which the rate decays to `min_lr_factor`. 0 keeps it constant, so a run can be
+    extended."""
+    min_lr_factor: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
+    """Rate at the end of the decay, as a share of `optimizer.lr`."""
+
+
+@dataclass
+class Training:
+    seq_len: Annotated[int, Range(at_least=2, at_most=2**24, why="a prompt and an answer need a token each")] = 2048
+    """Longest document in tokens. Prompt and answer together must fit."""
+    max_norm: Annotated[float | int, Range(above=0, why="gradients are scaled down to it")] = 1.0
+    """Gradient norm above which gradients are scaled down."""
+    steps: Annotated[int, Range(at_least=1)] = 100
+    """Steps, each on one batch: of rollouts, or in `sft_train.py` of `sft.batch_size` rows. RL shows results within
+    tens of steps, not torchtitan's 10000."""
+    tokens_per_microbatch: Annotated[int, Range(at_least=0)] = 0
+    """Tokens of one packed forward and backward pass on one data-parallel rank. 0 means `training.seq_len`."""
+    share_prompts: bool = True
+    """Compute a prompt once for the answers of its group that are in one row. The result is the same but for rounding.
+    Off gives each answer a prompt of its own."""
+    kept_logits_mib: Annotated[int, Range(at_least=0)] = 2048
+    """Logits kept from forward to backward, in MiB; the rest are recomputed. 16k answer tokens of Qwen3 take 4.6 GiB.
+    0 keeps none."""
+    reduce_gradients: Literal["auto", "microbatch", "step"] = "auto"
+    """When sharded ranks gather parameters and reduce gradients: per packed row, or once per optimizer `step`.
+    `step` saves traffic but keeps all weights and gradients on each rank; `auto` uses it up to a billion parameters."""
+    flash_attention: Literal["auto", "FA2", "FA4"] = "auto"
+    """bfloat16 attention kernels on GPUs: torch's (`FA2`), or `flash-attn-4`, faster on Hopper and Blackwell.
+    `auto` takes `FA4` if it is installed and agrees with `FA2` in a trial at the start."""
+
+
+@dataclass
+class Parallelism:
+    data_parallel_replicate_degree: Annotated[int, Range(at_least=0)] = 0
+    """Copies of the model. Above 1, with shards in each copy, is HSDP. 0: one copy for each node if it fits there by
+    the estimate of `--dry_run`, else one over all ranks; on one node always one."""
+    tensor_parallel_degree: Annotated[int, Range(at_least=1)] = 1
+    """Ranks that share each layer."""
+    expert_parallel_degree: Annotated[int, Range(at_least=1)] = 1
+    """Of a mixture of experts (docs/moe.md): ranks that share the experts of each layer. Tokens travel to their
+    experts, which are not gathered. The ranks are among those that shard the model. 1: each gathers all experts."""
+
+
+@dataclass
+class Metrics:
+    enable_tensorboard: bool = True
+    """Write TensorBoard files. On, because the reward curve is the first thing to look at."""
+    samples_per_step: Annotated[int, Range(at_least=0)] = 4
+    """Answers written to `samples.jsonl` at each step. 0 writes none."""
+    prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
+    """Port on this machine's loopback address where Prometheus reads the newest metrics. 0 serves none."""
+
+
+@dataclass
+class Checkpoint:
+    enable: bool = True
+    """Save checkpoints. On, because without them the trained weights are lost at the end."""
+    folder: str = "checkpoint"
+    """Folder of checkpoints in `job.dump_folder`."""
+    interval: Annotated[int, Range(at_least=1)] = 20
+    """Steps between checkpoints; the last step is always saved. torchtitan's 500 are more than many RL runs have."""
+    keep_latest_k: Annotated[int, Range(at_least=0)] = 2
+    """Checkpoints kept, 0 for all. Each holds weights and AdamW state (12 bytes per parameter) and an export."""
+    keep_best: Annotated[str, Needs("checkpoint.enable"), Needs("validation.enable")] = ""
+    """A metric of validation, as in `validation/greedy_reward`: the checkpoint with its highest value is kept besides
+    the newest ones. Empty: none is."""
+    resume: Annotated[bool | Literal["auto"], Needs("checkpoint.enable")] = False
+    """Continue the run in `job.dump_folder` from its newest checkpoint. True needs one; `auto` begins a new run if
+    there is none, for jobs that are started again. False refuses a folder that holds a run."""
+    load_step: Annotated[
+        int,
+        Range(at_least=-1, why="-1 is the newest"),
+        Needs("checkpoint.resume", True, why="every start would go back to the step"),
+    ] = -1
+    """Step to resume from. -1 is the newest whole checkpoint. A torn one is named and passed over; with a step it ends
+    the run."""
+    stop_seconds: Annotated[float, Range(at_least=1, at_most=1e6)] = 25.0
+    """Longest time from SIGTERM or Ctrl-C to the end of the process; four fifths are for the step and its checkpoint.
+    torchrun kills after 30 s: raise its `--shutdown-timeout` too."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write checkpoints in the background, from a copy in host memory. `async_with_pinned_mem` copies beside training;
+    `async` copies to pageable memory, and training waits for the copy. Off: it needs that memory."""
+    export_hf: bool = True
+    """Write a Hugging Face folder (weights, config, tokenizer) inside every checkpoint, as `step-N/hf`. With `[lora]`
+    it is `step-N/adapter`, a folder for `peft`."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["selective", "full", "none"] = "full"
+    """Recompute activations in the backward pass. `full` needs the least memory; `selective` and `none` are faster."""
+    selective_ac_option: str = "matmul"
+    """What `selective` keeps: the outputs of attention and of every matrix multiplication (`matmul`), or of every
+    second one (`op`). A number n keeps everything, except in each n-th block, which keeps its input only."""
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: Annotated[int, Range(at_least=1, at_most=1e6)] = 1800
+    """Longest wait in a collective. Other ranks wait in one while rank 0 starts servers or validates, which can
+    exceed torchtitan's 300 s."""
+
+
+@dataclass
+class Debug:
+    seed: Annotated[int, Range(at_least=0, below=2**32, why="NumPy takes no other")] = 42
+    """Seed of weights, data order and sampling. torchtitan's default is random, so runs are not reproducible."""
+    hang_seconds: Annotated[float, Range(at_least=0)] = 3600.0
+    """Time without progress after which the log gets every thread's stack, the servers' states and what waits for what.
+    Progress is a stage that begins or ends, a scored answer or a bucket of weights. With `ray.enable` a rank is then
+    ended, and no step may take longer. 0: never."""
+    hang_exit_code: Annotated[int, Range(at_least=0, at_most=255)] = 0
+    """Exit status of a process after that report, for a launcher that starts it again; 0 lets it go on. Then set
+    `hang_seconds` above `rollout.group_timeout_seconds`."""
