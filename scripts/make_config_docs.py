@@ -58,7 +58,8 @@ def page() -> str:
             lines.append(f"| `{key.name}` | {_type(key)} | {default} | {_cell(key.meaning)} |")
     lines.append(UNSUPPORTED_HEAD)
     for entry, why in UNSUPPORTED.items():
-        lines.append(f"| `{f'{entry}*' if entry.endswith('_') else entry}` | {_cell(why)} |")
+        shown = f"{entry}*" if entry.endswith("_") else entry if "." in entry else f"[{entry}]"
+        lines.append(f"| `{shown}` | {_cell(why)} |")
     return "\n".join(lines) + "\n"
 
 
