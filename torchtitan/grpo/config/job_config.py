@@ -229,7 +229,7 @@ class AsyncGrpo:
 
 @dataclass
 class Rollout:
-    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    engine: Annotated[str, tuple(COMMANDS)] = "embedded"
     """Inference server. `embedded` is a small one of this project, `vllm` and `sglang` are faster: docs/engines.md."""
     replicas: Annotated[int, Range(at_least=0, at_most=256)] = 0
     """Servers that the run starts and keeps alive, instead of `urls`: docs/servers.md. They are on its machine, where
