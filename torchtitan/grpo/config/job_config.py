@@ -483,7 +483,7 @@ class Distill:
     """Base addresses of running servers of a teacher, which scores each token that the model samples: on-policy
     distillation (docs/distillation.md). `name=http://host:port` is a teacher for the `[[data.mixture]]` source with
     that name, others are for all further prompts. Empty: off."""
-    engine: Annotated[Literal["embedded", "vllm", "sglang"], Needs("distill.teacher_urls")] = "embedded"
+    engine: Annotated[str, tuple(COMMANDS), Needs("distill.teacher_urls")] = "embedded"
     """What the teachers' servers are. `vllm` and `sglang` give log-probabilities at temperature 1 only, which
     `rollout.temperature` must then be; `embedded` gives them at any."""
     mode: Annotated[Literal["only", "add"], Needs("distill.teacher_urls")] = "only"
