@@ -16,7 +16,7 @@ from torchtitan.grpo.checkpoint.adapters import BASE
 from torchtitan.grpo.checkpoint.hyperparameters import kept
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, is_read_back, step_of
 from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, changes
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, changes, read_run_config
 from torchtitan.grpo.checkpoint.states import collect
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
 from torchtitan.grpo.errors import UserError
@@ -110,7 +110,7 @@ class Loader:
             return
         if RUN_CONFIG in self._damaged or not (path / RUN_CONFIG).is_file():
             return logger.info(f"{path} has no whole {RUN_CONFIG}: changed keys cannot be named")
-        for line in changes(json.loads((path / RUN_CONFIG).read_text(encoding="utf-8")), self._run_config):
+        for line in changes(read_run_config(path), self._run_config):
             logger.warning(f"Changed since the checkpoint: {line}")
 
     def _choose(self) -> Marker | None:

@@ -12,11 +12,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, read_run_config
 from torchtitan.grpo.config.contradictions import check_contradictions
+from torchtitan.grpo.config.hints import GONE
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.jobs import job_of
-from torchtitan.grpo.config.keys import TABLES
 from torchtitan.grpo.config.load import CONFIG_FILE, load_config
 from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.config.tables import fill_tables, held_out_set, held_out_sets
@@ -89,16 +89,6 @@ def _is_supervised(step: Path) -> bool:
     return path.is_file() and job_of(json.loads(path.read_text(encoding="utf-8"))) == "sft"
 
 
-def _run_config(step: Path | None) -> dict[str, Any]:
-    """The run's value of every key, by path; empty without a checkpoint."""
-    run = json.loads((step / RUN_CONFIG).read_text(encoding="utf-8")) if step else {}
-    tables = [table for path in TABLES for table in run.get(path, [])]
-    for values, key in [(run, "data.chat_template_kwargs"), *((table, "chat_template_kwargs") for table in tables)]:
-        if isinstance(words := values.get(key), list):  # of an earlier version, as in ["enable_thinking=false"]
-            values[key] = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
-    return run
-
-
 def evaluation_config(
     flags: list[str],
     folder: Path,
@@ -131,7 +121,14 @@ def evaluation_config(
             f"{step} is of sft_train.py, whose configuration names no prompts, lengths and rewards for answers: give "
             "one by --job.config_file"
         )
-    run = _run_config(step)
+    run = read_run_config(step) if step else {}
+    if CONFIG_FILE not in named and (
+        run.get("validation.min_p") or any(t.get("min_p") for t in run.get("validation.sets", []))
+    ):
+        raise UserError(
+            f"{step} is of a run with [validation] min_p, {GONE['validation.min_p']}: give a configuration without it "
+            "by --job.config_file"
+        )
     beside: dict[str, str] = {}
     if step is not None:  # its results are not for the folder of another run, which the TOML file may name
         among_others = step.parent.name == Path(run.get("checkpoint.folder", "checkpoint")).name
@@ -199,7 +196,7 @@ def check_not_trained_on(
     step = checkpoint_of(folder)
     if step is None:
         return
-    own = {path: value for path, value in _run_config(step).items() if path.startswith(("data.", "validation."))}
+    own = {path: value for path, value in read_run_config(step).items() if path.startswith(("data.", "validation."))}
     tables = zip(sets, held_out_sets(config), strict=True)
     asks = [(each, table.data.prompt_column) for each, table in tables if not table.own_rows]
     now = resolved(config)
