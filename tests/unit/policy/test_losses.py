@@ -294,6 +294,16 @@ def endless(logprobs, old_logprobs, advantages, sample_ids, grpo):
 
 def of_some(logprobs, old_logprobs, advantages, sample_ids, grpo):
     return logprobs / logprobs.max()
+
+def scales(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    return -logprobs * advantages.mul_(2)
+
+def silent(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    from torchtitan.grpo.policy.losses import TokenLosses
+    return TokenLosses(-logprobs * advantages, logprobs.detach().exp(), None, None, None)
+
+def both(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    return -logprobs, {}
 """
 
 
@@ -324,11 +334,14 @@ def test_an_own_loss_is_trained_as_a_built_in_one(own):
     ("name", "message"),
     [
         ("short", r"must take 5 arguments \(logprobs, old_logprobs, advantages, sample_ids, grpo\)"),
-        ("mean", r"failed on a trial: ValueError: the loss has the shape \[\], not one value for each of 4 tokens"),
+        ("mean", r"failed on a trial: ValueError: its losses have the shape \[\], not one value for each of 4 tokens"),
         ("detached", "failed on a trial: RuntimeError: .*does not require grad"),
         ("endless", r"failed on a trial: ValueError: losses \[inf"),
         ("of_some", r"failed on a trial: RuntimeError: .*\(.*own_losses.py:22\)"),
         ("clip", r'has no function "clip"'),
+        ("scales", "failed on a trial: ValueError: it changes a tensor that it gets"),
+        ("silent", "failed on a trial: ValueError: its clipped_low have None, not one value for each of 4 tokens"),
+        ("both", "failed on a trial: ValueError: it returned a tuple, not a tensor or TokenLosses"),
     ],
 )
 def test_a_wrong_own_loss_is_refused(own, name, message):

@@ -211,8 +211,10 @@ def check_loss(grpo: Grpo) -> None:
     old_logprobs, loss = logprobs.detach() - 0.1, named_loss(grpo.policy_loss)
     with trial(_LOSS_KEY, grpo.policy_loss):
         for n in (len(logprobs), 0):
-            given = logprobs[:n], old_logprobs[:n]
-            result = _token_losses(loss(*given, advantages[:n], sample_ids[:n], grpo), *given)
+            given = logprobs[:n], old_logprobs[:n].clone(), advantages[:n].clone(), sample_ids[:n].clone()
+            result = _token_losses(loss(*given, grpo), *given[:2])
+            if not all(map(torch.equal, given[1:], (old_logprobs[:n], advantages[:n], sample_ids[:n]))):
+                raise ValueError("it changes a tensor that it gets, which others read: change a copy")
             (gradient,) = torch.autograd.grad(result.losses.sum(), logprobs)
             if not (result.losses.isfinite().all() and gradient.isfinite().all()):
                 raise ValueError(f"losses {result.losses.tolist()} or gradients {gradient.tolist()} are not finite")
@@ -230,10 +232,12 @@ def _token_losses(result: TokenLosses | Tensor, logprobs: Tensor, old_logprobs: 
         unclipped = torch.zeros_like(logprobs, dtype=torch.bool)
         ratio = _ratio((logprobs - old_logprobs).detach())
         result = TokenLosses(result, ratio, unclipped, unclipped, unclipped)
-    if result.losses.shape != logprobs.shape:
-        raise ValueError(
-            f"the loss has the shape {list(result.losses.shape)}, not one value for each of {len(logprobs)} tokens"
-        )
+    if not isinstance(result, TokenLosses):
+        raise ValueError(f"it returned a {type(result).__name__}, not a tensor or TokenLosses")
+    for name, values in vars(result).items():
+        if not isinstance(values, Tensor) or values.shape != logprobs.shape:
+            what = f"the shape {list(values.shape)}" if isinstance(values, Tensor) else f"{values!r}"
+            raise ValueError(f"its {name} have {what}, not one value for each of {len(logprobs)} tokens")
     return result
 
 
