@@ -97,9 +97,9 @@ def load_config(
     given, path = dict(flags), flags.get(CONFIG_FILE)
     for key, value in _read_toml(path, problems) if path else ():
         given.setdefault(key, value)
-    for key, value in defaults.items():
-        if key in keys() and value != keys()[key].default:
-            given.setdefault(key, value)
+    for each in honoured_keys():
+        if defaults.get(each.path, each.default) != each.default:
+            given.setdefault(each.path, defaults[each.path])
     left_out = list(flags_only(given))
     given = {key: value for key, value in given.items() if key in flags or not covering(key, left_out)}
     problems += [*check_unsupported(given), *check_job(given, job), *_check_paths(given)]
