@@ -26,9 +26,10 @@ def test_what_a_job_does_not_read_are_keys_or_sections():
 def test_keys_of_the_other_job_are_named_and_change_nothing(caplog):
     caplog.set_level(logging.INFO)
     of_grpo = ["--rollout.engine", "vllm", "--grpo.kl_coef", "0.1", "--data.max_prompt_tokens", "4096"]
+    of_grpo += ["--rollout.replicas", "2", "--ray.expose_servers"]
     config = load_config([*SFT, *of_grpo, "--training.seq_len", "128"], job="sft")
     assert config.to_dict() == load_config([*SFT, "--training.seq_len", "128"], job="sft").to_dict()
-    assert "sft_train.py does not read [grpo], [rollout], [data] max_prompt_tokens" in caplog.text
+    assert "sft_train.py does not read [grpo], [rollout], [data] max_prompt_tokens, [ray] expose_servers" in caplog.text
     caplog.clear()
     config = load_config([*MODEL, *CHAT, "--sft.train_on", "last"])
     assert (config.data.messages_column, config.sft.train_on) == ("", "all")

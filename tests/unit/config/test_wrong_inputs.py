@@ -223,6 +223,12 @@ CONFIGURATION = {
     "cadence": flag(
         "--weight_sync.cadence", "auto", "--weight_sync.cadence is a flag of an earlier version: leave it out"
     ),
+    "negated key of an earlier version": flag(
+        "--grpo.no-clip_old_tokens", None, "--grpo.no-clip_old_tokens is a flag of an earlier version"
+    ),
+    "TOML as a flag": flag(
+        "--data.source_args", "{ max = 39 }", "is text, not table: write", '{"name": value} as a flag'
+    ),
     "correction twice": flag("--grpo.proximal_logprobs", "sampler", 'set importance_correction = "none"'),
     "load_step without resume": flag("--checkpoint.load_step", "3", "[checkpoint] load_step = 3", "resume = true"),
     "optimizer": flag("--optimizer.name", "Muon", "AdamW or Adam"),

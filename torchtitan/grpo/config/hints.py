@@ -87,9 +87,10 @@ def unknown_name(section: str, name: str, value: Any) -> str:
 def unknown_flag(flag: str) -> str:
     """Message for an unknown flag."""
     path = flag.removeprefix("--").replace("-", "_")
-    if path in GONE:
-        return f"{flag} is a flag of an earlier version: {GONE[path]}"
-    if (name := path.rpartition(".")[2]) in REFUSED and _exact(path) is None:
+    section, _, name = path.rpartition(".")
+    if gone := GONE.get(path) or GONE.get(f"{section}.{name.removeprefix('no_')}"):
+        return f"{flag} is a flag of an earlier version: {gone}"
+    if name in REFUSED and _exact(path) is None:
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"
 

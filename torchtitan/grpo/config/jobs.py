@@ -30,6 +30,7 @@ UNREAD: dict[Job, tuple[str, ...]] = {
         "data.max_prompt_tokens",
         "data.reward_column",
         "metrics.samples_per_step",
+        "ray.expose_servers",
         "validation.samples_per_prompt",
         "validation.temperature",
         "validation.top_p",

@@ -340,8 +340,8 @@ def _advice(value: Any, annotation: Any) -> str:
     """What to write instead, if that is clear."""
     if annotation is bool:
         return ": write true or false" + (", without quotes" if type(value) is str else "")
-    if annotation is dict and type(value) is list:
-        return ": write { name = value }"
+    if annotation is dict and type(value) in (list, str):
+        return ': write { name = value } in a file, {"name": value} as a flag'
     if annotation is str and type(value) in (int, float, bool):
         return f': write it in quotes, "{show(value)}"'
     if annotation in (int, float) and type(value) is str:
