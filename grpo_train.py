@@ -77,7 +77,7 @@ class Trainer(Run):
 
     def set_up(self) -> None:
         """In this order, so that bad input is refused before a process group or a server exists."""
-        losses.check_functions(self.config.grpo)
+        losses.check_functions(self.config.grpo, self.device)
         self.read_model()
         inputs = self.config, self.source, self.tokenizer, self.end_token_ids, self.resources
         self.rollouts = Rollouts(*inputs) if self.is_rank0 else Absent(self.config)

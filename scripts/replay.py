@@ -95,7 +95,7 @@ class ReplayTrainer(grpo_train.Trainer):
 
     def set_up(self) -> None:
         config = self.config
-        check_functions(config.grpo)
+        check_functions(config.grpo, self.device)
         self.read_model()
         self.rollouts = Absent(config)
         if self.is_rank0:

@@ -272,6 +272,7 @@ def test_extreme_ratios_stay_finite(name):
     assert loss.isfinite() and new.grad.isfinite().all() and all(v.isfinite() for v in metrics.values())
 
 
+CPU = torch.device("cpu")
 OWN = """
 import torch
 
@@ -322,12 +323,17 @@ def test_an_own_loss_is_trained_as_a_built_in_one(own):
     for name in ("ppo", f"{own}:clipped"):
         grpo = Grpo(policy_loss=name, kl_coef=0.1, entropy_coef=0.01)
         given = {"importance": new.detach().exp(), "reference_logprobs": old - 0.3, "entropy": new.square()}
-        check_loss(grpo)
+        check_loss(grpo, CPU)
         loss, sums = policy_loss(new, old, advantages, weights_of(LENGTHS), ids, grpo, **given)
         results.append((loss, *torch.autograd.grad(loss, new), sums))
     (loss, grad, sums), (own_loss, own_grad, own_sums) = results
     assert own_loss == loss and own_grad.equal(grad) and sums["clipped_high_tokens"] > 0
     assert own_sums == sums | {"clipped_low_tokens": 0, "clipped_high_tokens": 0}  # it does not say what it clips
+
+
+def test_an_own_loss_is_tried_on_the_trainers_device(own):
+    with pytest.raises(UserError, match=r"failed on a trial: .*[Mm]eta"):  # a tensor there has no values
+        check_loss(Grpo(policy_loss=f"{own}:clipped"), torch.device("meta"))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +352,7 @@ def test_an_own_loss_is_trained_as_a_built_in_one(own):
 )
 def test_a_wrong_own_loss_is_refused(own, name, message):
     with pytest.raises(UserError, match=rf"^\[grpo\] policy_loss: .*{message}"):
-        check_loss(Grpo(policy_loss=f"{own}:{name}"))
+        check_loss(Grpo(policy_loss=f"{own}:{name}"), CPU)
 
 
 def test_missing_inputs_and_unknown_names_are_errors():

@@ -52,7 +52,7 @@ UNSUPPORTED: dict[str, str] = {
     "compile.components": "only the model's blocks are compiled",
     "quantize": "float8 and MX would change the published weights",
     "comm.train_timeout_seconds": "comm.init_timeout_seconds holds for the whole run",
-    "comm.trace_buf_size": "set the environment variable TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "comm.trace_buf_size": "NCCL's flight recorder keeps 20000 operations",
     "comm.save_traces_": "NCCL's traces are in the folder comm_traces of the run's",
     "comm.mode": "weight sync needs a real process group",
     "memory_estimation": "use --dry_run",

@@ -200,15 +200,20 @@ def named_loss(name: str) -> PolicyLoss:
     return POLICY_LOSSES.get(name) or load_function(_LOSS_KEY, name, *arguments)
 
 
-def check_loss(grpo: Grpo) -> None:
+def check_loss(grpo: Grpo, device: torch.device) -> None:
     """Try `[grpo] policy_loss` on two answers of three tokens and one, and on no token, before anything is trained.
+
+    Args:
+        device: The trainer's: a loss may have kernels for it alone.
 
     Raises:
         UserError: There is no such function, it raises, or it does not return what `PolicyLoss` says.
     """
-    logprobs = torch.tensor([-0.1, -0.5, -1.0, -2.0], requires_grad=True)
-    advantages, sample_ids = torch.tensor([1.0, 1.0, 1.0, -1.0]), torch.tensor([0, 0, 0, 1])
-    old_logprobs, loss = logprobs.detach() - 0.1, named_loss(grpo.policy_loss)
+    loss = named_loss(grpo.policy_loss)
+    with device:
+        logprobs = torch.tensor([-0.1, -0.5, -1.0, -2.0], requires_grad=True)
+        advantages, sample_ids = torch.tensor([1.0, 1.0, 1.0, -1.0]), torch.tensor([0, 0, 0, 1])
+    old_logprobs = logprobs.detach() - 0.1
     with trial(_LOSS_KEY, grpo.policy_loss):
         for n in (len(logprobs), 0):
             given = logprobs[:n], old_logprobs[:n].clone(), advantages[:n].clone(), sample_ids[:n].clone()
@@ -220,9 +225,9 @@ def check_loss(grpo: Grpo) -> None:
                 raise ValueError(f"losses {result.losses.tolist()} or gradients {gradient.tolist()} are not finite")
 
 
-def check_functions(grpo: Grpo) -> None:
+def check_functions(grpo: Grpo, device: torch.device) -> None:
     """Try the functions of the user's own, before anything is trained: `check_loss` and `check_baseline`."""
-    check_loss(grpo)
+    check_loss(grpo, device)
     check_baseline(grpo)
 
 

@@ -57,6 +57,7 @@ class Run:
     def __init__(self, config: JobConfig) -> None:
         self.config, self.step, self.seed = config, 0, config.debug.seed or 0
         self.is_rank0 = int(os.environ.get("RANK", 0)) == 0
+        self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type != "cpu" else None)
         self.resources = contextlib.ExitStack()
         self.nodes = self.resources.enter_context(Nodes(config))
         self.nodes.job = self.job
@@ -191,7 +192,6 @@ class Run:
     def join(self) -> None:
         """The process group of all ranks, the mesh, and what ranks say to one another."""
         config = self.config
-        self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type != "cpu" else None)
         if device_type != "cpu":
             device_module.set_device(self.device)
         with store_of_this_attempt():
