@@ -305,6 +305,9 @@ def silent(logprobs, old_logprobs, advantages, sample_ids, grpo):
 
 def both(logprobs, old_logprobs, advantages, sample_ids, grpo):
     return -logprobs, {}
+
+def leaves(logprobs, old_logprobs, advantages, sample_ids, grpo):
+    raise SystemExit("no loss today")
 """
 
 
@@ -347,6 +350,7 @@ def test_an_own_loss_is_tried_on_the_trainers_device(own):
         ("clip", r'has no function "clip"'),
         ("scales", "failed on a trial: ValueError: it changes a tensor that it gets"),
         ("silent", "failed on a trial: ValueError: its clipped_low have None, not one value for each of 4 tokens"),
+        ("leaves", "failed on a trial: SystemExit: no loss today"),
         ("both", "failed on a trial: ValueError: it returned a tuple, not a tensor or TokenLosses"),
     ],
 )

@@ -79,9 +79,9 @@ def trial(key: str, name: str) -> Iterator[None]:
     """Around a call of such a function before the run: what it raises becomes a UserError that names the key."""
     try:
         yield
-    except UserError:
+    except (UserError, Stopped):  # Stopped: a signal that came meanwhile
         raise
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
         raise UserError(f'{key}: "{name}" failed on a trial: {what}') from error
