@@ -96,7 +96,7 @@ class ReplayTrainer(grpo_train.Trainer):
     def set_up(self) -> None:
         config = self.config
         check_functions(config.grpo, self.device)
-        self.read_model()
+        self.read_model(saves=False)
         self.rollouts = Absent(config)
         if self.is_rank0:
             inputs = Rollouts(config, self.source, self.tokenizer, self.end_token_ids, self.resources)

@@ -1,5 +1,7 @@
 """A run does not begin where not even its first checkpoint fits, by what the disk of this test says."""
 
+import contextlib
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -8,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers import TINY_QWEN3
+from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.jobs import of_replay
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.disk import check_disk, disk_lines, free_bytes
 from torchtitan.grpo.errors import UserError
@@ -27,6 +30,14 @@ def a_run(folder: Path, checkpoint_bytes: int, *flags: str, steps: int = 100) ->
     config = load_config([*names, *lengths, "--training.steps", str(steps), *flags], dry_run="cpu")
     (folder / "run" / "checkpoint").mkdir(parents=True, exist_ok=True)
     return config, resolve_model(config.model, 64, config.lora)
+
+
+def saved(run: Path, step: int) -> None:
+    """A complete checkpoint."""
+    folder = run / "checkpoint" / f"step-{step}"
+    folder.mkdir(parents=True)
+    entries = {"step": step, "world_size": 1, "saved_at": float(step), "states": [], "files": {}}
+    (folder / "complete.json").write_text(json.dumps(entries))
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(tmp_path):
@@ -59,10 +70,7 @@ def test_checkpoints_that_are_there_and_a_save_that_was_killed_take_no_more_room
     """What is left of a killed save is removed before the next one. A run at its end saves nothing."""
     free = free_bytes(tmp_path)
     for step in (20, 40):
-        folder = tmp_path / "run" / "checkpoint" / f"step-{step}"
-        folder.mkdir(parents=True)
-        entries = {"step": step, "world_size": 1, "saved_at": float(step), "states": [], "files": {}}
-        (folder / "complete.json").write_text(json.dumps(entries))
+        saved(tmp_path / "run", step)
     check_disk(*a_run(tmp_path, int(0.5 * free), "--checkpoint.resume"))
     assert "more at once" not in caplog.text
     check_disk(*a_run(tmp_path, 2 * free, "--checkpoint.resume", steps=40))
@@ -95,3 +103,24 @@ def test_a_disk_that_does_not_say_what_is_free_is_not_refused(tmp_path, monkeypa
 def test_the_dry_run_counts_the_best_checkpoint_too(tmp_path):
     config, _ = a_run(tmp_path, 1 << 20, "--validation.enable", "--checkpoint.keep_best", "validation/greedy_reward")
     assert "at most 4 at once" in disk_lines(config, 10, 10)[-1]
+
+
+def test_a_replay_from_a_checkpoint_needs_no_room_for_one(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("replay_script", ROOT / "scripts" / "replay.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    lengths = ["--training.seq_len", "64", "--data.max_prompt_tokens", "16", "--rollout.max_answer_tokens", "16"]
+    names = ["--model.hf_assets_path", str(TINY_QWEN3), "--model.weights", "random", "--job.dump_folder", str(tmp_path)]
+    config = load_config([*names, *lengths, "--training.steps", "4"], dry_run="cpu")
+    saved(tmp_path, 2)
+    monkeypatch.setattr("torchtitan.grpo.dry_run.disk.free_bytes", lambda folder: 0)
+
+    def rollouts(*_: object) -> None:
+        raise LookupError("the model is read")
+
+    monkeypatch.setattr(script, "Rollouts", rollouts)
+    trainer = object.__new__(script.ReplayTrainer)
+    trainer.config, trainer.is_rank0 = of_replay(config, tmp_path, None, after=2), True
+    trainer.device = torch.device("cpu")
+    with contextlib.ExitStack() as trainer.resources, pytest.raises(LookupError, match="the model is read"):
+        trainer.set_up()

@@ -178,8 +178,12 @@ class Run:
 
     # ----------------------------------------------------------------------------------------------- set-up
 
-    def read_model(self) -> None:
-        """Model folder and tokenizer, and on rank 0 the run's folder and its disk. Refuses bad input."""
+    def read_model(self, saves: bool = True) -> None:
+        """Model folder and tokenizer, and on rank 0 the run's folder. Refuses bad input.
+
+        Args:
+            saves: The run will write checkpoints, if the configuration says so: the disk must have room.
+        """
         config = self.config
         self.source = resolve_and_check(config)
         vocab_size, assets = self.source.model_args.vocab_size, config.model.hf_assets_path
@@ -187,7 +191,8 @@ class Run:
         self.end_token_ids = end_token_ids(self.tokenizer, assets, vocab_size)
         if self.is_rank0:
             self.resources.enter_context(own_folder(config.checkpoint, config.job.dump_folder))
-            check_disk(config, self.source)
+            if saves:
+                check_disk(config, self.source)
 
     def join(self) -> None:
         """The process group of all ranks, the mesh, and what ranks say to one another."""
