@@ -296,7 +296,7 @@ class Trainer(Run):
         self.weight_sync.connect()
         self.metrics.show_stage(self.ledger.now)
         self.progress.watch(lambda: (self.weight_sync.moved, rollouts.progress()))
-        self.watch(self.weight_sync.describe, rollouts.describe, self.broadcast.describe)
+        self.watch(self.weight_sync.describe, rollouts.describe)
 
 
 def main(argv: list[str], make: Callable[[JobConfig], Run] = Trainer) -> int:

@@ -66,7 +66,7 @@ class SftTrainer(Run):
         self.join()
         self.build()
         self.metrics.show_stage(self.ledger.now, SFT_FIELDS)
-        self.watch(self.broadcast.describe)
+        self.watch()
 
     # ---------------------------------------------------------------------------------------------- the loop
 

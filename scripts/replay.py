@@ -110,7 +110,7 @@ class ReplayTrainer(grpo_train.Trainer):
         self.rollouts.connect(self.ledger, self.layout, self.metrics, lambda: self.step)
         self.weight_sync = NoSync()
         self.metrics.show_stage(self.ledger.now)
-        self.watch(self.broadcast.describe)
+        self.watch()
         if self.is_rank0:
             logger.info(f"{self.replay.describe()}; metrics go to {config.job.dump_folder}")
 

@@ -151,6 +151,7 @@ def test_a_hang_is_reported_and_ends_the_run_with_the_status_that_was_asked_for(
             assert re.search(words, report), report
         assert re.search(r"\d+ requests wait for a server\n  \d+ requests in flight at http://127", report)
         assert "Thread MainThread:" in report and "weight-sync http://127" in report
+        assert "rank 0 starting" not in report, "what others hear of rank 0 is not for its own report"
         run.wait_until_gone(15)
 
 

@@ -252,5 +252,6 @@ class Run:
         self.usage = Usage(config, policy.model, self.dims.world_size, self.metrics.last("cost/gpu_hours"))
 
     def watch(self, *parts: Callable[[], str]) -> None:
-        """Begin to watch for a standstill. A report asks each of `parts` what it waits for."""
-        self.resources.enter_context(Watchdog(self.config.debug, self.progress, list(parts)))
+        """Begin to watch for a standstill. A report asks each of `parts` what it waits for, and rank 0's last word."""
+        heard = [] if self.is_rank0 else [self.broadcast.describe]
+        self.resources.enter_context(Watchdog(self.config.debug, self.progress, [*parts, *heard]))
