@@ -65,7 +65,8 @@ class Replayed(Absent):
         return self.inputs.pairs()
 
     def take(self, step: int) -> Taken:
-        groups = self.groups[step] = self.replay.take(step - 1)
+        with self.ledger.stage("rollout"):
+            groups = self.groups[step] = self.replay.take(step - 1)
         with self.ledger.stage("pack"):
             return packed(groups, step - 1, self.config, self.check, self.inputs.layout)
 

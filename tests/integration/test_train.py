@@ -58,6 +58,8 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
     plain = [{k: v for k, v in line.items() if not k.startswith(served)} for line in without_times(run)]
     assert again == plain and len({line["train/grad_norm"] for line in again}) == 4
     assert "trained tokens" in said.splitlines()[-6]
+    timed = [{key for key in line if key.startswith("time/")} for line in steps(tmp_path / "again")]
+    assert all({"time/rollout_s", "time/pack_s", "time/train_s"} <= names for names in timed)
     assert [line.split()[0] for line in said.splitlines()[-5:]] == ["1", "2", "3", "4", "median"]
 
     # With a loss and a baseline of the user's own, which are the built-in ones.
