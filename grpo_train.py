@@ -43,7 +43,7 @@ from torchtitan.grpo.reporting.usage import highest_peaks
 from torchtitan.grpo.run.policy import LossAndSums
 from torchtitan.grpo.run.rollouts import Absent, Rollouts
 from torchtitan.grpo.run.run import Run
-from torchtitan.grpo.run.running import run_job
+from torchtitan.grpo.run.script import run_job
 from torchtitan.grpo.servers.own import OwnServers
 from torchtitan.grpo.weight_sync.published import published_weights
 from torchtitan.grpo.weight_sync.sync import WeightSync, wire_dtype

@@ -28,7 +28,7 @@ from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
 from torchtitan.grpo.reporting.console import SFT_FIELDS
 from torchtitan.grpo.reporting.usage import highest_peaks
 from torchtitan.grpo.run.run import Run
-from torchtitan.grpo.run.running import run_job
+from torchtitan.grpo.run.script import run_job
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ from torchtitan.grpo.checkpoint.marker import Marker
 from torchtitan.grpo.engines.fleet import FleetError
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.process import folder_lock
-from torchtitan.grpo.run import run, running
+from torchtitan.grpo.run import run, running, script
 from torchtitan.grpo.weight_sync.link import WeightSyncError
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
@@ -522,7 +522,7 @@ def folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     # These are for a process of its own.
-    monkeypatch.setattr(running, "init_log_lines", lambda: None)
+    monkeypatch.setattr(script, "init_log_lines", lambda: None)
     monkeypatch.setattr(running, "stop_in_time", lambda grace_s: None)
     monkeypatch.setattr(run, "end_within", lambda seconds: None)
     ours = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -572,7 +572,7 @@ def test_variables_of_no_launcher_are_refused_at_once(
         monkeypatch.delenv(variable)
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(running, "init_log_lines", lambda: pytest.fail("it reads RANK"))
+    monkeypatch.setattr(script, "init_log_lines", lambda: pytest.fail("it reads RANK"))
     refused({}, tuple(words), capsys)
 
 

@@ -3,7 +3,8 @@
     run.py                 `Run`: process group, mesh, checkpoints, metrics; the base of every trainer
     policy.py              `Policy`: the model, its reference, and what changes them
     rollouts.py            `Rollouts`: all that rank 0 alone owns, from prompts to packed rows
-    running.py             a run inside what its process needs around it; `run_job`, the script of it
+    script.py              `run_job`: what a training script does with its command line
+    running.py             a run inside what its process needs around it
     nodes.py               what nodes owe one another: the same folder, the same mesh, a sign of life
     broadcast.py           from rank 0 to every rank: packed rows, small values, and that the run ends
     ending.py              `Ending`: how errors take a run to its end
