@@ -327,7 +327,7 @@ def test_sigterm_ends_in_order(model_dir: Path, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with Client(server.url) as client:
                 task = await started(client, [3], SamplingParams(1, 1.0, LONG, ignore_eos=True))
-                server.process.terminate()
+                server.process.send_signal(signal.SIGTERM)
                 await task
 
         with pytest.raises(EngineError, match="the server aborted it"):
