@@ -75,3 +75,10 @@ def test_keys_of_an_earlier_version_are_read_as_todays(tmp_path):
         {"name": "gym"},  # its source's
         {"name": "own", "source": "jsonl", "path": "x", "source_args": {}},
     ]
+
+
+def test_a_checkpoint_from_before_some_of_these_keys_is_read_too(tmp_path):
+    run = of_earlier_version()
+    del run["data.arithmetic_question"], run["data.arithmetic_operators"]
+    (tmp_path / "run_config.json").write_text(json.dumps(run))
+    assert read_run_config(tmp_path)["data.source_args"] == {"max": 39}

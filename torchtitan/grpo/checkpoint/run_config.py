@@ -41,7 +41,8 @@ def read_run_config(step: Path) -> dict[str, Any]:
             values[key] = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
     if "data.size" not in run:
         return run
-    data = {name: run.pop(f"data.{name}") for name in _ARGUMENTS} | {"source": run["data.source"]}
+    data = {name: run.pop(key) for name in _ARGUMENTS if (key := f"data.{name}") in run}
+    data["source"] = run["data.source"]
     run["data.source_args"] = _arguments(data)
     of_source: dict[str, dict[str, Any]] = {}  # of the mixture, whose tables come first
     for path, table in tables:
@@ -59,7 +60,7 @@ def read_run_config(step: Path) -> dict[str, Any]:
 def _arguments(data: dict[str, Any]) -> dict[str, Any]:
     """`[data] source_args` for keys of an earlier version, without those that have the source's defaults."""
     known = SOURCES[data["source"]].arguments
-    named = {name: data[old] for old, name in _ARGUMENTS.items() if name in known}
+    named = {name: data[old] for old, name in _ARGUMENTS.items() if name in known and old in data}
     return {name: value for name, value in named.items() if value != known[name].default}
 
 
