@@ -185,7 +185,7 @@ def supervised(
     if engine != "embedded":
         group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[engine]
         declare_plugin(plugins, group, "forked", f"tests.helpers.forked_engines:{plugin or engine}")
-    path = os.pathsep.join([str(ROOT), str(plugins)])
+    path = os.pathsep.join(filter(None, [str(ROOT), str(plugins), os.environ.get("PYTHONPATH")]))
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
         starts = launches([COMMANDS[engine](str(model_dir), **{"gpus": (), "flags": flags} | planned)])
     with Supervisor(starts, folder, folder / "urls.txt", START_S) as supervisor:
