@@ -34,8 +34,8 @@ import torchtitan_overlay  # noqa: F401  before torchtitan: upstream's own __ini
 from torchtitan.config import JobConfig
 from torchtitan.grpo.dry_run.shared_gpu import check_shared_gpu
 from torchtitan.grpo.policy import losses
-from torchtitan.grpo.policy.batch import FixedLogprobs, subtract_kl
-from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.policy.kl_reward import FixedLogprobs, subtract_kl
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.sft import supervised_steps
 from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
 from torchtitan.grpo.reporting.step_metrics import policy_metrics

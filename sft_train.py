@@ -21,9 +21,11 @@ from torchtitan.grpo.config.tables import held_out_sets
 from torchtitan.grpo.data.conversations import ConversationSource
 from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.samples import Conversation, Prompt
+from torchtitan.grpo.policy.batch import supervised_samples
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import packing_metrics
-from torchtitan.grpo.policy.rows import Microbatch, PackedRow
-from torchtitan.grpo.policy.sft import summed, supervised_loss, supervised_samples, token_metrics
+from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.grpo.policy.sft import summed, supervised_loss, token_metrics
 from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
 from torchtitan.grpo.reporting.console import SFT_FIELDS
 from torchtitan.grpo.reporting.usage import highest_peaks
@@ -146,7 +148,7 @@ class SftTrainer(Run):
         with self.ledger.stage("validate"):
             of_sets = {}
             for name, rows in self.held_out_rows.items():
-                sums = summed(supervised_loss(self.policy.model, row.to(self.device))[1] for row in rows)
+                sums = summed(supervised_loss(self.policy.model, Microbatch.of(row, self.device))[1] for row in rows)
                 of_sets[name] = token_metrics(self.sum(sums))
         metrics = {
             f"validation/{name}/{key}": value for name, own in of_sets.items() if name for key, value in own.items()

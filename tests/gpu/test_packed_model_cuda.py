@@ -16,6 +16,7 @@ from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.shards import local
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -111,7 +112,7 @@ def test_logprobs_equal_transformers_and_train(folder, precision, compile, toler
     batch = samples() + group()
     model = build(folder, precision, compile, flash_attention, keeps)
     (row,) = pack(batch, 896, 1, 896)[0]
-    row = row.to(DEVICE)
+    row = Microbatch.of(row, DEVICE)
     assert len(row.keys.positions) == len(row.tokens) + 2 * 60
     reference = expected(folder, batch)
     want = torch.cat([reference[i] for i in row.samples.tolist()])
@@ -154,7 +155,7 @@ def test_a_prompt_that_answers_share_has_the_gradients_of_its_copies(folder, fla
         model = build(folder, precision, compile and precision == "bfloat16", flash_attention)
         ((row,),) = pack(batch, 896, 1, 896, share_prompts=share)
         assert row.shared.any() == share
-        model(row.to(DEVICE), 1.0)[0].sum().backward()
+        model(Microbatch.of(row, DEVICE), 1.0)[0].sum().backward()
         found[precision, share] = torch.cat([local(p.grad).flatten() for p in model.parameters()])
     exact = found["float32", False]
     errors = [((found["bfloat16", share] - exact).norm() / exact.norm()).item() for share in (True, False)]
@@ -169,7 +170,7 @@ def test_the_host_waits_for_nothing_in_forward_and_backward(folder):
     total = torch.zeros((), device=DEVICE)
 
     def train(row) -> None:
-        row = row.to(DEVICE)
+        row = Microbatch.of(row, DEVICE)
         logprobs, entropy = model(row, 1.0)
         loss = (row.weights * (row.advantages * logprobs + 0.1 * entropy)).sum()
         loss.backward()
@@ -191,9 +192,9 @@ def test_rows_moved_in_the_background_arrive_whole():
     """Many rows in flight at once: pinned memory is not given out again before its copy is done."""
     rows = [pack(batch, 640, 1, 640)[0][0] for batch in ([[sample] for sample in samples()] + [group()])] * 20
     torch.cuda._sleep(50_000_000)  # the copies queue up behind it
-    moved = [row.to(DEVICE) for row in rows]
+    moved = [Microbatch.of(row, DEVICE) for row in rows]
     for there, row in zip(moved, rows, strict=True):
-        for name, expected in vars(row.to("cpu")).items():
+        for name, expected in vars(Microbatch.of(row, "cpu")).items():
             found = getattr(there, name)
             if name == "max_seqlen" or expected is None:  # a teacher's tokens and experts are not in every row
                 assert found == expected
@@ -228,7 +229,7 @@ def test_compiled_blocks_serve_rows_with_any_number_of_documents(folder, monkeyp
     for i, batch in enumerate((samples()[:2], samples(), [], group(), group((1, 2, 3, 4)) + samples()[:3])):
         ((row,),) = pack(batch, 640, 1, 640)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            model(row.to(DEVICE), 1.0)[0].sum().backward()
+            model(Microbatch.of(row, DEVICE), 1.0)[0].sum().backward()
 
 
 def test_a_row_of_padding_takes_little_memory_and_no_gradient(folder):
@@ -237,7 +238,7 @@ def test_a_row_of_padding_takes_little_memory_and_no_gradient(folder):
     peaks = []
     for batch in ([PackedSample([1] * 100, [1] * 413, 1.0, 1.0, [0.0] * 413)] * 16, []):
         ((row,),) = pack(batch, 8192, 1, 8192)
-        row = row.to(DEVICE)
+        row = Microbatch.of(row, DEVICE)
         model.zero_grad()
         model(row, 1.0)[0].sum().backward()  # allocates what stays
         model.zero_grad()

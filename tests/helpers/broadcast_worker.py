@@ -7,12 +7,16 @@ import sys
 import threading
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import torchtitan_overlay  # noqa: F401  before torchtitan
+from tests.helpers.microbatches import assert_equal
 from torchtitan.grpo.config.torchtitan_keys import Debug
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.rows import PackedSample
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.run import broadcast
@@ -21,6 +25,18 @@ from torchtitan.grpo.run.watchdog import Progress, Watchdog
 
 LIMIT_S, SILENCE_S = 4.0, 3.0
 BEAT_S = 0.2
+
+
+def own_rows_only(broadcaster: Broadcaster) -> None:
+    """Rank 0 has rows for two data-parallel ranks, of different sizes. Each rank gets its own."""
+    samples = [
+        PackedSample([1], [2] * n, 1.0, 1.0, [-0.5] * n, routes=np.full((n, 2, 1), n, np.uint8)) for n in (3, 60)
+    ]
+    packed = pack(samples, 64, 2)
+    for step in range(2):
+        own = broadcaster.rows(packed if broadcaster.is_source else None, broadcaster.rank)
+        assert_equal(own, packed[broadcaster.rank])
+        assert step or broadcaster.is_source or len(own[0].tokens) == len(own[0].routes) == 3
 
 
 def main(how: str) -> None:
@@ -53,6 +69,7 @@ def main(how: str) -> None:
         waited_from = time.monotonic()
         try:
             assert broadcaster.json("done") == "done"
+            own_rows_only(broadcaster)
         except (RuntimeError, TimeoutError) as error:
             print(f"after {time.monotonic() - waited_from:.1f} s: {type(error).__name__}: {error}", flush=True)
             os._exit(3)

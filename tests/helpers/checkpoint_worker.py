@@ -40,6 +40,7 @@ from torchtitan.grpo.checkpoint.together import Together
 from torchtitan.grpo.checkpoint.writing import Taken, Writer
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import resolve_model
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -128,7 +129,7 @@ class TinyTrainer:
         """One AdamW step on a sample that is drawn from the three random generators."""
         answer = torch.randint(3, 61, (20,)).tolist()
         sample = PackedSample([random.randrange(3, 61)], answer, float(np.random.randn()), 0.05, [0.0] * 20)
-        row = pack([sample], 64, 1)[0][0].to("cpu")
+        row = Microbatch.of(pack([sample], 64, 1)[0][0], "cpu")
         self.optimizers.zero_grad()
         logprobs, _ = self.model(row, 1.0)
         loss = -(row.weights * row.advantages) @ logprobs

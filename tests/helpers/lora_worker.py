@@ -24,6 +24,7 @@ from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
 from torchtitan.grpo.model.shards import canonical_name, local, shard_of, whole
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, resolve_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -71,9 +72,9 @@ def run(folder: str, out: Path, tp: int, checkpointing: str, lora: dict) -> None
             write_adapter(tensors, source, out / name, torch.float32)
 
     samples = [PackedSample(d[:1].tolist(), d[1:].tolist(), 1.0, 1.0, [0.0] * (len(d) - 1)) for d in documents()]
-    whole_row = [row.to("cpu") for row in pack(samples, 96, 1, tp)[0]]
+    whole_row = [Microbatch.of(row, "cpu") for row in pack(samples, 96, 1, tp)[0]]
     data_rank = dims.get_mesh("batch").get_local_rank() if world > tp else 0
-    own_rows = [row.to("cpu") for row in pack(samples, 64, world // tp, tp)[data_rank]]
+    own_rows = [Microbatch.of(row, "cpu") for row in pack(samples, 64, world // tp, tp)[data_rank]]
 
     def logprobs() -> torch.Tensor:
         with torch.no_grad():

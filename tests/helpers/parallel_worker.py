@@ -19,8 +19,9 @@ from torchtitan.grpo.model import parallelize
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
-from torchtitan.grpo.policy.rows import Microbatch, PackedSample
+from torchtitan.grpo.policy.rows import PackedSample
 
 
 def make_samples(vocabulary: int) -> list[PackedSample]:
@@ -69,7 +70,7 @@ def train(
     load_hf_weights(model, source, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     packed = pack(make_samples(source.model_args.vocab_size), row_tokens, world // tp, tp)[data_rank]
-    rows = [row.to("cpu") for row in packed]
+    rows = [Microbatch.of(row, "cpu") for row in packed]
     assert len(rows) > 1 or not reduce_once
 
     def loss_of(index: int, row: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

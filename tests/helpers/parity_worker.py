@@ -18,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import gather_hf, load_hf_weights, resolve_model, write_hf
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
 
@@ -68,7 +69,7 @@ def main(tp: int, out: str, folders: list[str]) -> None:
         }
         sample = PackedSample(tokens[:1].tolist(), tokens[1:].tolist(), 1.0, 1.0, [0.0] * 63)
         with torch.no_grad():
-            logprobs, _ = model(pack([sample], 64, 1, tp)[0][0].to("cpu"), 1.0)
+            logprobs, _ = model(Microbatch.of(pack([sample], 64, 1, tp)[0][0], "cpu"), 1.0)
         seen[folder]["load_difference"] = (logprobs - expected).abs().max().item()
     if dist.get_rank() == 0:
         with open(out, "w") as file:

@@ -17,8 +17,9 @@ from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.policy.gradients import accumulate_gradients, reduces_once
 from torchtitan.grpo.policy.losses import row_loss
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
-from torchtitan.grpo.policy.rows import Microbatch, PackedSample
+from torchtitan.grpo.policy.rows import PackedSample
 from torchtitan.tools.utils import set_default_dtype
 
 from .setup import Setup, checkpointing
@@ -67,7 +68,7 @@ def ours(setup: Setup) -> Contender:
     multiple = row_tokens if config.compile.enable else setup.dims.tp
     (packed,) = pack(samples, row_tokens, 1, multiple, share_prompts=config.training.share_prompts)
     lengths, shared = ([n for row in packed for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
-    rows = [row.to(setup.device) for row in packed]
+    rows = [Microbatch.of(row, setup.device) for row in packed]
     if len(rows) > work.microbatches:
         raise RuntimeError(f"packed into {len(rows)} rows, not {work.microbatches}")
 

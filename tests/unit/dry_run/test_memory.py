@@ -36,7 +36,8 @@ from torchtitan.grpo.model import logprobs, packed, parallelize
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy import gradients
 from torchtitan.grpo.policy.gradients import accumulate_gradients
-from torchtitan.grpo.policy.rows import Microbatch, PackedSample
+from torchtitan.grpo.policy.microbatch import Microbatch
+from torchtitan.grpo.policy.rows import PackedSample
 
 TINY = str(TINY_QWEN3)
 DOCUMENTS = 4

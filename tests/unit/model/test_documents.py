@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 from torchtitan.grpo.model import documents as module
 from torchtitan.grpo.model.documents import Documents, shared_prefixes
-from torchtitan.grpo.policy.rows import DocumentKeys
+from torchtitan.grpo.policy.microbatch import DocumentKeys
 from torchtitan.models.attention import VarlenMetadata
 
 

@@ -13,7 +13,7 @@ from torchtitan.grpo.model import flash_operator
 from torchtitan.grpo.model.documents import Documents, documents_for_compiled_blocks, documents_of
 from torchtitan.grpo.model.flash_attention import choose_attention, flash_attention_2, flash_attention_4
 from torchtitan.grpo.model.flash_operator import Kernels
-from torchtitan.grpo.policy.rows import DocumentKeys
+from torchtitan.grpo.policy.microbatch import DocumentKeys
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (4, 2, 64)

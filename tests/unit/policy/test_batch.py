@@ -8,14 +8,9 @@ import torch
 
 from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.data.samples import Prompt, Sample
-from torchtitan.grpo.policy.batch import (
-    counted_samples,
-    has_signal,
-    kl_by_sample,
-    shaped_reward,
-    split,
-    training_samples,
-)
+from torchtitan.grpo.policy.batch import counted_samples, has_signal, shaped_reward, split, training_samples
+from torchtitan.grpo.policy.kl_reward import kl_by_sample
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
 
 LIMIT = 8
@@ -90,7 +85,7 @@ def test_kl_is_summed_by_sample_wherever_its_row_is():
     tokens = [2, 4, 1]
     groups = [[answer(float(i), n) for i, n in enumerate(tokens)]]
     samples = training_samples(groups, [[1.0, 0.0, -1.0]], version=3, grpo=Grpo(), max_answer_tokens=LIMIT)
-    rows = [row.to("cpu") for (row,) in pack(samples, 8, 2)]
+    rows = [Microbatch.of(row, "cpu") for (row,) in pack(samples, 8, 2)]
     assert len(rows) == 2
     fixed = [(torch.zeros(len(row.targets)), torch.full((len(row.targets),), -0.5)) for row in rows]
     assert kl_by_sample(rows, fixed, 3, "k1").tolist() == [0.5 * n for n in tokens]

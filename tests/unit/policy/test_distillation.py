@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.microbatches import Spread
 from torchtitan.grpo.config.job_config import Distill, Grpo
 from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
 from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.policy.advantages import reward_advantages
 from torchtitan.grpo.policy.batch import counted_samples, has_signal, training_samples
-from torchtitan.grpo.policy.distillation import reverse_kl_sum, top_k_kl
+from torchtitan.grpo.policy.distillation import reverse_kl_sum
 from torchtitan.grpo.policy.losses import row_loss
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
+from torchtitan.grpo.policy.teacher_loss import top_k_kl
 
 V, ANSWER = 6, 3
 DISTILL = Distill(teacher_urls=["http://teacher:8000"], coef=0.5)
@@ -34,14 +37,15 @@ def test_an_advantage_is_that_of_the_reward_plus_the_teachers_term_where_the_mod
     advantages = [[0.75, -0.75], [0.25, -0.25]]
     samples = training_samples(groups, advantages, 0, Grpo(), 8, distill=dataclasses.replace(DISTILL, coef=coef))
     [[row]] = pack(samples, 64, 1)
-    found = {i: row.advantages[(row.sample_index == i) & row.loss_mask].tolist() for i in range(4)}
+    row = Spread(row)
+    found = {i: row.advantages[(row.sample_index == i) & row.trained].tolist() for i in range(4)}
     assert found == {
         0: [0.75 + coef * (-0.25 - -1.0), 0.75 + coef * (-4.5 - -3.0)],
         1: [-0.75],
         2: [0.25, 0.25],  # its teacher failed
         3: [-0.25 + coef * (-9.0 - -0.125), -0.25],  # the number stands for an impossible token
     }
-    assert row.advantages[~row.loss_mask].count_nonzero() == 0
+    assert not row.advantages[~row.trained].any()
     assert reverse_kl_sum(groups[0][0]) == (-1.0 - -0.25) + (-3.0 - -4.5)
 
 
@@ -76,7 +80,7 @@ def test_scores_of_a_teacher_that_this_run_has_not_change_no_gradient(zero_varia
         ]  # fmt: skip
         advantages = reward_advantages([[s.reward for s in group] for group in groups], grpo, Distill())
         [[row]] = pack(training_samples(groups, advantages, 0, grpo, 8, distill=Distill()), 64, 1)
-        batch = row.to("cpu")
+        batch = Microbatch.of(row, "cpu")
         logits = torch.linspace(-1, 1, len(batch.targets) * V).view(-1, V).requires_grad_()
         logprobs = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
         row_loss(logprobs, torch.zeros_like(logprobs), batch, grpo)[0].backward()
@@ -120,7 +124,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_exact_reverse_kl_and_a_step_low
     ]
     samples = training_samples([group], [[0.0] * n], 0, Grpo(), ANSWER, distill=DISTILL)
     [[row]] = pack(samples, n * (ANSWER + 1), 1)
-    batch = row.to("cpu")
+    batch = Microbatch.of(row, "cpu")
     logprobs = logprobs_of(student, batch.tokens[batch.answer_positions], batch.targets)
     loss, _ = row_loss(logprobs, torch.zeros_like(logprobs), batch, Grpo())
     loss.backward()
@@ -208,7 +212,7 @@ def test_the_loss_from_a_teachers_tokens_is_the_weighted_divergence_and_leaves_n
     keeps_all = Grpo(kl_placement="reward", importance_correction="none")
     samples = training_samples([[one, failed]], [[0.75, 0.0]], 0, keeps_all, 8, distill=distill)
     [[row]] = pack(samples, 64, 1)
-    batch = row.to("cpu")
+    batch = Microbatch.of(row, "cpu")
     assert batch.advantages.tolist() == [0.75, 0.75, 0] and batch.targets.tolist() == [1, 3, 1]
     logits = torch.randn(3, V, generator=generator).requires_grad_()
     logprobs = logits.log_softmax(-1)

@@ -10,6 +10,7 @@ import torch
 
 from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy.batch import token_weights
 from torchtitan.grpo.policy.losses import (
     POLICY_LOSSES,
     age_sums,
@@ -21,7 +22,6 @@ from torchtitan.grpo.policy.losses import (
     policy_loss,
     row_loss,
     server_sums,
-    token_weights,
 )
 
 LENGTHS = [3, 1, 6, 2]

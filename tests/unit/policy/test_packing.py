@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.microbatches import Spread, assert_equal
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.assignment import MOST_COPIES, _fill_rows, groups_by_prompt
-from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS, pack, packing_metrics
-from torchtitan.grpo.policy.rows import ANSWER_FIELDS, Microbatch, PackedRow, PackedSample, _move
+from torchtitan.grpo.policy.microbatch import Microbatch, _move
+from torchtitan.grpo.policy.packing import pack, packing_metrics
+from torchtitan.grpo.policy.rows import PADDING_DOCUMENT_TOKENS, PackedRow, PackedSample, from_bytes, to_bytes
 
 
 def sample(prompt_tokens: int, answer_tokens: int, seed: int = 0) -> PackedSample:
@@ -36,7 +38,7 @@ def random_samples(count: int, longest: int, seed: int) -> list[PackedSample]:
 def unpack(microbatches: list[list[PackedRow]]) -> dict[int, PackedSample]:
     """Read every sample back from the rows, by the documented meaning of the fields alone."""
     found: dict[int, PackedSample] = {}
-    for row in (row for rank in microbatches for row in rank):
+    for row in (Spread(row) for rank in microbatches for row in rank):
         bounds = row.cu_seqlens.tolist()
         for k, index in enumerate(row.samples.tolist()):
             document = slice(bounds[k], bounds[k + 1])
@@ -44,11 +46,11 @@ def unpack(microbatches: list[list[PackedRow]]) -> dict[int, PackedSample]:
             shared = int(row.positions[bounds[k]])
             if not shared:
                 whole = bounds[k]
-            mask = row.loss_mask[document]
-            first = int(mask.nonzero()[0])
+            mask = row.trained[document]
+            first = int(mask.nonzero()[0][0])
             assert mask[first:].all()
             tokens, targets = row.tokens[document], row.targets[document]
-            assert torch.equal(targets[first:-1], tokens[first + 1 :])  # targets are the document's next tokens
+            assert np.array_equal(targets[first:-1], tokens[first + 1 :])  # targets are the document's next tokens
             (advantage,) = set(row.advantages[document][mask].tolist())
             (weight,) = set(row.weights[document][mask].tolist())
             assert index not in found
@@ -70,9 +72,9 @@ def check_rows(microbatches: list[list[PackedRow]], budget_tokens: int, pad_mult
         length = len(row.tokens)
         assert 0 < length <= budget_tokens and length % pad_multiple == 0
         bounds = row.cu_seqlens.tolist()
-        assert row.cu_seqlens.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == length
+        assert row.cu_seqlens.dtype == np.int32 and bounds[0] == 0 and bounds[-1] == length
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
-        microbatch = row.to("cpu")
+        microbatch, row = Microbatch.of(row, "cpu"), Spread(row)
         assert microbatch.max_seqlen == max(lengths)
         documents, padding = lengths[: len(row.samples)], lengths[len(row.samples) :]
         assert row.lengths.tolist() == documents
@@ -82,14 +84,15 @@ def check_rows(microbatches: list[list[PackedRow]], budget_tokens: int, pad_mult
         assert row.positions.tolist() == expected
         assert all(n <= PADDING_DOCUMENT_TOKENS for n in padding)
         assert (row.sample_ids == -1).sum() == sum(lengths[len(row.samples) :])
-        off = ~row.loss_mask
+        off = ~row.trained
         for values in (row.targets, row.advantages, row.weights, row.sampler_logprobs, row.ages):
             assert (values[off] == 0).all()
-        assert not row.loss_mask[row.sample_ids == -1].any()
-        assert microbatch.answer_positions.tolist() == row.loss_mask.nonzero().flatten().tolist()
-        for name in ANSWER_FIELDS:
-            expected, found = getattr(row, name)[row.loss_mask], getattr(microbatch, name)
-            assert found.tolist() == expected.tolist() and found.dtype == expected.dtype, name
+        assert not row.trained[row.sample_ids == -1].any()
+        assert microbatch.answer_positions.tolist() == row.trained.nonzero()[0].tolist()
+        for name in ("targets", "sample_ids", "ages", "servers", "advantages", "weights", "sampler_logprobs"):
+            expected, found = getattr(row, name)[row.trained], getattr(microbatch, name)
+            assert found.tolist() == expected.tolist(), name
+            assert found.dtype == (torch.float32 if expected.dtype == np.float32 else torch.int64), name
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -111,10 +114,10 @@ def test_every_sample_comes_back_once(num_ranks, pad_multiple, count):
 
 def test_exact_row():
     (rows,) = pack([PackedSample([1, 2], [3, 4], 0.5, 0.25, [-1.0, -2.0], [2, 1])], 8, 1, pad_multiple=4)
-    (row,) = rows
+    row = Spread(*rows)
     assert row.tokens.tolist() == [1, 2, 3, 0]
     assert row.targets.tolist() == [0, 3, 4, 0]
-    assert row.loss_mask.tolist() == [False, True, True, False]
+    assert row.trained.tolist() == [False, True, True, False]
     assert row.positions.tolist() == [0, 1, 2, 0]
     assert row.sample_ids.tolist() == [0, 0, 0, -1]
     assert row.cu_seqlens.tolist() == [0, 3, 4]
@@ -130,9 +133,10 @@ def test_tokens_of_an_environment_are_context():
     mask = [True, False, False, True, False]
     answer = PackedSample([1, 2], [3, 4, 5, 6, 7], 0.5, 0.25, [-1.0, -9.0, -9.0, -2.0, -9.0], [2, 9, 9, 1, 9], mask)
     ((row,),) = pack([answer], 8, 1, pad_multiple=8)
+    row = Spread(row)
     assert row.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]  # 7 predicts nothing, 6 is only predicted
     assert row.targets.tolist() == [0, 3, 0, 0, 6, 0, 0, 0]
-    assert row.loss_mask.tolist() == [False, True, False, False, True, False, False, False]
+    assert row.trained.tolist() == [False, True, False, False, True, False, False, False]
     assert row.cu_seqlens.tolist() == [0, 5, 8]
     assert row.weights.tolist() == [0, 0.25, 0, 0, 0.25, 0, 0, 0]
     assert row.advantages.tolist() == [0, 0.5, 0, 0, 0.5, 0, 0, 0]
@@ -153,7 +157,7 @@ def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
     check_rows(packed, 64, pad_multiple)
     left_out = {i for i, s in enumerate(samples) if s.loss_mask is not None and not any(s.loss_mask)}
     seen = []
-    for row in itertools.chain(*packed):
+    for row in map(Spread, itertools.chain(*packed)):
         for k, index in enumerate(row.samples.tolist()):
             s, document = samples[index], slice(*row.cu_seqlens[k : k + 2].tolist())
             expected = []
@@ -164,7 +168,7 @@ def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
                     expected.append((at, s.answer_ids[j], pytest.approx(s.sampler_logprobs[j]), age))
                     context = [*s.prompt_ids, *s.answer_ids[:j]]
                     assert row.tokens[document][: at + 1].tolist() == context
-            at = row.loss_mask[document].nonzero().flatten()
+            at = row.trained[document].nonzero()[0]
             values = (v[document][at].tolist() for v in (row.targets, row.sampler_logprobs, row.ages))
             assert list(zip(at.tolist(), *values, strict=True)) == expected
             assert int(at[-1]) + 1 == document.stop - document.start  # nothing after the last trained token
@@ -172,8 +176,8 @@ def test_masked_and_whole_answers_in_the_same_rows(pad_multiple):
             assert row.advantages[document][at].tolist() == pytest.approx([s.advantage] * len(expected))
             seen.append(index)
     assert left_out and sorted(seen) == sorted(set(range(30)) - left_out)
-    for row in itertools.chain(*packed):
-        assert_equal(PackedRow.from_tensors(*row.to_tensors(), row.optional), row)
+    for rows in packed:
+        assert_equal(rows, from_bytes(to_bytes(rows)))
 
 
 def test_one_trained_token():
@@ -182,24 +186,24 @@ def test_one_trained_token():
         ((row,),) = pack([PackedSample([8], list(range(1, n + 1)), 1.0, 1.0, [-1.0] * n, [3] * n, mask)], 8, 1)
         last = mask.index(True)
         assert row.tokens.tolist() == [8, *range(1, last + 1)]
-        assert row.loss_mask.tolist() == [False] * last + [True]
-        assert row.targets.tolist() == [0] * last + [last + 1] and row.ages.tolist() == [0] * last + [3]
+        assert row.trained.tolist() == [False] * last + [True]
+        assert row.targets.tolist() == [last + 1] and row.ages.tolist() == [3]
 
 
 def test_an_answer_without_a_trained_token_is_left_out():
     masked = PackedSample([1] * 50, [2] * 50, 1.0, 1.0, [0.0] * 50, [1] * 50, [False] * 50)
     empty = PackedSample([1], [], 1.0, 1.0, [], [], [])
     ((row,),) = pack([masked, sample(3, 2), empty], 8, 1)  # too long for a row, but needs none
-    assert row.samples.tolist() == [1] and row.loss_mask.sum() == 2
+    assert row.samples.tolist() == [1] and row.trained.sum() == 2
     ((row,),) = pack([masked, empty], 8, 1, pad_multiple=8)
-    assert len(row.tokens) == 8 and not row.loss_mask.any() and (row.sample_ids == -1).all()
+    assert len(row.tokens) == 8 and not row.trained.any() and (row.sample_ids == -1).all()
 
 
 def test_tokens_after_the_last_trained_one_take_no_budget():
     s = sample(5, 8)
     s.loss_mask = [True] * 4 + [False] * 4
     ((row,),) = pack([s], 8, 1)
-    assert len(row.tokens) == 8 and row.loss_mask.sum() == 4
+    assert len(row.tokens) == 8 and row.trained.sum() == 4
     s.loss_mask[-1] = True
     with pytest.raises(UserError, match=r"sample 0 takes 12 tokens \(prompt 5, answer 8, less the last\)"):
         pack([s], 8, 1)
@@ -208,7 +212,7 @@ def test_tokens_after_the_last_trained_one_take_no_budget():
 def test_sample_at_the_budget_fits_and_one_over_does_not():
     # the last answer token is only a target: 5 + 4 tokens take 8 positions
     ((row,),) = pack([sample(5, 4)], 8, 1)
-    assert len(row.tokens) == 8 and row.loss_mask.sum() == 4
+    assert len(row.tokens) == 8 and row.trained.sum() == 4
     with pytest.raises(UserError, match=r"\[training\] tokens_per_microbatch"):
         pack([sample(1, 1), sample(5, 5)], 8, 1)
 
@@ -222,7 +226,7 @@ def test_no_samples_give_every_rank_a_row_of_padding():
     for packed in (pack([], 64, 3, 8), pack([sample(4, 0)], 64, 3, 8)):
         check_rows(packed, 64, 8)
         assert [len(rank) for rank in packed] == [1, 1, 1]
-        assert not any(rank[0].loss_mask.any() or len(rank[0].samples) for rank in packed)
+        assert not any(rank[0].trained.any() or len(rank[0].samples) for rank in packed)
 
 
 def test_more_ranks_than_samples():
@@ -274,7 +278,7 @@ def by_lengths(*lengths: int) -> list[PackedSample]:
 
 def row_costs(packed: list[list[PackedRow]], attention_tokens: float) -> list[list[float]]:
     """By turn and rank, from the lengths of the documents alone."""
-    turns = [[row.cu_seqlens.diff().tolist() for row in turn] for turn in zip(*packed, strict=True)]
+    turns = [[np.diff(row.cu_seqlens).tolist() for row in turn] for turn in zip(*packed, strict=True)]
     return [[sum(n + n * n / (2 * attention_tokens) for n in row) for row in turn] for turn in turns]
 
 
@@ -296,7 +300,7 @@ def test_rows_by_cost_hold_every_sample_in_no_more_rows(pad_multiple, attention_
 def test_long_documents_are_spread_by_their_attention():
     """One of 64 tokens costs what eight of 16 do, not four."""
     samples = by_lengths(64, *[16] * 20)
-    per_rank = [row.cu_seqlens.diff().tolist() for (row,) in pack(samples, 512, 2)]
+    per_rank = [np.diff(row.cu_seqlens).tolist() for (row,) in pack(samples, 512, 2)]
     assert sum(per_rank[0]) == sum(per_rank[1])  # 192 tokens each
     (costs,) = row_costs(pack(samples, 512, 2), 16)
     assert max(costs) > 1.25 * min(costs)
@@ -307,7 +311,7 @@ def test_long_documents_are_spread_by_their_attention():
 def test_rows_of_one_length_are_balanced_by_attention_alone():
     """Padding makes their tokens equal: what is left to even out is 120 against twelve times 16."""
     packed = pack(by_lengths(120, *[16] * 12), 256, 2, 256, attention_tokens=200)
-    documents = [row.cu_seqlens.diff().tolist()[: len(row.samples)] for (row,) in packed]
+    documents = [np.diff(row.cu_seqlens).tolist()[: len(row.samples)] for (row,) in packed]
     assert sorted(documents) == [[16] * 12, [120]]
 
 
@@ -353,13 +357,13 @@ def test_exact_row_of_a_group():
     answers = [[3, 4], [5], [6, 7, 8]]
     samples = [PackedSample([1, 9, 2], ids, 1.0, 1.0, [0.0] * len(ids)) for ids in answers]
     ((row,),) = pack(samples, 20, 1, 10)
+    microbatch, row = Microbatch.of(row, "cpu"), Spread(row)
     assert row.tokens.tolist() == [1, 9, 2, 3, 2, 2, 6, 7, 0, 0]
     assert row.positions.tolist() == [0, 1, 2, 3, 2, 2, 3, 4, 0, 1]
     assert row.targets.tolist() == [0, 0, 3, 4, 5, 6, 7, 8, 0, 0]
     assert row.sample_index.tolist() == [0, 0, 0, 0, 1, 2, 2, 2, -1, -1]
     assert row.cu_seqlens.tolist() == [0, 4, 5, 8, 10]
     assert (row.lengths.tolist(), row.shared.tolist()) == ([4, 1, 3], [0, 2, 2])
-    microbatch = row.to("cpu")
     assert microbatch.max_seqlen == 4 and microbatch.samples.tolist() == [0, 1, 2]
     positions, cu_keys, order, bounds, longest = microbatch.keys
     assert positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6, 7, 8, 9]
@@ -367,7 +371,7 @@ def test_exact_row_of_a_group():
     assert order.tolist() == [0, 4, 7, 1, 5, 8, 2, 3, 6, 9, 10, 11, 12, 13]
     assert bounds.tolist() == [0, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14]
     (apart,) = pack(samples, 16, 1, 1, share_prompts=False)[0]
-    assert not apart.shared.any() and apart.to("cpu").keys is None and len(apart.tokens) == 4 + 3 + 5
+    assert not apart.shared.any() and Microbatch.of(apart, "cpu").keys is None and len(apart.tokens) == 4 + 3 + 5
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -451,7 +455,7 @@ def test_documents_have_at_most_eight_times_the_tokens_of_their_row():
     samples = group(100, [1] * 40, 0)  # 100 and 39 more would be 4,000 of documents
     ((row,),) = pack(samples, 1024, 1)
     assert sorted(unpack([[row]])) == list(range(40))
-    assert len(row.to("cpu").keys.positions) == 4000 <= MOST_COPIES * len(row.tokens)
+    assert len(Microbatch.of(row, "cpu").keys.positions) == 4000 <= MOST_COPIES * len(row.tokens)
     assert row.shared.tolist().count(0) == 5
 
 
@@ -485,12 +489,12 @@ def test_padding_has_few_documents_even_in_an_empty_row():
         ((row,),) = packed
         check_rows(packed, 16384, 16384)
         assert len(row.cu_seqlens) <= 2 + 64 + 1
-        assert row.to("cpu").max_seqlen == PADDING_DOCUMENT_TOKENS and int(row.positions.max()) == 1
+        assert Microbatch.of(row, "cpu").max_seqlen == PADDING_DOCUMENT_TOKENS and int(row.positions.max()) == 1
 
 
 def test_documents_of_one_token():
     ((row,),) = pack(by_lengths(1, 1, 1), 8, 1)
-    microbatch = row.to("cpu")
+    microbatch = Microbatch.of(row, "cpu")
     assert microbatch.cu_seqlens.tolist() == [0, 1, 2, 3] and microbatch.max_seqlen == 1
     assert microbatch.answer_positions.tolist() == [0, 1, 2]
     assert microbatch.sample_ids.tolist() == [0, 1, 2]
@@ -499,17 +503,18 @@ def test_documents_of_one_token():
 def test_packing_is_deterministic():
     samples = random_samples(60, longest=60, seed=5)
     once, again = pack(samples, 128, 2, 16), pack(samples, 128, 2, 16)
-    for a, b in zip(itertools.chain(*once), itertools.chain(*again), strict=True):
-        assert_equal(a, b)
+    assert_equal([*itertools.chain(*once)], [*itertools.chain(*again)])
 
 
 @pytest.mark.parametrize("samples", [[], random_samples(9, longest=30, seed=1)], ids=["empty", "filled"])
 @pytest.mark.parametrize("pad_multiple", [1, 32])
-def test_tensor_round_trip(samples, pad_multiple):
-    for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
-        ints, floats = row.to_tensors()
-        assert ints.dtype == torch.int64 and floats.dtype == torch.float32
-        assert_equal(PackedRow.from_tensors(ints, floats, {}), row)
+def test_rows_cross_as_few_bytes(samples, pad_multiple):
+    for rows in pack(samples, 128, 2, pad_multiple):
+        data = to_bytes(rows)
+        assert_equal(rows, from_bytes(data))
+        assert len(data) < sum(
+            5 * len(row.tokens) + 12 * len(row.targets) + 24 * len(row.samples) + 900 for row in rows
+        )
 
 
 @pytest.mark.parametrize("samples", [[], random_samples(9, longest=30, seed=1)], ids=["empty", "filled"])
@@ -517,7 +522,7 @@ def test_tensor_round_trip(samples, pad_multiple):
 def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
     """The copy to a device, here to this one: what is read back is what was laid, and one allocation holds it all."""
     for row in itertools.chain(*pack(samples, 128, 2, pad_multiple)):
-        microbatch = row.to("cpu")
+        microbatch = Microbatch.of(row, "cpu")
         names = [f.name for f in fields(Microbatch) if isinstance(getattr(microbatch, f.name), torch.Tensor)]
         tensors = [getattr(microbatch, name) for name in names]
         moved = _move(tensors, torch.device("cpu"))
@@ -530,7 +535,7 @@ def test_a_row_moves_as_one_aligned_block(samples, pad_multiple):
 def test_a_row_on_another_device_keeps_shapes_and_the_longest_document():
     routed = dataclasses.replace(sample(5, 4), routes=np.zeros((8, 3, 2), np.int16), top=TopTokens.none(4, 3))
     ((row,),) = pack([sample(3, 2), routed], 32, 1, 16)
-    here, there = row.to("cpu"), row.to("meta")
+    here, there = Microbatch.of(row, "cpu"), Microbatch.of(row, "meta")
     assert there.max_seqlen == here.max_seqlen == 8
     for f in fields(Microbatch):
         if isinstance(getattr(here, f.name), torch.Tensor):
@@ -538,12 +543,6 @@ def test_a_row_on_another_device_keeps_shapes_and_the_longest_document():
             assert value.device.type == "meta" and (value.shape, value.dtype) == (expected.shape, expected.dtype), (
                 f.name
             )
-
-
-def assert_equal(a: PackedRow, b: PackedRow) -> None:
-    for f in fields(PackedRow):
-        x, y = getattr(a, f.name), getattr(b, f.name)
-        assert (x is y is None) or (x.dtype == y.dtype and torch.equal(x, y)), f.name
 
 
 def test_a_teachers_tokens_lie_where_the_answers_tokens_are_predicted():
@@ -560,12 +559,12 @@ def test_a_teachers_tokens_lie_where_the_answers_tokens_are_predicted():
     samples = [taught(3, [True] * 4), taught(2, [False, True, True, False]), sample(4, 2), taught(1, [True])]
     seen = []
     for row in itertools.chain(*pack(samples, 16, 2, 8)):
-        assert (row.top_ids.dtype, row.top_logprobs.dtype) == (torch.int32, torch.float32)
-        assert_equal(row, PackedRow.from_tensors(*row.to_tensors(), row.optional))
-        microbatch, trained = row.to("cpu"), row.loss_mask
-        assert (row.top_ids[~trained] == -1).all() and (row.top_logprobs[~trained] == -torch.inf).all()
-        assert torch.equal(microbatch.top_ids, row.top_ids[trained])
-        assert torch.equal(microbatch.top_logprobs, row.top_logprobs[trained])
+        assert (row.top_ids.dtype, row.top_logprobs.dtype) == (np.int32, np.float32)
+        assert_equal([row], from_bytes(to_bytes([row])))
+        microbatch, row, trained = Microbatch.of(row, "cpu"), Spread(row), row.trained
+        assert (row.top_ids[~trained] == -1).all() and (row.top_logprobs[~trained] == -np.inf).all()
+        assert np.array_equal(microbatch.top_ids, row.top_ids[trained])
+        assert np.array_equal(microbatch.top_logprobs, row.top_logprobs[trained])
         for number in row.samples.tolist():
             at = (row.sample_index == number) & trained
             s = samples[number]
@@ -593,13 +592,13 @@ def test_routes_lie_at_the_positions_that_they_computed(dtype):
     everything = []
     for row in itertools.chain(*pack(samples, 16, 2, 8)):
         assert row.routes is not None and row.routes.shape == (len(row.tokens), 3, 2)
-        assert_equal(row, PackedRow.from_tensors(*row.to_tensors(), {"routes": row.routes}))
-        assert torch.equal(row.to("cpu").routes, row.routes)
+        assert_equal([row], from_bytes(to_bytes([row])))
+        assert np.array_equal(Microbatch.of(row, "cpu").routes, row.routes)
         ends = row.cu_seqlens.tolist()
         for i, (start, end) in enumerate(itertools.pairwise(ends)):
-            number = int(row.sample_index[start])
+            number = int(Spread(row).sample_index[start])
             expected = None if number < 0 else samples[number].routes
-            found = row.routes[start:end].numpy()
+            found = row.routes[start:end]
             everything.append(number)
             if expected is None:
                 assert (found == np.iinfo(dtype).max).all(), i
@@ -631,5 +630,4 @@ def test_arrays_are_packed_as_lists_are():
         for sample in lists
     ]
     for of_lists, of_arrays in zip(pack(lists, 96, 2, 4), pack(arrays, 96, 2, 4), strict=True):
-        for row, other in zip(of_lists, of_arrays, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(row.to_tensors(), other.to_tensors(), strict=True))
+        assert_equal(of_lists, of_arrays)

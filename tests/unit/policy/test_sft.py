@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from torchtitan.grpo.data.samples import Document
 from torchtitan.grpo.model.packed import make_packed
 from torchtitan.grpo.model.source import load_hf_weights, resolve_model
+from torchtitan.grpo.policy.batch import supervised_samples
 from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import pack
-from torchtitan.grpo.policy.sft import summed, supervised_loss, supervised_samples, token_metrics
+from torchtitan.grpo.policy.sft import summed, supervised_loss, token_metrics
 
 SHAPE = dict(
     vocab_size=97,
@@ -75,7 +77,7 @@ def test_loss_gradient_and_accuracy_equal_transformers(models, ranks):
     loss.backward()
 
     samples = supervised_samples(documents)
-    rows = [row.to("cpu") for own in pack(samples, 72, ranks) for row in own]
+    rows = [Microbatch.of(row, "cpu") for own in pack(samples, 72, ranks) for row in own]
     assert len(rows) >= 2, "documents share rows"
     sums = accumulate_gradients(model, rows, lambda _, row: supervised_loss(model, row), reduce_once=False)
     norm = clip_gradients(model, 1e9)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.grpo.policy.rows import DocumentKeys, Microbatch
+from torchtitan.grpo.policy.microbatch import DocumentKeys, Microbatch
 from torchtitan.models.attention import VarlenMetadata
 
 SHARED_TOKENS_MAX = 1 << 22

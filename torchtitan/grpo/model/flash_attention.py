@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.documents import Documents
 from torchtitan.grpo.model.flash_operator import MODULE, flash_attention, package
-from torchtitan.grpo.policy.rows import DocumentKeys
+from torchtitan.grpo.policy.microbatch import DocumentKeys
 from torchtitan.tools.logging import logger
 
 PACKAGE = "flash-attn-4"

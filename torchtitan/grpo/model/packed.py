@@ -20,8 +20,8 @@ from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.flops import used
 from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
 from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
-from torchtitan.grpo.policy.packing import PADDING_DOCUMENT_TOKENS
-from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.policy.microbatch import Microbatch
+from torchtitan.grpo.policy.rows import PADDING_DOCUMENT_TOKENS
 
 
 class PackedAttention(nn.Module):

@@ -4,8 +4,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from torchtitan.grpo.config.job_config import Distill, Grpo
 from torchtitan.grpo.errors import UserError
@@ -24,10 +23,10 @@ def reward_advantages(rewards: Sequence[Sequence[float | None]], grpo: Grpo, dis
 class Baseline(Protocol):
     """What `[grpo] advantage_baseline` names: compares the answers of one group."""
 
-    def __call__(self, rewards: Tensor) -> Tensor:
+    def __call__(self, rewards: np.ndarray) -> np.ndarray:
         """
         Args:
-            rewards: float64 [n], on the CPU, of the n answers that have one. They are not all equal.
+            rewards: float64 [n], of the n answers that have one. They are not all equal.
 
         Returns:
             Their advantages [n], the same on every rank. `[grpo] advantage_std` divides them by the standard deviation
@@ -35,11 +34,11 @@ class Baseline(Protocol):
         """
 
 
-def _mean(rewards: Tensor) -> Tensor:
+def _mean(rewards: np.ndarray) -> np.ndarray:
     return rewards - rewards.mean()
 
 
-def _leave_one_out(rewards: Tensor) -> Tensor:
+def _leave_one_out(rewards: np.ndarray) -> np.ndarray:
     n = len(rewards)
     return (rewards - rewards.mean()) * (n / (n - 1))  # r - (sum - r) / (n - 1)
 
@@ -90,15 +89,15 @@ def group_advantages(
 def _one_group(group: Sequence[float | None], baseline: str, divide_by_std: bool) -> list[float]:
     if zero_variance(group):
         return [0.0] * len(group)
-    rewards = torch.tensor([reward for reward in group if reward is not None], dtype=torch.float64)
-    advantages = torch.as_tensor(named_baseline(baseline)(rewards.clone()), dtype=torch.float64)
-    if advantages.shape != rewards.shape or not advantages.isfinite().all():
+    rewards = np.array([reward for reward in group if reward is not None])
+    advantages = np.asarray(named_baseline(baseline)(rewards.copy()), np.float64)
+    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise UserError(
             f'{_KEY}: "{baseline}" returned {advantages.tolist()} for the rewards {rewards.tolist()}: it must return a '
             "finite number for each"
         )
     if divide_by_std:
-        advantages = advantages / (rewards.std(correction=1) + STD_EPSILON)
+        advantages = advantages / (rewards.std(ddof=1) + STD_EPSILON)
     scored = iter(advantages.tolist())
     return [0.0 if reward is None else next(scored) for reward in group]
 

@@ -1,21 +1,16 @@
-"""From a step's scored groups to samples with advantages and weights. Pure functions on lists."""
+"""From scored groups, or conversations, to samples with advantages and weights. Pure functions on lists."""
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+import numpy as np
 
 from torchtitan.grpo.config.job_config import Distill, Grpo
-from torchtitan.grpo.data.samples import Group, Sample
-from torchtitan.grpo.policy.advantages import overlong_penalty, reward_advantages, with_penalties, zero_variance
+from torchtitan.grpo.data.samples import Document, Group, Sample
+from torchtitan.grpo.policy.advantages import overlong_penalty, zero_variance
 from torchtitan.grpo.policy.distillation import teacher_advantages
-from torchtitan.grpo.policy.losses import KLEstimator, kl_estimate, token_weights
-from torchtitan.grpo.policy.rows import Microbatch, PackedSample
-
-FixedLogprobs = tuple[Tensor | None, Tensor | None]
-"""Log-probabilities [A] of a row that stay fixed during a step: the old policy's and the reference's."""
+from torchtitan.grpo.policy.rows import PackedSample
 
 
 def split(n: int, parts: int) -> list[range]:
@@ -105,43 +100,40 @@ def training_samples(
     ]
 
 
-def subtract_kl(
-    rewards: Sequence[Sequence[float | None]],
-    minibatches: Sequence[Sequence[Microbatch]],
-    fixed: Sequence[Sequence[FixedLogprobs]],
-    grpo: Grpo,
-    distill: Distill,
-    group: dist.ProcessGroup | None,
-) -> list[list[float]]:
-    """Advantages of rewards less `kl_coef` times the KL estimate of each answer, which the rows get. Collective.
+def token_weights(
+    trained_tokens: list[int],
+    aggregation: Literal["token", "sequence", "constant"],
+    max_answer_tokens: int,
+    counted: list[bool],
+) -> list[float]:
+    """Weight of each TOKEN of sample i, which has `trained_tokens[i]` tokens, in the sum over all tokens of the step.
 
-    Args:
-        rewards: By group and sample, of the whole step on every rank.
-        minibatches, fixed: This rank's rows of each minibatch, and their log-probabilities.
-        group: The data-parallel ranks; None if this rank is the only one.
+    With N counted samples, the weight is, by `aggregation`:
+        token: 1 / (tokens of all counted samples), DAPO, arXiv 2503.14476
+        sequence: 1 / (N * own tokens), GRPO, arXiv 2402.03300
+        constant: 1 / (N * max_answer_tokens), Dr. GRPO, arXiv 2503.20783
 
-    Returns:
-        The advantages by group and sample.
+    Tokens that an environment gave are not trained and are not in `trained_tokens`. A sample that is not `counted`, or
+    has no tokens, gets weight 0 and enters no normaliser.
     """
-    result: list[list[float]] = []
-    for part, rows, own in zip(split(len(rewards), len(minibatches)), minibatches, fixed, strict=True):
-        of_part = [rewards[i] for i in part]
-        kl = kl_by_sample(rows, own, sum(map(len, of_part)), grpo.kl_estimator)
-        if group is not None:
-            dist.all_reduce(kl, group=group)
-        by_group = reward_advantages(with_penalties(of_part, (grpo.kl_coef * kl).tolist()), grpo, distill)
-        advantages = torch.tensor([a for own in by_group for a in own], device=kl.device)
-        for row in rows:
-            row.advantages = advantages[row.samples[row.sample_ids]]
-        result += by_group
-    return result
+    tokens = [n if c else 0 for n, c in zip(trained_tokens, counted, strict=True)]
+    num_samples = sum(n > 0 for n in tokens)
+    if aggregation == "token":
+        total = sum(tokens)
+        return [1 / total if n else 0.0 for n in tokens]
+    if aggregation == "sequence":
+        return [1 / (num_samples * n) if n else 0.0 for n in tokens]
+    if aggregation == "constant":
+        return [1 / (num_samples * max_answer_tokens) if n else 0.0 for n in tokens]
+    raise ValueError(f"unknown aggregation {aggregation!r}: use 'token', 'sequence' or 'constant'")
 
 
-def kl_by_sample(
-    rows: Sequence[Microbatch], fixed: Sequence[FixedLogprobs], samples: int, estimator: KLEstimator
-) -> Tensor:
-    """Each sample's KL estimate against the reference, summed over its tokens, float32 [samples], from these rows."""
-    kl = torch.zeros(samples, device=rows[0].tokens.device)
-    for row, (old, reference) in zip(rows, fixed, strict=True):
-        kl.index_add_(0, row.samples[row.sample_ids], kl_estimate(old, reference, estimator))
-    return kl
+def supervised_samples(documents: Sequence[Document]) -> list[PackedSample]:
+    """Documents as samples whose weighted sum is the mean loss per trained token of all of them."""
+    trained = sum(int(document.trained[1:].sum()) for document in documents)  # the first token is predicted by none
+    samples = []
+    for document in documents:
+        first = 1 + int(np.argmax(document.trained[1:]))  # what precedes it is the prompt
+        ids, mask = document.token_ids, document.trained[first:]
+        samples.append(PackedSample(ids[:first], ids[first:], 1.0, 1 / max(1, trained), None, loss_mask=mask))
+    return samples

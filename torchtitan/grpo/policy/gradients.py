@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.grpo.policy.losses import route_sums
-from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.policy.microbatch import Microbatch
 
 SMALL_MODEL = 1_000_000_000
 """Parameters up to which `[training] reduce_gradients = "auto"` means `"step"`, which costs 6 bytes each in bfloat16.

@@ -14,41 +14,13 @@ from torch import Tensor
 
 from torchtitan.grpo.config.job_config import Grpo
 from torchtitan.grpo.policy.advantages import check_baseline
-from torchtitan.grpo.policy.distillation import teacher_sums, top_k_kl
-from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.policy.microbatch import Microbatch
+from torchtitan.grpo.policy.teacher_loss import teacher_sums, top_k_kl
 from torchtitan.grpo.process.import_path import load_function, trial
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_BOUND = 20.0  # keeps exp() finite: inf * 0 would be nan
-
-
-def token_weights(
-    trained_tokens: list[int],
-    aggregation: Literal["token", "sequence", "constant"],
-    max_answer_tokens: int,
-    counted: list[bool],
-) -> list[float]:
-    """Weight of each TOKEN of sample i, which has `trained_tokens[i]` tokens, in the sum over all tokens of the step.
-
-    With N counted samples, the weight is, by `aggregation`:
-        token: 1 / (tokens of all counted samples), DAPO, arXiv 2503.14476
-        sequence: 1 / (N * own tokens), GRPO, arXiv 2402.03300
-        constant: 1 / (N * max_answer_tokens), Dr. GRPO, arXiv 2503.20783
-
-    Tokens that an environment gave are not trained and are not in `trained_tokens`. A sample that is not `counted`, or
-    has no tokens, gets weight 0 and enters no normaliser.
-    """
-    tokens = [n if c else 0 for n, c in zip(trained_tokens, counted, strict=True)]
-    num_samples = sum(n > 0 for n in tokens)
-    if aggregation == "token":
-        total = sum(tokens)
-        return [1 / total if n else 0.0 for n in tokens]
-    if aggregation == "sequence":
-        return [1 / (num_samples * n) if n else 0.0 for n in tokens]
-    if aggregation == "constant":
-        return [1 / (num_samples * max_answer_tokens) if n else 0.0 for n in tokens]
-    raise ValueError(f"unknown aggregation {aggregation!r}: use 'token', 'sequence' or 'constant'")
 
 
 def importance_weights(

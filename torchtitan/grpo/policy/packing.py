@@ -7,18 +7,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from torchtitan.grpo.data.routes import free
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.assignment import Part, assign, groups_by_prompt
-from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow, PackedSample
-
-PADDING_DOCUMENT_TOKENS = 256
-"""Padding is cut into documents of this length. A longer one costs attention; a shorter one costs memory, because
-FlashAttention's backward pass allocates room for 128 extra tokens per document."""
+from torchtitan.grpo.policy.rows import PackedRow, PackedSample
 
 
 def pack(
@@ -95,7 +89,7 @@ def packing_metrics(minibatches: list[list[list[PackedRow]]], attention_tokens: 
     turn's most expensive row over the mean of its ranks, both summed over turns. It is 1 if no rank waits.
     """
     rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
-    padding = sum(int((row.sample_ids < 0).sum()) for row in rows)
+    padding = sum(row.padding for row in rows)
     tokens, shared = sum(len(row.tokens) for row in rows), sum(int(row.shared.sum()) for row in rows)
     turns = [turn for rows_by_rank in minibatches for turn in zip(*rows_by_rank, strict=True)]
     costs = [[_row_cost(row, attention_tokens) for row in turn] for turn in turns]
@@ -107,8 +101,8 @@ def packing_metrics(minibatches: list[list[list[PackedRow]]], attention_tokens: 
 
 
 def _row_cost(row: PackedRow, attention_tokens: float) -> float:
-    starts = row.positions[row.cu_seqlens[:-1].long()].double()
-    lengths = row.cu_seqlens.diff().double()
+    lengths = np.diff(row.cu_seqlens).astype(float)
+    starts: np.ndarray = np.append(row.shared, np.zeros(len(lengths) - len(row.shared)))
     return float((lengths + lengths * (2 * starts + lengths) / (2 * attention_tokens)).sum())
 
 
@@ -155,63 +149,63 @@ def _build(
     prompts, answers = np.array([len(s.prompt_ids) for s in laid], np.int64), np.array(ends, np.int64)
     documents = prompts + answers - 1 - skipped
     length = int(documents.sum())
-    padding = -length % pad_multiple if length else pad_multiple
-    all_ints: np.ndarray = np.zeros((len(INT_ROWS), length + padding), np.int64)
-    all_floats: np.ndarray = np.zeros((len(FLOAT_ROWS), length + padding), np.float32)
-    ints, floats = dict(zip(INT_ROWS, all_ints, strict=True)), dict(zip(FLOAT_ROWS, all_floats, strict=True))
-
-    positions = np.arange(length) - np.repeat(documents.cumsum() - documents - skipped, documents)
-    pad_positions = np.minimum(np.arange(padding) % PADDING_DOCUMENT_TOKENS, positions.max(initial=1))
-    ints["positions"][:] = np.append(positions, pad_positions)
-    ints["sample_index"][:] = np.append(np.repeat(np.array(row, np.int64), documents), np.full(padding, -1))
-    tokens = [
+    total = length + (-length % pad_multiple if length else pad_multiple)
+    tokens: np.ndarray = np.zeros(total, np.int32)
+    parts_of_tokens = [
         ids
         for s, skip, end in zip(laid, skips, ends, strict=True)
         for ids in (s.prompt_ids[skip:], s.answer_ids[: end - 1])
     ]
-    ints["tokens"][:length] = _flat(tokens, np.int64, length)
+    tokens[:length] = _flat(parts_of_tokens, np.int32, length)
 
-    trained = np.ones(answers.sum(), bool)  # over answer tokens, as `lay` gets them
+    kept = np.ones(answers.sum(), bool)  # the answer tokens that are trained
     if any(s.loss_mask is not None for s in laid):
         masks = [
             np.ones(end, bool) if s.loss_mask is None else np.asarray(s.loss_mask[:end], bool)
             for s, end in zip(laid, ends, strict=True)
         ]
-        trained = _flat(masks, bool, len(trained))
-    where = (positions >= np.repeat(prompts - 1, documents)).nonzero()[0][trained]
+        kept = _flat(masks, bool, len(kept))
+    trained: np.ndarray = np.zeros(total, bool)
+    in_document = np.arange(length) - np.repeat(documents.cumsum() - documents - skipped, documents)
+    trained[(in_document >= np.repeat(prompts - 1, documents)).nonzero()[0][kept]] = True
 
-    def lay(values: np.ndarray, answer_values: Iterable[Any]) -> None:
-        """Put one value per answer token where it is predicted, less those that are not trained."""
+    def laid_out(answer_values: Iterable[Any], dtype: type) -> np.ndarray:
+        """One value for each trained token."""
         parts = [part[:end] for part, end in zip(answer_values, ends, strict=True)]
-        values[where] = _flat(parts, values.dtype, len(trained))[trained]
+        return _flat(parts, dtype, len(kept))[kept]
 
-    lay(ints["targets"], (s.answer_ids for s in laid))
-    ints["servers"][:] = -1
-    ints["servers"][where] = 0
-    if any(s.ages for s in laid):
-        lay(ints["ages"], (s.ages or [0] * end for s, end in zip(laid, ends, strict=True)))
-    if any(s.servers for s in laid):
-        lay(ints["servers"], (s.servers or [0] * end for s, end in zip(laid, ends, strict=True)))
-    if any(s.sampler_logprobs for s in laid):
-        lay(floats["sampler_logprobs"], (s.sampler_logprobs or [0.0] * end for s, end in zip(laid, ends, strict=True)))
+    def laid_out_if_any(name: str, dtype: type) -> np.ndarray:
+        """The same of the attribute `name`; zeros where a sample has none."""
+        if not any(getattr(s, name) for s in laid):
+            return np.zeros(kept.sum(), dtype)
+        return laid_out((getattr(s, name) or [0] * end for s, end in zip(laid, ends, strict=True)), dtype)
+
+    result = PackedRow(
+        tokens=tokens,
+        trained=trained,
+        samples=np.array(row, np.int32),
+        lengths=documents.astype(np.int32),
+        shared=skipped.astype(np.int32),
+        advantages=np.array([s.advantage for s in laid], np.float32),
+        weights=np.array([s.weight for s in laid], np.float32),
+        targets=laid_out((s.answer_ids for s in laid), np.int32),
+        sampler_logprobs=laid_out_if_any("sampler_logprobs", np.float32),
+        ages=laid_out_if_any("ages", np.int16),
+        servers=laid_out_if_any("servers", np.int16),
+    )
     if any(s.token_advantages for s in laid):
         terms = (s.token_advantages or [0.0] * end for s, end in zip(laid, ends, strict=True))
-        lay(floats["advantages"], ([s.advantage + a for a in own] for s, own in zip(laid, terms, strict=True)))
-    else:
-        floats["advantages"][where] = np.repeat(np.array([s.advantage for s in laid], np.float32), answers)[trained]
-    floats["weights"][where] = np.repeat(np.array([s.weight for s in laid], np.float32), answers)[trained]
-    optional = {}
+        sums = ([s.advantage + a for a in own] for s, own in zip(laid, terms, strict=True))
+        result.token_advantages = laid_out(sums, np.float32)
     if layout is not None:
-        optional["routes"] = _routes(laid, skips, documents, length + padding, layout)
+        result.routes = _routes(laid, skips, documents, total, layout)
     if top_k:
-        top = TopTokens.none(length + padding, top_k)
         tops = [s.top or TopTokens.none(end, top_k) for s, end in zip(laid, ends, strict=True)]
-        if tops:
-            kept = np.concatenate([np.arange(len(t.ids)) < end for t, end in zip(tops, ends, strict=True)])
-            top.ids[where] = np.concatenate([t.ids for t in tops])[kept][trained]
-            top.logprobs[where] = np.concatenate([t.logprobs for t in tops])[kept][trained]
-        optional |= {"top_ids": torch.from_numpy(top.ids), "top_logprobs": torch.from_numpy(top.logprobs)}
-    return PackedRow.from_tensors(torch.from_numpy(all_ints), torch.from_numpy(all_floats), optional)
+        none = TopTokens.none(0, top_k)
+        result.top_ids = np.concatenate([none.ids, *(t.ids[:end] for t, end in zip(tops, ends, strict=True))])[kept]
+        logprobs = [none.logprobs, *(t.logprobs[:end] for t, end in zip(tops, ends, strict=True))]
+        result.top_logprobs = np.concatenate(logprobs)[kept]
+    return result
 
 
 def _layout(samples: list[PackedSample]) -> np.ndarray | None:
@@ -221,7 +215,7 @@ def _layout(samples: list[PackedSample]) -> np.ndarray | None:
 
 def _routes(
     laid: list[PackedSample], skips: list[int], documents: np.ndarray, total: int, layout: np.ndarray
-) -> Tensor:
+) -> np.ndarray:
     """The row's routes; free where a sample has none, and on padding."""
     routes = np.full((total, *layout.shape[1:]), free(layout.dtype), layout.dtype)
     end = 0
@@ -229,7 +223,7 @@ def _routes(
         start, end = end, end + length
         if sample.routes is not None:
             routes[start:end] = sample.routes[skip : skip + length]
-    return torch.from_numpy(routes)
+    return routes
 
 
 def _flat(parts: Sequence[Any], dtype: np.dtype | type, length: int) -> np.ndarray:

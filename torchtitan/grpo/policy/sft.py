@@ -1,27 +1,14 @@
-"""Supervised fine-tuning: conversations as samples, and their loss. The warm start of a GRPO run uses them too."""
+"""Supervised fine-tuning: the loss of a row, and steps. The warm start of a GRPO run uses them too."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchtitan.grpo.config.job_config import Sft
-from torchtitan.grpo.data.samples import Document
 from torchtitan.grpo.policy.finite import FiniteSteps
 from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients
-from torchtitan.grpo.policy.rows import Microbatch, PackedSample
-
-
-def supervised_samples(documents: Sequence[Document]) -> list[PackedSample]:
-    """Documents as samples whose weighted sum is the mean loss per trained token of all of them."""
-    trained = sum(int(document.trained[1:].sum()) for document in documents)  # the first token is predicted by none
-    samples = []
-    for document in documents:
-        first = 1 + int(np.argmax(document.trained[1:]))  # what precedes it is the prompt
-        ids, mask = document.token_ids, document.trained[first:]
-        samples.append(PackedSample(ids[:first], ids[first:], 1.0, 1 / max(1, trained), None, loss_mask=mask))
-    return samples
+from torchtitan.grpo.policy.microbatch import Microbatch
 
 
 def supervised_loss(model: nn.Module, row: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:

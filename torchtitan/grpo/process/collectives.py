@@ -1,9 +1,10 @@
 """JSON values and flat tensors between ranks over gloo, without pickle. Who calls bounds the waits, and names them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,19 @@ def broadcast_json(value: Any, is_source: bool, group: dist.ProcessGroup, wait: 
     return _value(broadcast(_tensor(value) if is_source else None, torch.uint8, group, wait))
 
 
+def scatter(parts: Sequence[bytes] | None, group: dist.ProcessGroup, wait: Wait) -> torch.Tensor:
+    """This rank's of rank 0's parts, one for each rank, as uint8 with zeros up to the longest one's size. The others
+    give None."""
+    longest = torch.tensor(0 if parts is None else max(map(len, parts)))
+    wait(dist.broadcast(longest, src=0, group=group, async_op=True))
+    own, padded = torch.empty(int(longest), dtype=torch.uint8), None
+    if parts is not None:
+        same = {id(part): _padded(part, int(longest)) for part in parts}  # ranks may share one
+        padded = [same[id(part)] for part in parts]
+    wait(dist.scatter(own, padded, src=0, group=group, async_op=True))
+    return own
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None, wait: Wait) -> list[Any]:
     """Every rank's value on every rank, in rank order, as JSON gives it back. Without a group there is one rank."""
     own = _tensor(value)
@@ -37,6 +51,12 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, wait: Wait) -> list
     rows = [torch.empty_like(own) for _ in range(group.size())]
     wait(dist.all_gather(rows, own, group=group, async_op=True))
     return [_value(row) for row in rows]
+
+
+def _padded(part: bytes, size: int) -> torch.Tensor:
+    padded = torch.zeros(size, dtype=torch.uint8)
+    padded.numpy()[: len(part)] = np.frombuffer(part, np.uint8)
+    return padded
 
 
 def _tensor(value: Any) -> torch.Tensor:

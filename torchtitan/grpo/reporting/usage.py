@@ -55,7 +55,7 @@ class Usage:
         rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
         self._rows = max((len(rows) for rows_by_rank in minibatches for rows in rows_by_rank), default=0)
         lengths, shared = ([n for row in rows for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
-        answer_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        answer_tokens = sum(len(row.targets) for row in rows)
         return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens, shared) / 1e12}
 
     def metrics(self, step: dict[str, Any], times: dict[str, float], fleet: Fleet | None) -> dict[str, float]:

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.errors import UserError, in_words
-from torchtitan.grpo.policy.rows import FLOAT_ROWS, INT_ROWS, PackedRow
-from torchtitan.grpo.process.collectives import broadcast, broadcast_json
+from torchtitan.grpo.policy.rows import PackedRow, from_bytes, to_bytes
+from torchtitan.grpo.process.collectives import broadcast_json, gather_json, scatter
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.run.watchdog import Progress
 from torchtitan.grpo.weight_sync.sync_thread import PHASES
@@ -64,6 +63,7 @@ class Broadcaster:
         self._stops = False
         self._how = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT), self._wait
         self._messages = 0
+        self._data_ranks: list[int] = []  # of each rank
         self._said: dict[str, Any] = {"count": -1, "doing": "starting", "still_s": 0.0, "changes": 0}
         self._heard_at = time.monotonic()
         self._closed = threading.Event()
@@ -118,34 +118,18 @@ class Broadcaster:
         self.json()
 
     def rows(self, rows_by_rank: list[list[PackedRow]] | None, rank: int) -> list[PackedRow]:
-        """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere)."""
+        """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere).
+
+        No rank gets another one's. Ranks of one data-parallel rank, as with tensor parallelism, get the same.
+        """
         self._messages += 1
         if rows_by_rank is not None and self.ranks == 1:
             return rows_by_rank[rank]
-        ints, floats = None, None
-        if rows_by_rank is not None:
-            parts = [row.to_tensors() for rows in rows_by_rank for row in rows]
-            ints, floats = (torch.cat([part.flatten() for part in kind]) for kind in zip(*parts, strict=True))
-        optional = [row.optional for rows in rows_by_rank or [] for row in rows]
-        layout = {name: [list(x.shape[1:]), str(x.dtype)] for name, x in optional[0].items()} if optional else {}
-        lengths, layout = self.json([[[len(row.tokens) for row in rows] for rows in rows_by_rank or []], layout])
-        ints, floats = broadcast(ints, torch.int64, *self._how), broadcast(floats, torch.float32, *self._how)
-        everywhere = {}
-        for name, (shape, dtype) in layout.items():
-            sent = torch.cat([row[name].flatten().view(torch.uint8) for row in optional]) if optional else None
-            received = broadcast(sent, torch.uint8, *self._how).view(getattr(torch, dtype.removeprefix("torch.")))
-            everywhere[name] = received.view(-1, *shape)
-        if rows_by_rank is not None:
-            return rows_by_rank[rank]
-        before = sum(map(sum, lengths[:rank]))
-        result = []
-        for length in lengths[rank]:
-            own_ints = ints[before * len(INT_ROWS) :][: length * len(INT_ROWS)].view(len(INT_ROWS), length)
-            own_floats = floats[before * len(FLOAT_ROWS) :][: length * len(FLOAT_ROWS)].view(len(FLOAT_ROWS), length)
-            own_optional = {name: tensor[before : before + length] for name, tensor in everywhere.items()}
-            result.append(PackedRow.from_tensors(own_ints, own_floats, own_optional))
-            before += length
-        return result
+        if not self._data_ranks:
+            self._data_ranks = gather_json(rank, *self._how)
+        parts = None if rows_by_rank is None else [to_bytes(rows) for rows in rows_by_rank]
+        own = scatter(None if parts is None else [parts[r] for r in self._data_ranks], *self._how)
+        return from_bytes(own.numpy().data) if rows_by_rank is None else rows_by_rank[rank]
 
     def _wait(self, work: dist.Work) -> None:
         began = time.monotonic()

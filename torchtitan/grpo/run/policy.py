@@ -15,10 +15,10 @@ from torchtitan.grpo.model.lora import without_adapters
 from torchtitan.grpo.model.packed import attention_tokens
 from torchtitan.grpo.model.parallelize import build_model
 from torchtitan.grpo.model.source import ModelSource, load_hf_weights
-from torchtitan.grpo.policy.batch import FixedLogprobs
 from torchtitan.grpo.policy.finite import FiniteSteps
 from torchtitan.grpo.policy.gradients import accumulate_gradients, clip_gradients, reduces_once
-from torchtitan.grpo.policy.rows import Microbatch
+from torchtitan.grpo.policy.kl_reward import FixedLogprobs
+from torchtitan.grpo.policy.microbatch import Microbatch
 
 LossAndSums = tuple[Tensor, dict[str, Tensor]]
 """A row's share of the step's loss, and detached sums for metrics."""

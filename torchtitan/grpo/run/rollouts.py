@@ -25,10 +25,9 @@ from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.model.source import ModelSource, write_hf_config
 from torchtitan.grpo.policy.advantages import reward_advantages
-from torchtitan.grpo.policy.batch import has_signal, shaped_reward, split, training_samples
+from torchtitan.grpo.policy.batch import has_signal, shaped_reward, split, supervised_samples, training_samples
 from torchtitan.grpo.policy.packing import Layout, packing_metrics
 from torchtitan.grpo.policy.rows import PackedRow
-from torchtitan.grpo.policy.sft import supervised_samples
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.step_metrics import rollout_metrics, server_metrics, sync_metrics, validation_metrics

@@ -21,8 +21,9 @@ from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.parallelize import parallel_dims
 from torchtitan.grpo.model.source import resolve_and_check
 from torchtitan.grpo.policy.finite import check_finite
+from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import Layout
-from torchtitan.grpo.policy.rows import Microbatch, PackedRow
+from torchtitan.grpo.policy.rows import PackedRow
 from torchtitan.grpo.process.joining import store_of_this_attempt
 from torchtitan.grpo.process.stopping import FAILED_S, end_within, leave_process_groups
 from torchtitan.grpo.reporting.ledger import Ledger
@@ -174,7 +175,7 @@ class Run:
 
     def own_rows(self, rows_by_rank: list[list[PackedRow]] | None) -> list[Microbatch]:
         """This rank's of the rows that rank 0 has packed, on its device."""
-        return [row.to(self.device) for row in self.broadcast.rows(rows_by_rank, self.data_rank)]
+        return [Microbatch.of(row, self.device) for row in self.broadcast.rows(rows_by_rank, self.data_rank)]
 
     # ----------------------------------------------------------------------------------------------- set-up
 

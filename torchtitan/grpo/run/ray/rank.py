@@ -195,8 +195,9 @@ def warm_up(trainer: Any) -> None:
     """
     import torch
 
+    from torchtitan.grpo.policy.microbatch import Microbatch
     from torchtitan.grpo.policy.packing import pack
-    from torchtitan.grpo.policy.rows import Microbatch, PackedSample
+    from torchtitan.grpo.policy.rows import PackedSample
 
     layout, policy = trainer.layout, trainer.policy
     tokens, longest = layout.row_tokens, trainer.config.training.seq_len
@@ -211,5 +212,5 @@ def warm_up(trainer: Any) -> None:
         logprobs, _ = policy.model(row, 1.0)
         return (logprobs * row.weights).sum(), {}
 
-    policy.gradients([row.to(trainer.device)], loss_of)
+    policy.gradients([Microbatch.of(row, trainer.device)], loss_of)
     policy.optimizers.zero_grad()
