@@ -11,7 +11,7 @@ UNSUPPORTED: dict[str, str] = {
     "job.save_config_file": "config.toml in the run's folder holds the configuration",
     "profiling": "the ledger times each stage; for kernels, run under nsys",
     "metrics.log_freq": "TensorBoard and Weights & Biases get every step",
-    "metrics.disable_color_printing": "set the environment variable NO_COLOR",
+    "metrics.disable_color_printing": "log lines have no colours",
     "metrics.save_tb_folder": "TensorBoard files are in the folder tb of the run's",
     "model.converters": "float8 and MX would change the published weights",
     "model.tokenizer_path": "the tokenizer is read from model.hf_assets_path",

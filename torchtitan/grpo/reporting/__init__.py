@@ -7,7 +7,7 @@
     writers.py         `MetricsLogger`: `metrics.jsonl`, `config.toml`, TensorBoard, and whoever else shows metrics
       wandb_run.py, prometheus.py    Weights & Biases;  an endpoint for Prometheus (meanings.py: its names and texts)
     sample_log.py      `SampleLog`: `samples.jsonl`, `validation_samples.jsonl`
-    console.py         `Console`: what a user reads of a step; terminal.py: `Terminal`, the live line
+    console.py         `Console`: what a user reads of a step
 
 ledger, step_metrics and usage -> one dictionary of numbers by name -> writers. Rank 0 writes; other ranks do nothing
 here. docs/metrics.md explains every name, and a test holds it to that.
