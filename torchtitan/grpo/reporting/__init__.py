@@ -5,7 +5,7 @@
       estimates.py     held-out answers -> means, pass@k and majority@k with their standard errors
     usage.py           `Usage`: tokens and FLOPs a second, GPU memory, GPU hours
     writers.py         `MetricsLogger`: `metrics.jsonl`, `config.toml`, TensorBoard, and whoever else shows metrics
-      wandb_run.py, prometheus.py    Weights & Biases;  an endpoint for Prometheus (meanings.py: its names and texts)
+      wandb_run.py, prometheus.py    Weights & Biases;  an endpoint for Prometheus
     sample_log.py      `SampleLog`: `samples.jsonl`, `validation_samples.jsonl`
     console.py         `Console`: what a user reads of a step
 
