@@ -582,15 +582,6 @@ def test_a_byte_order_mark_is_not_read(tmp_path):
     assert load_config(["--job.config_file", str(path), *MODEL]).grpo.group_size == 4
 
 
-def test_a_warm_up_longer_than_the_run_is_told_in_one_line(tmp_path, caplog):
-    load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 9\n[training]\nsteps = 9")
-    assert not caplog.records
-    config = load_toml(tmp_path, "[lr_scheduler]\nwarmup_steps = 10\n[training]\nsteps = 9")
-    assert config.lr_scheduler.warmup_steps == 9
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "[lr_scheduler] warmup_steps = 10 is over the 9 steps" in caplog.text
-
-
 def test_missing_model_folder_is_named():
     with pytest.raises(UserError, match=r"\[model\] hf_assets_path is missing"):
         load_config([])

@@ -508,7 +508,7 @@ def test_a_function_may_score_a_groups_answers_at_once(functions):
     with RewardRunner(Reward(functions=names, weights=[1.0, 100.0, 10.0], workers=2, timeout_seconds=0.2)) as runner:
         runner.score(samples)  # the slow group has 5 times 0.2 s
     assert [sample.reward for sample in samples] == [33.0, 33.0, 133.0, 55.0, None, 55.0, 55.0, 55.0]
-    assert samples[4].reward_failures == {names[0]: "returned None: return a number on every path"}
+    assert "returned None: return one finite number on every path" in samples[4].reward_failures[names[0]]
 
 
 def wait_until_gone(pid):
@@ -713,7 +713,6 @@ def test_no_samples_and_close_while_scoring(functions):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"functions": ["exact_mach"]}, ['"exact_match"', "[reward] functions"]),
         ({"functions": ["no_such_module:f"]}, ["no_such_module", "[reward] functions"]),
         ({"functions": ["my_rewards:lenght"]}, ['"length"', "my_rewards.py"]),
         ({"functions": ["my_rewards:one_argument"]}, ["2 arguments"]),

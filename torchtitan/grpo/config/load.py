@@ -118,15 +118,6 @@ def load_config(
     rollout.urls = [url.rstrip("/") for url in rollout.urls]
     fill_tables(config)
     _raise(check_ranges(config), path)
-    schedule = config.lr_scheduler
-    steps = schedule.total_steps or config.training.steps
-    if schedule.warmup_steps > steps:
-        if is_rank0:
-            logger.warning(
-                f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is over the {steps} steps of the schedule, and "
-                f"taken as {steps}: the learning rate is [optimizer] lr at the last step only"
-            )
-        schedule.warmup_steps = steps  # as torchtitan would, with a warning that names no key
     target = None if dry_run is None else find_target(dry_run, config)
     _raise([*check_contradictions(config, job), *check_machine(config, world_size, target=target, job=job)], path)
     return config

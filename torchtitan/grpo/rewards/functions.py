@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -130,20 +131,12 @@ def checked(value: Any) -> float:
     if inspect.isawaitable(value):
         getattr(value, "close", lambda: None)()  # else Python warns that it was never awaited
         raise ValueError(f"returned a {type(value).__name__} that was not awaited: write it as `async def`")
-    if value is None:
-        raise ValueError("returned None: return a number on every path")
-    if isinstance(value, str):
-        raise ValueError(f"returned the text {value!r}: return a number")
-    if isinstance(value, list | tuple):
+    number = float(value) if hasattr(value, "__float__") else math.nan
+    if not math.isfinite(number):
         raise ValueError(
-            f"returned {value!r}: return one number. Name several functions for several scores, or name the first "
-            "parameter `answers` to get a group's answers at once"
+            f"returned {value!r}: return one finite number on every path. Name several functions for several scores, or "
+            "name the first parameter `answers` to get a group's answers at once"
         )
-    if not hasattr(value, "__float__"):
-        raise ValueError(f"returned {value!r}: return a number")
-    number = float(value)
-    if not abs(number) < float("inf"):
-        raise ValueError(f"returned {number}: return a finite number")
     return number
 
 
