@@ -134,8 +134,8 @@ def checked(value: Any) -> float:
     number = float(value) if hasattr(value, "__float__") else math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"returned {value!r}: return one finite number on every path. Name several functions for several scores, or "
-            "name the first parameter `answers` to get a group's answers at once"
+            f"returned {value!r}: return one finite number on every path. Name several functions for several scores, "
+            "or name the first parameter `answers` to get a group's answers at once"
         )
     return number
 
