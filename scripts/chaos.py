@@ -5,7 +5,7 @@
     python scripts/chaos.py fleet --servers 4 --seconds 600   servers die, hang and lie while a trainer trains
     python scripts/chaos.py garbage --rounds 10               one server answers nonsense
     python scripts/chaos.py data --faults 200                 models, tools, clients and disks do what they like
-    python scripts/chaos.py soak                             an hour of faults, and nothing grows
+    python scripts/chaos.py soak                              an hour of faults, and nothing grows
     python scripts/chaos.py ray                               ranks, servers, supervisors and nodes of Ray die
 
 docs/reliability.md and docs/ray.md say what is promised. Each part ends with exit status 0 and a table, or 1 and what
