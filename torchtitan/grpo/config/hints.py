@@ -113,7 +113,9 @@ def _meant(path: str, shown: Callable[[str], str]) -> str:
     """
     section, _, name = path.rpartition(".")
     own = nearest(section, sections(), 0.8)
-    meant, note = (f"{own}.{name}", "") if f"{own}.{name}" in keys() else entry_of(path) or (_similar(path, own), "")
+    meant, note = f"{own}.{name}", ""
+    if meant not in keys():
+        meant, note = entry_of(path) or (_similar(path, own), "")
     if meant and not unsupported_by(meant):
         return f"did you mean {shown(meant)}{note and f' ({note})'}?"
     page = f"see {f'[{section}] in ' if section in sections() else ''}docs/configuration.md"
