@@ -1,6 +1,7 @@
 """The disk that checkpoints take, and whether a run that begins has it."""
 
-import shutil
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,14 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.grpo.checkpoint.marker import markers
 from torchtitan.grpo.dry_run.memory import adapter_parameters
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.disk_full import is_disk_full
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:  # torchtitan's models take seconds to import
     from torchtitan.grpo.model.source import ModelSource
+
+_TRIED_BYTES = 1 << 20
+"""What is written where a disk says that it has no room at all: some say so that have."""
 
 
 def checkpoint_bytes(config: JobConfig, parameters: int, trained: int) -> int:
@@ -94,10 +99,20 @@ def check_disk(config: JobConfig, source: "ModelSource") -> None:
 def free_bytes(folder: Path) -> int | None:
     """Room for this user on the folder's disk; None if it is not known, as on some network disks."""
     try:
-        disk = shutil.disk_usage(folder)
+        disk = os.statvfs(folder)
     except OSError:
         return None
-    return disk.free or None  # some say 0 that have room
+    free = disk.f_frsize * (disk.f_bavail if os.geteuid() else disk.f_bfree)
+    if free or not disk.f_blocks:
+        return free if disk.f_blocks else None
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return 0 if is_disk_full(error) else None
+    return None
 
 
 def _taken_bytes(folder: Path) -> int:
