@@ -294,7 +294,6 @@ class Trainer(Run):
         )
         self.resources.callback(self.weight_sync.close)
         self.weight_sync.connect()
-        self.metrics.show_stage(self.ledger.now)
         self.progress.watch(lambda: (self.weight_sync.moved, rollouts.progress()))
         self.watch(self.weight_sync.describe, rollouts.describe)
 

@@ -67,7 +67,7 @@ class SftTrainer(Run):
             self.conversations = load_training(config, self.tokenizer, self.held_out, make)
         self.join()
         self.build()
-        self.metrics.show_stage(self.ledger.now, SFT_FIELDS)
+        self.metrics.show_fields(SFT_FIELDS)
         self.watch()
 
     # ---------------------------------------------------------------------------------------------- the loop

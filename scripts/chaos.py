@@ -5,8 +5,7 @@
     python scripts/chaos.py fleet --servers 4 --seconds 600   servers die, hang and lie while a trainer trains
     python scripts/chaos.py garbage --rounds 10               one server answers nonsense
     python scripts/chaos.py data --faults 200                 models, tools, clients and disks do what they like
-    python scripts/chaos.py soak --picture soak.png           an hour of faults, and nothing grows
-    python scripts/chaos.py learn --seeds 3                   the quickstart under fire learns what it learns without
+    python scripts/chaos.py soak                              an hour of faults, and nothing grows
     python scripts/chaos.py ray                               ranks, servers, supervisors and nodes of Ray die
 
 docs/reliability.md and docs/ray.md say what is promised. Each part ends with exit status 0 and a table, or 1 and what
@@ -70,10 +69,6 @@ def build_parser() -> argparse.ArgumentParser:
 
     soak = parts.add_parser("soak", parents=[common, servers], help="an hour of the same, and nothing grows")
     soak.add_argument("--seconds", type=float, default=3600.0, help="in which faults begin (default 3600)")
-    soak.add_argument("--picture", type=Path, metavar="FILE", help="draw memory, threads, descriptors and step time")
-
-    learn = parts.add_parser("learn", parents=[common, jobs], help="the quickstart, with and without faults")
-    learn.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
 
     ray = parts.add_parser("ray", parents=[common], help="kill what a run under Ray is made of")
     ray.add_argument("--rounds", type=int, default=1, help="how often each kind (default 1)")
@@ -91,7 +86,6 @@ PARTS = {
     "resume": ("resume", "Campaign"),
     "fleet": ("fleet", "Fleet"),
     "soak": ("soak", "Soak"),
-    "learn": ("learn", "Learn"),
     "ray": ("ray_faults", "RayFaults"),
     "data": ("foreign", "Foreign"),
     "garbage": ("garbage", "Garbage"),
@@ -146,8 +140,6 @@ def main() -> int:
         except Broken as error:  # it could not even begin, or not go on
             print(f"FAIL  {error}", file=sys.stderr)
             return 1
-        if args.part == "soak" and args.picture:
-            part.draw(args.picture)
         for line in part.details():
             print(line)
     print(show(rows))

@@ -24,7 +24,8 @@ A run is a TOML file, and flags that override it:
 * Each key is `[section] key` in the file and `--section.key value` as a flag. Lists in flags are comma-separated;
   booleans are `--section.key` and `--section.no-key`, or `true` and `false`.
 * Unknown keys, wrong types, numbers out of range and contradictions stop the run before it starts. The exit code is 2,
-  and one message names all problems. For a name of TRL, verl or prime-rl it has the key that does the same.
+  and one message names all problems. For a common name of TRL, verl, prime-rl or OpenRLHF it has the key that does
+  the same.
 * `--dry_run` prints the configuration as TOML, the batch arithmetic, the memory of one rank and the disk for
   checkpoints. Then it stops. `--dry_run h100` is about a run on that GPU. `--version` prints the version.
 * The sections are those of [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2 and of this project. Defaults that
@@ -34,7 +35,8 @@ A run is a TOML file, and flags that override it:
 UNSUPPORTED_HEAD = """
 ## torchtitan's keys that have no effect here
 
-Setting one of these is an error. A section stands for its keys, `name_*` for all keys with that prefix.
+Setting a key of torchtitan's that this page does not have is an error. For these the message has a reason. A section
+stands for its keys, `name_*` for all keys with that prefix.
 
 | key | reason |
 |---|---|"""

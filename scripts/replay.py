@@ -110,7 +110,6 @@ class ReplayTrainer(grpo_train.Trainer):
         self.build()
         self.rollouts.connect(self.ledger, self.layout, self.metrics, lambda: self.step)
         self.weight_sync = NoSync()
-        self.metrics.show_stage(self.ledger.now)
         self.watch()
         if self.is_rank0:
             logger.info(f"{self.replay.describe()}; metrics go to {config.job.dump_folder}")

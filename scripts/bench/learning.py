@@ -3,7 +3,7 @@
 
 runs      one configuration as sync, async and in-flight, at several ages and learning rates, with several seeds
 trl       TRL's GRPOTrainer or AsyncGRPOTrainer on the same model, prompts, rewards and held-out questions
-report    tables and picture of a folder's runs; the others write them too
+report    tables of a folder's runs; the others write them too
 """
 
 import argparse
@@ -46,7 +46,6 @@ def build_parser() -> argparse.ArgumentParser:
     report = argparse.ArgumentParser(add_help=False)
     report.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for a folder of each run")
     report.add_argument("--json", type=Path, metavar="FILE", help="append the tables' rows as JSON lines")
-    report.add_argument("--picture", type=Path, metavar="FILE", help="PNG of the curves (default OUT/learning.png)")
     report.add_argument(
         "--thresholds", nargs=3, type=float, metavar="REWARD", help="default: 50, 75 and 90 %% of what sync gains"
     )
@@ -105,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
     out = Output(True, args.json)
     out.record({"table": "arguments", "arguments": sys.argv[1:]})
     failed = {"runs": run_ours, "trl": run_trl, "report": lambda *_: False}[args.command](args, out)
-    report(args.out, args.thresholds, args.picture or args.out / "learning.png", out)
+    report(args.out, args.thresholds, out)
     return int(failed)
 
 

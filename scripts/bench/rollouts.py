@@ -3,7 +3,6 @@
 
 modes       the same job as sync, async and in-flight, with KV recomputed and kept, against the same servers;
             and the servers' generation alone, which bounds them all
-generation  generation alone of running servers, in turns
 model       a folder with random weights that never end an answer
 """
 
@@ -59,20 +58,6 @@ def build_parser() -> argparse.ArgumentParser:
     modes.add_argument("--sequences", type=positive, help="most answers under way at one server")
     modes.add_argument("--bound-s", type=float, default=12.0, help="each measurement of generation alone; 0: none")
 
-    alone = commands.add_parser("generation", allow_abbrev=False)
-    alone.add_argument("model", type=Path, help="the folder that the servers have")
-    alone.add_argument("servers", nargs="+", type=address, metavar="URL", help="the first is what ratios are to")
-    alone.add_argument("--engine", choices=["vllm", "sglang", "embedded"], default="vllm", help="default vllm")
-    alone.add_argument("--sequences", type=positive, default=256, help="answers at once (default 256)")
-    alone.add_argument("--rounds", type=positive, default=3, help="of all servers (default 3)")
-    alone.add_argument("--count-s", type=seconds, default=12.0, help="each time, after a third of it (default 12)")
-    alone.add_argument("--prompt-tokens", type=positive, default=140, help="default 140")
-    alone.add_argument("--mean", type=seconds, default=256.0, help="answer tokens on average (default 256)")
-    alone.add_argument("--sigma", type=seconds, default=1.0, help="of their logarithm (default 1)")
-    alone.add_argument("--max-answer", type=positive, default=1024, metavar="TOKENS", help="default 1024")
-    alone.add_argument("--json", type=Path, metavar="FILE", help="append the table's rows as JSON lines")
-    alone.set_defaults(time_limit_s=1800.0)
-
     model = commands.add_parser("model")
     model.add_argument("folder", type=Path)
     model.add_argument("--shape", choices=SHAPES, default="0.6b")
@@ -107,14 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
         make_model(args.folder, args.shape, args.max_tokens)
         return 0
-    from bench_common.output import Output
-
-    if args.command == "generation":
-        from async_bench.alone import measure_alone
-
-        measure_alone(args, Output(True, args.json))
-        return 0
     from async_bench.modes import modes
+    from bench_common.output import Output
 
     args.out.mkdir(parents=True, exist_ok=True)
     out = Output(True, args.json)

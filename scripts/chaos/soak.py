@@ -1,13 +1,10 @@
 """Soak: the fleet's faults for an hour, and nothing may grow: memory, threads, descriptors, the length of a step."""
 
 import statistics
-from pathlib import Path
 
-from chaos import ROOT
 from chaos.fleet import Fleet
 from chaos.report import Row, row
 
-PICTURE = ROOT / "docs" / "reliability_soak.png"
 GROWTH = {"descriptors": 16.0, "threads": 8.0, "MiB": 64.0}
 """How much more the last quarter may have than the second one, in the median."""
 SLOWER = 1.5
@@ -50,28 +47,3 @@ class Soak(Fleet):
         if after > SLOWER * before:
             wrong.append(f"a step went from {before:.2f} to {after:.2f} s in the median")
         return wrong
-
-    def draw(self, picture: Path = PICTURE) -> None:
-        """Curves over minutes, with the faults as lines."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        begin = self.watch.usage[0][0]
-        minutes = [(line[0] - begin) / 60 for line in self.watch.usage]
-        figure, axes = pyplot.subplots(4, 1, figsize=(8, 8), sharex=True)
-        for column, (name, axis) in enumerate(zip(GROWTH, axes, strict=False), 1):
-            axis.plot(minutes, [line[column] for line in self.watch.usage])
-            axis.set_ylabel(name)
-            axis.set_ylim(0, 1.2 * max(line[column] for line in self.watch.usage))
-        steps = self.watch.steps
-        axes[3].plot([(at - begin) / 60 for at, _ in steps], [line["time/step_s"] for _, line in steps], linewidth=0.5)
-        axes[3].set_ylabel("step, s")
-        axes[3].set_xlabel("minutes")
-        for axis in axes:
-            for injection in self.injections:
-                axis.axvline((injection.at - begin) / 60, color="tab:red", alpha=0.15, linewidth=0.5)
-        figure.suptitle(f"Rank 0 under {len(self.injections)} faults of {self.servers} {self.engine} servers")
-        figure.tight_layout()
-        figure.savefig(picture, dpi=110)

@@ -75,7 +75,7 @@ def test_a_run_outlives_its_terminal_and_saves_if_it_is_told(hangs_up, tmp_path)
     run = Ranks(1, ROOT / "grpo_train.py", *words, log=Path(os.ttyname(device)), environment=told)
     try:
         run.wait_until("the second step", lambda: len(steps(tmp_path / "run")) >= 2)
-        assert b"step 1/" in os.read(host, 100_000), "a live line"
+        assert b"step 1/" in os.read(host, 100_000)
         os.close(device)
         os.close(host)
         if hangs_up:

@@ -1,4 +1,4 @@
-"""The tables and the picture of the runs in a folder."""
+"""The tables of the runs in a folder."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from async_bench.measured import MODES
 from bench_common.output import Output, Row
 from bench_common.process import read_lines
-from learning_bench.reached import Point, best, curve, summarise, thresholds_of
+from learning_bench.reached import best, curve, summarise, thresholds_of
 from learning_bench.runs import RUN_FILE, complete
 
 from torchtitan.grpo.errors import UserError
@@ -18,8 +18,8 @@ Seeds = list[list[Row]]
 """Lines of metrics.jsonl of each seed."""
 
 
-def report(folder: Path, thresholds: Sequence[float] | None, picture: Path, out: Output) -> None:
-    """Print every contender at its best learning rate, then all of them, and draw the first.
+def report(folder: Path, thresholds: Sequence[float] | None, out: Output) -> None:
+    """Print every contender at its best learning rate, then all of them.
 
     Raises:
         UserError: No run is complete, or there is no sync run and no thresholds are given.
@@ -45,8 +45,6 @@ def report(folder: Path, thresholds: Sequence[float] | None, picture: Path, out:
     said = ", ".join(f"{number}: {threshold:.3f}" for number, threshold in enumerate(thresholds, start=1))
     out.table(f"Each at its best learning rate. Rewards to reach: {said}", COLUMNS, list(chosen.values()))
     out.table("Every learning rate", COLUMNS, [row for rows in every.values() for row in rows])
-    draw({name: found[name][row["lr"]] for name, row in chosen.items()}, chosen, thresholds, picture)
-    out.say(f"wrote {picture}")
 
 
 def place(name: str) -> tuple[int, int, str]:
@@ -66,31 +64,3 @@ def _default_thresholds(found: Mapping[str, Mapping[float, Seeds]]) -> list[floa
             "sync has gained nothing, so there are no thresholds: train for more steps, or set --thresholds"
         )
     return thresholds
-
-
-def draw(runs: Mapping[str, Seeds], rows: Mapping[str, Row], thresholds: Sequence[float], picture: Path) -> None:
-    """Held-out reward against seconds: a line is the mean over the seeds at each validation, a band their range."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, seeds in runs.items():
-        validations: list[tuple[Point, ...]] = list(zip(*map(curve, seeds), strict=False))
-        seconds = [sum(point.seconds for point in points) / len(points) for points in validations]
-        rewards = [[point.reward for point in points] for points in validations]
-        label = f"{name}, lr {rows[name]['lr']:g}" + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "")
-        (line,) = axes.plot(seconds, [sum(r) / len(r) for r in rewards], label=label, marker="o", markersize=3)
-        if len(seeds) > 1:
-            low, high = [min(r) for r in rewards], [max(r) for r in rewards]
-            axes.fill_between(seconds, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    for threshold in thresholds:
-        axes.axhline(threshold, color="gray", linewidth=0.5, linestyle=":")
-    axes.set_xlabel("seconds of training, without validations")
-    axes.set_ylabel("held-out reward, greedy")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)

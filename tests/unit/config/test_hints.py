@@ -104,7 +104,6 @@ OTHERS = {
     "profiling.enable_profilin": NONE,
     "grpo.enable": NONE,  # a key of many sections
     "actor_rollout_ref.rollout.n": "grpo.group_size",
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "parallelism.tensor_parallel_degree",
     "orchestrator.ckpt.interval": "checkpoint.interval",
     "group_sise": "grpo.group_size",
     "rolout.engine": "rollout.engine",
@@ -113,7 +112,6 @@ OTHERS = {
 # As users write them, with their sections: what each does there decides.
 WITH_SECTIONS = {
     "model": "model.hf_assets_path",
-    "model_name": "model.hf_assets_path",
     "type": NONE,
     "seed": "debug.seed",
     "critic": NONE,
@@ -155,7 +153,6 @@ WITH_SECTIONS = {
     "reward_model.model.path": NONE,
     "reward.reward_model.model.path": NONE,
     "reward.reward_model.rollout.temperature": NONE,
-    "reward.custom_reward_function.path": "reward.functions",
     "reward.model.path": NONE,
     "data.seed": "debug.seed",
     "data.image_key": NONE,
@@ -173,8 +170,6 @@ WITH_SECTIONS = {
     "trainer.scheduler.warmup_steps": "lr_scheduler.warmup_steps",
     "trainer.scheduler.decay_steps": NONE,
     "trainer.model.seq_len": "training.seq_len",
-    "trainer.model.lora.rank": "lora.rank",
-    "trainer.model.ac.mode": "activation_checkpoint.mode",
     "trainer.model.impl": NONE,
     "trainer.loss.type": NONE,
     "trainer.log.level": NONE,
@@ -182,22 +177,18 @@ WITH_SECTIONS = {
     "weight_broadcast.type": "weight_sync.transport",
     "trainer.wandb.name": NONE,
     "checkpoint.freq": "checkpoint.interval",
-    "ckpt.resume_step": "checkpoint.load_step",
     "inference.server.port": NONE,
     "inference.model.dtype": NONE,
     "inference.model.max_model_len": "training.seq_len",
-    "inference.parallel.tp": "rollout.gpus_per_server",
     "orchestrator.sampling.temperature": "rollout.temperature",
     "orchestrator.eval.interval": "validation.freq",
-    "orchestrator.eval.num_examples": "validation.prompts",
-    "orchestrator.eval.sampling.temperature": "validation.temperature",
+    "orchestrator.eval.sampling.temperature": NONE,
     "orchestrator.eval.sampling.max_tokens": NONE,
     "orchestrator.eval.env.id": NONE,
     "orchestrator.teacher.model.name": NONE,
     "orchestrator.teacher_model.client.base_url": NONE,
     "teacher_inference.model.name": NONE,
-    "orchestrator.eval.sampling.top_p": "validation.top_p",
-    "eval.temperature": "validation.temperature",
+    "eval.temperature": NONE,
     "validation.batch_size": NONE,
     "validation.interval": "validation.freq",
     "distill.model.path": NONE,
@@ -221,13 +212,19 @@ MISSPELT = {
     "chekpoint.intervall": "checkpoint.interval",
     "data.pth": "data.path",
     "data.messages_colum": "data.messages_column",
-    "reward.answer_column": "data.answer_column",
+    "reward.answer_column": NONE,
     "rewards.functions": "reward.functions",
     "reward.timeout_second": "reward.timeout_seconds",
     "async_grpo.enable": "async_grpo.enabled",
     "distil.teacher_urls": "distill.teacher_urls",
 }
-FLAGS = {f"grpo.{name}": key for table in (TRL, VERL, PRIME_RL) for name, key in table.items()}
+OPENRLHF = {
+    "init_kl_coef": "grpo.kl_coef",
+    "n_samples_per_prompt": "grpo.group_size",
+    "remote_rm_url": NONE,
+    "rollout_batch_size": "grpo.prompts_per_step",
+}
+FLAGS = {f"grpo.{name}": key for table in (TRL, VERL, PRIME_RL, OPENRLHF) for name, key in table.items()}
 FLAGS |= OTHERS | WITH_SECTIONS | MISSPELT
 
 
@@ -257,7 +254,6 @@ SECTIONS = {
         "rollout.n is [grpo] group_size",
         "rollout.name is [rollout] engine",
         "actor.optim.lr is [optimizer] lr",
-        "the other 1",
     ),
     "prime-rl": (
         "[orchestrator]\nbatch_size = 64\nrollouts_per_example = 8\n[orchestrator.sampling]\nmax_tokens = 9\n"
@@ -272,23 +268,13 @@ SECTIONS = {
     "a section like ours": ("[trainer]\nmax_steps = 5", "max_steps is [training] steps"),
     "inside ours": ("[rollout.val_kwargs]\nn = 4", "n is [validation] samples_per_prompt"),
     "TRL: no sections": ("num_generations = 8", "num_generations outside any section", "[grpo] group_size?"),
-    "verl: a critic": (
-        "[critic.optim]\nlr = 1e-5\n[critic.model]\npath = 'm'",
-        "unknown section [critic]: no key is like it: GRPO has no critic",
-    ),
     "verl: a reward model": (
         "[reward_model.model]\npath = 'm'",
-        "unknown section [reward_model]: no key is like it: rewards are functions",
+        "unknown section [reward_model]: did you mean [reward]?",
     ),
-    "verl: a reward model in ours": ("[reward.model]\npath = 'm'", "[reward.model]: no key is like it"),
     "verl: only what sampling can have": (
         "[actor_rollout_ref.rollout]\nn = 8\ntop_p = 0.9\ntop_k = 20\nmode = 'async'",
-        "and here rollout.n is [grpo] group_size; see docs/configuration.md for the other 3",
-    ),
-    "prime-rl: evaluation and a teacher": (
-        "[orchestrator.eval.sampling]\ntemperature = 0\ntop_p = 0.9\n[orchestrator.teacher.model]\nname = 'm'",
-        "and here eval.sampling.temperature is [validation] temperature, eval.sampling.top_p is [validation] top_p; ",
-        "the other 1",
+        "and here rollout.n is [grpo] group_size",
     ),
     "ours, misspelt": ("[trainning]\nsteps = 5", "did you mean [training]?"),
     "one without effect": ("[profilin]\nenable_profiling = true", "docs/configuration.md lists all sections"),

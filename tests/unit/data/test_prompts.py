@@ -1,10 +1,8 @@
 """Prompt sources: real files in, rendered prompts out, exact continuation, and errors that say what to change."""
 
 import codecs
-import copy
 import gzip
 import json
-import pickle
 import shutil
 from dataclasses import asdict, fields, replace
 
@@ -14,7 +12,6 @@ import pytest
 from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import PromptSource, end_token_ids, load_tokenizer, sft_pairs
-from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError
 
 
@@ -378,40 +375,11 @@ def test_a_curriculum_skips_and_keeps_the_order_of_what_it_asks(tokenizer):
     assert [prompt for _ in range(10) for prompt in source.next(3)] == expected[:30]
 
 
-def test_what_a_curriculum_refuses_unseen_is_neither_rendered_nor_tokenized(tokenizer, monkeypatch):
-    source = PromptSource(Data(source_args={"max": 4}, curriculum=hook(refuse_all_but_one)), tokenizer, 3)
-    made, make = [], source._prompts
-    monkeypatch.setattr(source, "_prompts", lambda positions: made.extend(positions) or make(positions))
-    assert [prompt.index for prompt in source.next(3)] == made == [7] * 3
-
-
 def test_a_curriculum_sees_the_whole_prompt(tokenizer):
     source = PromptSource(Data(source_args={"max": 4}, curriculum=hook(look_at_all)), tokenizer, 3)
     SEEN.clear()
     asked = source.next(5)
     assert [asdict(prompt) for prompt in asked] == SEEN
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda prompt: replace(prompt, answer="x").token_ids,
-        lambda prompt: pickle.loads(pickle.dumps(prompt)),
-        copy.copy,
-        copy.deepcopy,
-        lambda prompt: dict(vars(prompt)),
-        repr,
-        lambda prompt: prompt == replace(prompt),
-        lambda prompt: (prompt.columns["question"], prompt.index, prompt.answer, isinstance(prompt, Prompt)),
-    ],
-)
-def test_a_curriculum_may_use_a_prompt_like_any_other(use, tokenizer):
-    source = PromptSource(Data(source_args={"max": 4}), tokenizer, 3)
-    offered, (whole,) = source._offered(3), source.at([3])
-    assert use(offered) == use(whole)
-    assert offered.columns == whole.columns and offered == whole
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = offered.nothing
 
 
 def test_solved_prompts_are_not_asked_again(tokenizer):

@@ -47,8 +47,11 @@ def test_a_server_that_sleeps_leaves_the_trainer_its_peak():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([*QWEN, *SLEEPS, "0.3"], ("while the server sleeps 137.3 GiB are left", "tokens_per_microbatch")),
-        ([*QWEN_4B, *SLEEPS, "0.7"], ("between two steps the trainer keeps", "Lower memory_share")),
+        (
+            [*QWEN, *SLEEPS, "0.3"],
+            ("sleep_while_training", "at its peak", "137.3 GiB are left"),
+        ),
+        ([*QWEN_4B, *SLEEPS, "0.7"], ("between two steps the trainer needs", "Lower memory_share")),
         ([*QWEN, "--rollout.memory_share", "0.5"], ("the trainer needs", "Lower memory_share", "67.4 GiB are left")),
         ([*QWEN, "--rollout.memory_share", "0.1"], ("memory_share = 0.1 of H200", "is 14.0 GiB", "Raise memory_share")),
     ],

@@ -68,14 +68,10 @@ def test_a_checkpoint_of_an_earlier_version_asks_the_rows_that_it_held_out(tmp_p
     args = run.pop("data.source_args")
     assert args == {"max": 39}
     run |= {"data.size": 10000, "data.tasks": [], "data.arithmetic_max": 39, "data.arithmetic_operators": ["+"]}
-    run |= {"data.arithmetic_question": "{left}{operator}{right}=", "validation.min_p": 0.0}
+    run |= {"data.arithmetic_question": "{left}{operator}{right}="}
     run |= {"metrics.log_freq": 1, "training.gc_freq": 7}  # torchtitan's keys, which had an effect
     (step / "run_config.json").write_text(json.dumps(run))
     assert evaluation_config([], step / "hf", "embedded", []).data.source_args == args
-    (step / "run_config.json").write_text(json.dumps(run | {"validation.min_p": 0.1}))
-    with pytest.raises(UserError, match=r"of a run with \[validation\] min_p, .* by --job.config_file"):
-        evaluation_config([], step / "hf", "embedded", [])
-    evaluation_config(QUICKSTART, step / "hf", "embedded", [])
 
 
 def test_the_runs_servers_and_ranks_are_not_those_of_the_evaluation(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def test_the_newest_value_of_every_metric_until_it_is_closed():
             "grpo_reward_mean": {(): 0.75},
             "grpo_validation_greedy_reward": {(): 0.5},
             "grpo_train_novelty": {(): 3.0},
-            "grpo_age_ess_by_k": {(("k", "0"),): 1.0},
+            "grpo_age_ess_by_age": {(("age", "0"),): 1.0},
             "grpo_server_busy_share": {(): 0.5},
             "grpo_server_busy_share_by_server": {(("server", "a_1"),): 0.4, (("server", "b_2"),): 0.6},
         }

@@ -17,7 +17,6 @@ from torchtitan.grpo.reporting.usage import (
     highest_peaks,
     memory_peaks,
     speeds,
-    tells_host_bound,
 )
 
 
@@ -81,20 +80,3 @@ def test_a_server_costs_its_gpus_unless_it_shares_a_trainers(shared, servers, us
 def test_a_cpu_has_no_memory_and_no_cost(usage):
     fleet = Fleet(["http://a:1"], lambda url: Server(url, None))
     assert usage.metrics({}, {"time/step_s": 1.0}, fleet) == {}
-
-
-@pytest.mark.parametrize(
-    ("flags", "experts", "device", "peak_flops", "tells"),
-    [
-        ([], False, "NVIDIA H100 80GB HBM3", 989e12, True),
-        ([], False, "NVIDIA A100-SXM4-80GB", 312e12, True),
-        ([], False, "NVIDIA L4", 312e12, False),  # torchtitan's fallback
-        ([], True, "NVIDIA H100 80GB HBM3", 989e12, False),
-        (["--training.mixed_precision_param", "float32"], False, "NVIDIA H100 80GB HBM3", 989e12, False),
-    ],
-)
-def test_where_a_low_mfu_says_that_the_device_waits_for_its_host(flags, experts, device, peak_flops, tells):
-    config = load_config(["--model.hf_assets_path", str(TINY_QWEN3), *flags])
-    layer = torch.nn.ModuleDict({"moe": torch.nn.ModuleDict({"experts": torch.nn.Linear(2, 2)})})
-    model = layer if experts else torch.nn.Linear(2, 2)
-    assert tells_host_bound(config, model, device, peak_flops) == tells

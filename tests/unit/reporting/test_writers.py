@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.helpers import ROOT
+from tests.helpers.meanings import meaning
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.config.resolved import resolved
@@ -27,7 +28,6 @@ from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import mismatch_sums, policy_loss
 from torchtitan.grpo.reporting.console import FIELDS
-from torchtitan.grpo.reporting.meanings import meaning
 from torchtitan.grpo.reporting.sample_log import SampleLog, given_text
 from torchtitan.grpo.reporting.step_metrics import policy_metrics, rollout_metrics, validation_metrics
 from torchtitan.grpo.reporting.writers import MetricsLogger

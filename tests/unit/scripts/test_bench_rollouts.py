@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
@@ -18,7 +18,7 @@ BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
 import rollouts as bench  # noqa: E402
-from async_bench import alone, generation, long_tail, measured, modes, processes  # noqa: E402
+from async_bench import generation, long_tail, measured, modes, processes  # noqa: E402
 from async_bench.model import make_model  # noqa: E402
 from bench_common.arguments import as_flags  # noqa: E402
 from process_group import ProcessGroup  # noqa: E402
@@ -49,8 +49,6 @@ URL = "http://127.0.0.1:8000"
         ("modes --out x --urls http://a --mean 0", "0 is not a positive number"),
         ("modes --out x --urls http://a --pre cpu", "unrecognized arguments: --pre"),
         ("modes --out x --urls http://a -- training.steps 3", "'training.steps' is not --section.key"),
-        ("generation x", "URL"),
-        ("generation x 127.0.0.1:8000", "write http://host:port"),
     ],
 )
 def test_bad_arguments_are_refused_with_what_to_change(arguments, message, capsys):
@@ -211,25 +209,6 @@ def test_generation_rate_ends_when_a_server_is_gone(engine):
     asks = [generation.Ask([1, 2], 4, (0,))]
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         asyncio.run(generation.generation_rate(engine, ["http://127.0.0.1:9"], asks, 4, 5.0, 5.0, 5.0))
-
-
-def test_servers_take_turns_in_generation_alone(tmp_path, capsys, monkeypatch):
-    asked = []
-
-    async def rate(engine, urls, asks, sequences, *times, ignore_eos):
-        asked.append((urls, asks[0].prompt_ids))
-        return 100.0 if urls == [a] else 90.0
-
-    monkeypatch.setattr(alone, "generation_rate", rate)
-    a, b = "http://127.0.0.1:1", "http://127.0.0.1:2"
-    words = ["generation", str(tmp_path), a, b, "--rounds", "2", "--sequences", "8"]
-    shape = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 64, "vocab_size": 100, "num_hidden_layers": 3}
-    Qwen3Config(**shape).save_pretrained(tmp_path)
-    assert bench.run(bench.parse_arguments(words)) == 0
-    assert [urls for urls, _ in asked] == [[a], [b]] * 2
-    assert len({tuple(prompt) for _, prompt in asked}) == 4  # no server answers from its cache
-    said = capsys.readouterr().out
-    assert f"| {a} | 100 | 100 | 100 | 1.00 |" in said and f"| {b} | 90.0 | 90.0 | 90.0 | 0.900 |" in said
 
 
 def test_a_mode_end_to_end_on_a_cpu(tmp_path):

@@ -9,7 +9,7 @@
     load.py             reads file and flags, merges, and runs every check
       hints.py          what an unknown key may mean
         other_trainers.py
-                        the names of TRL, verl and prime-rl
+                        the names of TRL, verl, prime-rl and OpenRLHF
       contradictions.py what keys must satisfy together
         data_contradictions.py, server_contradictions.py, distill_contradictions.py
                         of data and rewards; of servers and weight sync (urls.py: one address); of teachers

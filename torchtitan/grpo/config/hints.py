@@ -1,12 +1,12 @@
 """What an unknown key, section or flag may mean, for the message that refuses it."""
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.grpo.config.keys import keys, label, sections, shortened
-from torchtitan.grpo.config.other_trainers import entry_of, part_of
-from torchtitan.grpo.config.unsupported import UNSUPPORTED, honoured_keys, unsupported_by
+from torchtitan.grpo.config.other_trainers import NOT_THE_POLICY, entry_of
+from torchtitan.grpo.config.unsupported import honoured_keys, unsupported_by
 from torchtitan.grpo.errors import nearest
 
 REFUSED = {
@@ -54,11 +54,6 @@ GONE = {
 }
 """Keys of earlier versions, and what to do instead."""
 
-_SHOWN = 20
-"""Keys of another trainer's section in one message."""
-_TELLING = 6
-"""Letters of a key that is looked for in other sections than its own: `mode` and `freq` are names of anything."""
-
 
 def unknown_name(section: str, name: str, value: Any) -> str:
     """Message for an unknown key or section of a TOML file.
@@ -73,8 +68,7 @@ def unknown_name(section: str, name: str, value: Any) -> str:
         near = nearest(path, {key.section for key in honoured_keys()})
         hint = f"did you mean [{near}]?" if near else "docs/configuration.md lists all sections"
         if not near or not any(f"{near}.{name}" in keys() for name in table):
-            part = part_of(path)
-            hint = _keys_in(table, path) or (f"no key is like it: {part[1]}" if part else hint)
+            hint = _keys_in(table, path) or hint
         return f"unknown section [{shortened(path)}]: {hint}"
     if path in GONE:
         return f"{label(path)} is a key of an earlier version: {GONE[path]}"
@@ -90,7 +84,7 @@ def unknown_flag(flag: str) -> str:
     section, _, name = path.rpartition(".")
     if gone := GONE.get(path) or GONE.get(f"{section}.{name.removeprefix('no_')}"):
         return f"{flag} is a flag of an earlier version: {gone}"
-    if name in REFUSED and _exact(path) is None:
+    if name in REFUSED and entry_of(path) is None:
         return f"{shortened(flag)} {REFUSED[name]}"
     return f"unknown flag {shortened(flag)}: {_meant(path, _as_flag)}"
 
@@ -103,8 +97,7 @@ def unknown_word(word: str) -> str:
         hint = f"did you mean --job.config_file {shortened(word)}?"
     elif equals and "." in path:
         hint = f"did you mean --{path}?" if path in keys() else _meant(path, _as_flag)
-        if entry := unsupported_by(path):
-            hint = UNSUPPORTED[entry]
+        hint = unsupported_by(path) or hint
     return f"unexpected argument {shortened(repr(word))}: {hint}"
 
 
@@ -115,88 +108,50 @@ def _as_flag(path: str) -> str:
 def _meant(path: str, shown: Callable[[str], str]) -> str:
     """The key that an unknown one may mean: by its name in another trainer, else the most similar one.
 
-    In a known section, its own keys may differ more from the name than those of others.
-
     Args:
         shown: How to write a key, in a TOML file or as a flag.
     """
-    section = path.rpartition(".")[0]
-    meant, note = _exact(path) or _similar(path)
-    if meant:
-        return f"did you mean {' or '.join(map(shown, meant))}{note and f' ({note})'}?"
+    section, _, name = path.rpartition(".")
+    own = nearest(section, sections(), 0.8)
+    meant, note = f"{own}.{name}", ""
+    if meant not in keys():
+        meant, note = entry_of(path) or (_similar(path, own), "")
+    if meant and not unsupported_by(meant):
+        return f"did you mean {shown(meant)}{note and f' ({note})'}?"
     page = f"see {f'[{section}] in ' if section in sections() else ''}docs/configuration.md"
     return f"no key is like it: {note or page}"
 
 
-def _exact(path: str) -> tuple[list[str], str] | None:
-    """The keys, two at most, that another trainer's name is, and a note; None if nothing is known of the name.
+def _similar(path: str, own: str | None) -> str:
+    """The key that a misspelt or misplaced one may be, "" if none.
 
-    In sections that neither this project nor NAMES knows, only a name of several words says enough.
+    In a known section, its own keys may differ more from the name than those of others. In a section of another
+    trainer, only a name of several words says enough.
+
+    Args:
+        own: The section here that the path's is, or is a misspelling of.
     """
     section, _, name = path.rpartition(".")
-    honoured = {key.path for key in honoured_keys()}
-    if (key := f"{_own_section(section)}.{name}") in honoured:
-        return [key], ""
-    if entry := entry_of(path):
-        return [entry[0]] if entry[0] else [], entry[1]
-    if not section or section in sections() or part_of(path):
-        return None
-    parts = section.split(".")
-    if inner := [key for start in range(len(parts)) if (key := ".".join([*parts[start:], name])) in honoured]:
-        return inner, ""
-    same = _keys_by_name().get(name, [])
-    return (same, "") if "_" in name and 0 < len(same) <= 2 and name not in REFUSED else None
-
-
-def _similar(path: str) -> tuple[list[str], str]:
-    """The keys, two at most, that a misspelt or misplaced one may be, and what to say if there are none."""
-    section, _, name = path.rpartition(".")
-    own, of_name = _own_section(section), _keys_by_name()
-    if near := nearest(name, [each for each, paths in of_name.items() if f"{own}.{each}" in paths], 0.82):
-        return [f"{own}.{near}"], ""
-    if section and section not in sections():
-        return [], (part_of(path) or ("", ""))[1]
-    telling = [each for each in of_name if len(each) >= _TELLING or (each == name and not section)]
-    near = nearest(name, telling, 0.92 if section else 0.85)
-    if near and len(of_name[near]) <= 2:
-        return of_name[near], ""
-    if section:
-        return [], ""
-    if part := part_of(path):
-        return [], part[1]
-    found = nearest(path, [*itertools.chain(*of_name.values()), "dry_run", "help", "version"], 0.85)
-    return [found] if found else [], ""
-
-
-def _own_section(section: str) -> str:
-    """The section here that one of another trainer, or a misspelt one, is; else itself."""
-    if section in sections():
-        return section
-    part = part_of(section)
-    return part[0] if part else nearest(section, sections(), 0.8) or section
-
-
-def _keys_by_name() -> dict[str, list[str]]:
-    """Paths of the keys that have an effect."""
-    of_name: dict[str, list[str]] = {}
-    for key in honoured_keys():
-        of_name.setdefault(key.name, []).append(key.path)
-    return of_name
+    paths = [key.path for key in honoured_keys()]
+    if near := nearest(name, [key.name for key in honoured_keys() if key.section == own], 0.82):
+        return f"{own}.{near}"
+    if NOT_THE_POLICY & set(section.split(".")):
+        return ""
+    names = Counter(key.name for key in honoured_keys())
+    telling = [each for each, times in names.items() if times == 1 and ("_" in each or own or not section)]
+    if near := nearest(name, telling, 0.93 if section else 0.85):
+        return next(path for path in paths if path.endswith(f".{near}"))
+    return "" if section else nearest(path, [*paths, "dry_run", "help", "version"], 0.85) or ""
 
 
 def _keys_in(tables: dict[str, Any], section: str) -> str:
     """What the keys of another trainer's section are here, "" if none is known."""
-    paths = list(_leaves(tables))
     found = []
-    for path in paths:
-        meant, note = _exact(f"{section}.{path}") or ([], "")
-        if len(meant) == 1:
-            found.append(f"{path} is {label(meant[0])}" + (f" ({note})" if note else ""))
-    if not found:
-        return ""
-    others = len(paths) - len(found[:_SHOWN])
-    more = f"; see docs/configuration.md for the other {others}" if others else ""
-    return f"it is another trainer's, and here {shortened(', '.join(found[:_SHOWN]), 1500)}{more}"
+    for path in _leaves(tables):
+        meant, note = entry_of(f"{section}.{path}") or ("", "")
+        if meant:
+            found.append(f"{path} is {label(meant)}{note and f' ({note})'}")
+    return f"it is another trainer's, and here {shortened(', '.join(found), 1500)}" if found else ""
 
 
 def _leaves(tables: dict[str, Any]) -> Iterator[str]:

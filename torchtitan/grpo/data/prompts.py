@@ -5,7 +5,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -136,27 +136,6 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return behind[0] if behind and behind[0] in added and added[behind[0]].special else None
 
 
-class _Offered(Prompt):
-    """A prompt as the curriculum gets it, which may refuse most: what takes long is made once it looks.
-
-    A look at anything but what is at hand and the columns makes it a `Prompt` like any other.
-    """
-
-    def __init__(self, at_hand: dict[str, Any], columns: Callable[[], Any], rendered: Callable[[], Prompt]) -> None:
-        object.__getattribute__(self, "__dict__").update(at_hand, _columns=columns, _rendered=rendered)
-
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if name == "columns" and name not in own:
-            own[name] = own["_columns"]()
-        if name not in own:
-            whole = vars(own["_rendered"]())
-            own.clear()
-            own.update(whole)
-            object.__setattr__(self, "__class__", Prompt)
-        return object.__getattribute__(self, name)
-
-
 class NothingToAsk(UserError):
     """The curriculum refuses every prompt of a source."""
 
@@ -253,21 +232,21 @@ class PromptSource:
             NothingToAsk: The curriculum refuses every prompt of the data.
             UserError: It fails.
         """
-        accepted: list[int] = []
+        accepted: list[Prompt] = []
         refused: set[int] = set()  # since the last accepted prompt
         while len(accepted) < n:
-            for position in self._take(n - len(accepted)):
-                if self._asks(position):
-                    accepted.append(position)
+            for prompt in self._prompts(self._take(n - len(accepted))):
+                if self._asks(prompt):
+                    accepted.append(prompt)
                     refused.clear()
                 else:
-                    refused.add(position)
+                    refused.add(prompt.index)
             if len(refused) == len(self):
                 raise NothingToAsk(
                     f'[data] curriculum = "{self._data.curriculum}" refuses every one of the {len(self)} prompts of '
                     f"{self._rows.name}: nothing is left to ask. Let it accept some, or use other data"
                 )
-        return self._prompts(accepted)
+        return accepted
 
     def epochs(self) -> dict[str, float]:
         """Passes over the data so far, as a metric."""
@@ -319,17 +298,17 @@ class PromptSource:
         self._taken += len(block)
         return block
 
-    def _asks(self, position: int) -> bool:
-        """Whether the curriculum accepts the prompt at this position."""
+    def _asks(self, prompt: Prompt) -> bool:
+        """Whether the curriculum accepts the prompt."""
         if self._curriculum is None:
             return True
         key = f'[data] curriculum = "{self._data.curriculum}"'
         try:
-            answer = self._curriculum(self._offered(position), self._pass_rates.get(position))
+            answer = self._curriculum(prompt, self._pass_rates.get(prompt.index))
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"{key} failed on prompt {position}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{key} failed on prompt {prompt.index}: {type(error).__name__}: {error}") from error
         if answer not in (True, False):
-            raise UserError(f"{key} returned {answer!r} for prompt {position}: return True or False")
+            raise UserError(f"{key} returned {answer!r} for prompt {prompt.index}: return True or False")
         return bool(answer)
 
     def _epoch_order(self) -> list[int]:
@@ -385,24 +364,17 @@ class PromptSource:
             self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"] if texts else []
         )
         return [
-            Prompt(token_ids=ids, text=text, columns=_columns(row), **self._at_hand(position, row, place))
+            Prompt(
+                position,
+                ids,
+                text,
+                answer=self._answer(row, place),
+                columns=json.loads(json.dumps(row, default=str)),
+                source=row["task"] if self._data.tasks else "",
+                functions=self._reward_functions(row, place),
+            )
             for position, row, place, text, ids in zip(positions, rows, places, texts, token_ids, strict=True)
         ]
-
-    def _offered(self, position: int) -> Prompt:
-        """The prompt for the curriculum."""
-        row, place = self._rows.rows[position], self._rows.place(position)
-        at_hand = self._at_hand(position, row, place)
-        return _Offered(at_hand, lambda: _columns(row), lambda: self._prompts([position])[0])
-
-    def _at_hand(self, position: int, row: DatasetRow, place: str) -> dict[str, Any]:
-        """The parts of a prompt that cost little."""
-        answer, functions = self._answer(row, place), self._reward_functions(row, place)
-        return {"index": position, "answer": answer, "source": self._task(row), "functions": functions}
-
-    def _task(self, row: DatasetRow) -> str:
-        """The row's task if its source has several, else ""."""
-        return row["task"] if self._data.tasks else ""
 
     def _reward_functions(self, row: DatasetRow, place: str) -> tuple[str, ...]:
         """The functions that the row names in `[data] reward_column`."""
@@ -509,10 +481,6 @@ def chat_messages(question: Any, data: Data, place: str) -> list[dict[str, str]]
             raise UserError(f"{place}: {column} has a system message of its own: empty [data] system_prompt")
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     return messages
-
-
-def _columns(row: DatasetRow) -> dict[str, Any]:
-    return json.loads(json.dumps(row, default=str))
 
 
 def _text(row: DatasetRow, column: str, place: str, key: str, otherwise: str) -> str:

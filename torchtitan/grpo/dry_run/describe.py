@@ -4,14 +4,12 @@ import os
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, optimizer_step_rows, row_tokens
-from torchtitan.grpo.config.distill_contradictions import source_names
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.machine import planned_ranks, target_gpus
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.config.tables import held_out_sets, training_sources
 from torchtitan.grpo.config.target import NAMES, Target, find_target, this_machine
-from torchtitan.grpo.config.urls import teachers_by_source
 from torchtitan.grpo.dry_run.copies import TIGHT, choose_copies, node_count
 from torchtitan.grpo.dry_run.disk import disk_lines, mib
 from torchtitan.grpo.dry_run.memory import memory_bytes, sent_bytes
@@ -108,16 +106,9 @@ def _teacher_lines(config: JobConfig) -> list[str]:
     distill = config.distill
     if not distill.teacher_urls:
         return []
-    what, term = "advantage", f"{distill.coef:g} * (log p_teacher - log p_sampler)"
-    if distill.top_k:
-        what, term = "loss", f"{distill.coef:g} * KL(teacher || student) over the teacher's {distill.top_k} top tokens"
-    whole = term if distill.mode == "only" else f"that of the reward + {term}"
-    lines = [f"  {what:<16} of a token: {whole}"]
-    for source, urls in teachers_by_source(distill.teacher_urls).items():
-        whose = f"of {source}" if source else "of all other prompts" if source_names(config) else "of all prompts"
-        lines.append(f"  teachers         {whose}: {', '.join(urls)} ({distill.engine}); they score every answer")
     longest = config.data.max_prompt_tokens + config.rollout.max_answer_tokens + 1
-    return [*lines, f"                   and must take {longest:,} tokens"]
+    servers = f"{len(distill.teacher_urls)} ({distill.engine})"
+    return [f"  teachers         {servers}: each scores its answers, and must take {longest:,} tokens"]
 
 
 def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[str]:
@@ -127,28 +118,11 @@ def _checkpoint_lines(config: JobConfig, world_size: int, script: str) -> list[s
         lines.append(f"  checkpoints      every {checkpoint.interval} steps and at the end, the newest {kept} kept")
     else:
         lines.append("  checkpoints      OFF: the trained weights are not saved ([checkpoint] enable)")
-    if config.ray.enable:
-        lines += _ray_lines(config)
+    if config.ray.enable and not config.ray.ranks:
+        lines.append("  processes        one for each GPU of the cluster, and shown for 1: set [ray] ranks")
     elif world_size == 1:
         how = f"WORLD_SIZE=N python {script} --dry_run ...; on nodes of L each: LOCAL_WORLD_SIZE=L too"
         lines.append(f"  processes        1; for N of them: {how}")
-    return lines
-
-
-def _ray_lines(config: JobConfig) -> list[str]:
-    ray = config.ray
-    cluster = f"the cluster at {ray.address}" if ray.address else "a cluster of its own on this machine"
-    ranks = f"{ray.ranks:,} on" if ray.ranks else "one for each GPU of"
-    how = {
-        "loop": "each runs the whole loop",
-        "compiled": "the driver calls each step by a Compiled Graph on each node",
-        "remote": "the driver calls each step by plain remote calls",
-    }
-    lines = [f"  Ray actors       {ranks} {cluster}; {how[ray.dispatch]}"]
-    if not ray.ranks:
-        lines.append("                   (shown for 1: set [ray] ranks to see another number)")
-    restarts = ray.max_restarts if config.checkpoint.enable else 0
-    lines.append(f"  restarts         at most {restarts}; a step may take {config.debug.hang_seconds:,g} s")
     return lines
 
 

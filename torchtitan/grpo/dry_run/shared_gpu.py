@@ -83,28 +83,16 @@ def shared_gpu(config: JobConfig, memory: Memory, target: Target) -> SharedGpu:
             f"needs {_gib(least)}: weights {_gib(shared.weights)}, one answer of {longest} tokens "
             f"{_gib(longest * shared.token)}, workspace {_gib(_WORKSPACE_BYTES)}. Raise memory_share"
         )
-    if sleeps and shared.trainer > shared.alone:
-        raise UserError(
-            f"[rollout] sleep_while_training = true: the trainer needs {_gib(needs)} of {target.name}, and while the "
-            f"server sleeps {_gib(shared.alone)} are left: {_gib(total)}, less {_gib(BESIDE_BYTES)} of CUDA. "
-            'Lower [training] tokens_per_microbatch, or set [activation_checkpoint] mode = "full" or [offload] '
-            'optimizer_states = "host"'
-        )
-    if sleeps and shared.kept > shared.left:
-        raise UserError(
-            f"[rollout] sleep_while_training = true: between two steps the trainer keeps {_gib(shared.kept)} of "
-            f"{target.name}, and {_gib(shared.left)} are left: {_gib(total)}, less {_gib(shared.server)} of the server "
-            f"([rollout] memory_share = {share:g}) and {_gib(BESIDE_BYTES)} of CUDA. Lower memory_share, or set "
-            '[offload] optimizer_states = "host"'
-        )
-    if not sleeps and shared.trainer > shared.left:
-        raise UserError(
-            f"[rollout] colocate = true: the trainer needs {_gib(needs)} of {target.name}, and {_gib(shared.left)} are "
-            f"left: {_gib(total)}, less {_gib(shared.server)} of the server ([rollout] memory_share = {share:g}) and "
-            f"{_gib(BESIDE_BYTES)} of CUDA. Lower memory_share or [training] tokens_per_microbatch, or set "
-            '[activation_checkpoint] mode = "full", [offload] optimizer_states = "host", or for a sync run of all '
-            "weights [rollout] sleep_while_training = true"
-        )
+    moments = {"at its peak": (shared.trainer, shared.alone), "between two steps": (shared.kept, shared.left)}
+    for moment, (wanted, is_left) in moments.items():
+        if wanted > is_left:
+            key = "sleep_while_training" if sleeps else "colocate"
+            raise UserError(
+                f"[rollout] {key} = true: {moment} the trainer needs {_gib(wanted)} of {target.name}, and "
+                f"{_gib(is_left)} are left beside the server and CUDA. Lower memory_share or [training] "
+                'tokens_per_microbatch, or set [activation_checkpoint] mode = "full", [offload] optimizer_states = '
+                '"host", or for a sync run of all weights [rollout] sleep_while_training = true'
+            )
     return shared
 
 

@@ -1,4 +1,4 @@
-"""What a model call may ask for, and replies in the form of OpenAI and of vLLM's token route.
+"""What a model call may ask for, and replies in the form of OpenAI.
 
 The run decides how tokens are sampled: log-probabilities are compared with the trainer's at its temperature. So a field
 that would change the distribution is refused, unless it has the run's own value. So is one that nobody knows.
@@ -15,7 +15,6 @@ from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 
 CHAT = ("messages", "tools")
 COMPLETIONS = ("prompt",)
-TOKENS = ("token_ids", "sampling_params")
 
 _ANSWERS_MAX = 128
 """Of one call, as at OpenAI."""
@@ -142,7 +141,7 @@ def parse(body: Mapping[str, Any], own: Sequence[str], params: SamplingParams) -
     """Check the fields of a request.
 
     Args:
-        own: The fields of its route, CHAT, COMPLETIONS or TOKENS.
+        own: The fields of its route, CHAT or COMPLETIONS.
         params: The group's, whose distribution holds.
 
     Raises:
@@ -254,7 +253,7 @@ def _delta(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[str], completion: Completion) -> dict[str, Any]:
-    """Of the chat route, and with "token_id:N" as tokens of vLLM's token route."""
+    """Of the chat route."""
     pairs = zip(tokens, completion.logprobs, strict=True)
     return {
         "content": [
@@ -266,18 +265,3 @@ def chat_logprobs(tokens: Sequence[str], completion: Completion) -> dict[str, An
 
 def completion_logprobs(tokens: Sequence[str], completion: Completion) -> dict[str, Any]:
     return {"tokens": list(tokens), "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": []}
-
-
-def tokens_choice(index: int, completion: Completion) -> dict[str, Any]:
-    """A choice of vLLM's `/inference/v1/generate`."""
-    ids = completion.token_ids
-    content: list[dict[str, Any]] = [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(ids, completion.logprobs, strict=True)
-    ]
-    return {
-        "index": index,
-        "token_ids": ids,
-        "logprobs": {"content": content},
-        "finish_reason": completion.finish_reason,
-    }

@@ -68,7 +68,6 @@ class Endpoint:
         for prefix in ("", "/sessions/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
             app.router.add_post(f"{prefix}/v1/completions", self._completions)
-            app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
             app.router.add_get(f"{prefix}/v1/models", self._models)
         app.router.add_post("/episodes/next", self._next_episode)
         app.router.add_post("/episodes/{episode}", self._end_episode)
@@ -213,17 +212,6 @@ class Endpoint:
             return Asked(call, self.chat.text(session, prompt), prompt)
         return Asked(call, requests.token_ids(prompt, "prompt", self.chat.vocab_size), "")
 
-    def _read_tokens(self, session: Session, body: dict[str, Any]) -> Asked:
-        wanted = body.get("sampling_params") or {}
-        if not isinstance(wanted, dict):
-            raise BadRequest("sampling_params", "must be an object")
-        named = {name: value for name, value in body.items() if name not in requests.TOKENS}
-        call = requests.parse(named | wanted, (), session.client.params)
-        if call.stream:
-            raise BadRequest("stream", "this route answers at once: leave it out")
-        ids = requests.token_ids(body.get("token_ids"), "token_ids", self.chat.vocab_size)
-        return Asked(call, ids, str(body.get("request_id") or ""))
-
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session, asked, answers = await self._asked(request, self._read_chat)
         call, choices = asked.call, []
@@ -249,18 +237,6 @@ class Endpoint:
             choice = {"index": i, "text": shown, "finish_reason": None}
             choices.append(choice | self._extras(completion, call, requests.completion_logprobs))
         return await self._reply(request, "text_completion", asked, answers, choices)
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """vLLM's route: token ids in, token ids and log-probabilities out."""
-        session, asked, answers = await self._asked(request, self._read_tokens)
-        completions = [completion for completion, _ in answers]
-        return web.json_response(
-            {
-                "request_id": asked.key or f"generate-{session.id}-{session.calls}",
-                "choices": [requests.tokens_choice(i, completion) for i, completion in enumerate(completions)],
-                "usage": requests.usage(len(asked.token_ids), completions),
-            }
-        )
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         card = {"id": self._model, "object": "model", "owned_by": "torchtitan-grpo"}

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, read_run_config
 from torchtitan.grpo.config.contradictions import check_contradictions
-from torchtitan.grpo.config.hints import GONE
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.jobs import job_of
 from torchtitan.grpo.config.load import CONFIG_FILE, load_config
@@ -122,13 +121,6 @@ def evaluation_config(
             "one by --job.config_file"
         )
     run = read_run_config(step) if step else {}
-    if CONFIG_FILE not in named and (
-        run.get("validation.min_p") or any(t.get("min_p") for t in run.get("validation.sets", []))
-    ):
-        raise UserError(
-            f"{step} is of a run with [validation] min_p, {GONE['validation.min_p']}: give a configuration without it "
-            "by --job.config_file"
-        )
     beside: dict[str, str] = {}
     if step is not None:  # its results are not for the folder of another run, which the TOML file may name
         among_others = step.parent.name == Path(run.get("checkpoint.folder", "checkpoint")).name

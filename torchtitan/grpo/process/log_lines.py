@@ -8,7 +8,6 @@ import warnings
 from typing import Any, TextIO, cast
 
 _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
-_CLEAR_LINE = "\r\x1b[2K"
 
 
 class LineFormatter(logging.Formatter):
@@ -64,20 +63,15 @@ class _Lasting:
 
 
 class _Stdout(logging.StreamHandler):
-    """Writes to what `sys.stdout` is at that moment: the console of a terminal replaces it during a run."""
+    """Writes to what `sys.stdout` is at that moment."""
 
     def __init__(self, rank: int) -> None:
         logging.Handler.__init__(self)
         self.setFormatter(LineFormatter(rank))
-        # Rank 0's live line is on the same terminal: write over it, it comes again below.
-        self._before = _CLEAR_LINE if rank and on_terminal() else ""
 
     @property
     def stream(self) -> TextIO:
         return sys.stdout
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self._before + super().format(record)
 
 
 def init_log_lines() -> None:
@@ -96,11 +90,6 @@ def init_log_lines() -> None:
     warnings.formatwarning = _one_line
     logging.captureWarnings(True)
     os.environ["KINETO_LOG_LEVEL"] = "5"  # as torchtitan's init_logger: the profiler says nothing
-
-
-def on_terminal() -> bool:
-    """Whether stdout is a terminal that can move its cursor."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _one_line(

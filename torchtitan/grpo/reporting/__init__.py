@@ -4,11 +4,10 @@
     step_metrics.py    groups, loss sums (over all ranks), servers and pushes -> flat metrics
       estimates.py     held-out answers -> means, pass@k and majority@k with their standard errors
     usage.py           `Usage`: tokens and FLOPs a second, GPU memory, GPU hours
-      host_bound.py    a hint where the device waits for the host
     writers.py         `MetricsLogger`: `metrics.jsonl`, `config.toml`, TensorBoard, and whoever else shows metrics
-      wandb_run.py, prometheus.py    Weights & Biases;  an endpoint for Prometheus (meanings.py: its names and texts)
+      wandb_run.py, prometheus.py    Weights & Biases;  an endpoint for Prometheus
     sample_log.py      `SampleLog`: `samples.jsonl`, `validation_samples.jsonl`
-    console.py         `Console`: what a user reads of a step; terminal.py: `Terminal`, the live line
+    console.py         `Console`: what a user reads of a step
 
 ledger, step_metrics and usage -> one dictionary of numbers by name -> writers. Rank 0 writes; other ranks do nothing
 here. docs/metrics.md explains every name, and a test holds it to that.

@@ -1,6 +1,5 @@
 """What answers to held-out prompts say, each number with its standard error. docs/evaluation.md has the formulas."""
 
-import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -12,7 +11,6 @@ from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.config.tables import pass_counts
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
-from torchtitan.tools.logging import logger
 
 _TOLERANCE = 1e-6
 """Rewards are sums of floats."""
@@ -38,11 +36,8 @@ def estimates(answers: HeldOutAnswers, reward: Reward) -> dict[str, Estimate]:
     """Mean rewards, pass@k for k = 1, 2, 4 ... n and majority@n of one held-out set, by metric name.
 
     n is the number of sampled answers per prompt. An answer without a reward counts nowhere; k is then asked of prompts
-    with k others only. A metric without any prompt is left out. A function that keeps every answer from being right is
-    warned of.
+    with k others only. A metric without any prompt is left out.
     """
-    for name in penalties(answers, reward):
-        _warn_of_penalty(name)
     scored = [[sample for sample in group if sample.reward is not None] for group in answers.sampled]
     values = {
         "greedy_reward": [fmean(rewards) for group in answers.greedy if (rewards := _rewards(group))],
@@ -55,28 +50,6 @@ def estimates(answers: HeldOutAnswers, reward: Reward) -> dict[str, Estimate]:
     if n > 1:
         values[f"majority_at_{n}"] = [majority(group, reward) for group in scored if len(group) == n]
     return {name: over_prompts(own) for name, own in values.items() if own}
-
-
-def penalties(answers: HeldOutAnswers, reward: Reward) -> list[str]:
-    """Functions that only take away: with a positive weight, all their scores are 0 or less, and one at least is less.
-
-    No answer gets 1 from them, so none `is_right`.
-    """
-    scores: defaultdict[str, list[float]] = defaultdict(list)
-    for sample in (sample for group in answers.groups for sample in group):
-        for name, score in sample.rewards.items():
-            scores[name].append(score)
-    weights = dict(zip(reward.functions, reward.weights or [1.0] * len(reward.functions), strict=True))
-    return [name for name, own in scores.items() if weights.get(name, 0) > 0 and min(own) < 0 >= max(own)]
-
-
-@functools.cache
-def _warn_of_penalty(name: str) -> None:
-    logger.warning(
-        f'[reward] functions: "{name}" gives no score over 0, so no answer counts as right in pass@k and majority@k: '
-        "that takes a score of 1 from each function. If it is a penalty, let it return positive numbers and give it a "
-        "negative weight"
-    )
 
 
 def _rewards(group: Group) -> list[float]:

@@ -1,14 +1,15 @@
 """The newest value of every metric for Prometheus, at `http://127.0.0.1:PORT/metrics`."""
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config.machine import LOOPBACK
-from torchtitan.grpo.reporting.meanings import Metric, meaning
 
 if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client import Gauge
+
+_OF_ONE = re.compile(r"(?P<kind>server|age)/(?P<which>[^/]+)/(?P<what>.+)")
+"""Metrics that each server, or each age of tokens, has: these are a label."""
 
 
 class PrometheusEndpoint:
@@ -20,37 +21,25 @@ class PrometheusEndpoint:
     def __init__(self, port: int) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self._values: dict[str, float] = {}
-        registry = CollectorRegistry()
-        registry.register(self)
-        self._server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry)
+        self._gauges: dict[str, Gauge] = {}
+        self._registry = CollectorRegistry()
+        self._server, self._thread = start_http_server(port, addr=LOOPBACK, registry=self._registry)
 
-    def update(self, values: dict[str, Any]) -> None:
+    def update(self, values: dict[str, float]) -> None:
         """Show these values, and for other metrics the last ones."""
-        self._values = self._values | values  # one assignment: the server's threads read it
+        from prometheus_client import Gauge
 
-    def collect(self) -> Iterator["GaugeMetricFamily"]:
-        """What prometheus_client asks for at each request: one family for each documented metric."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        families: dict[str, GaugeMetricFamily] = {}
-        for name, value in self._values.items():
-            metric = meaning(name)
-            family = family_name(metric)
-            if family not in families:
-                text = metric.text or f"{name} of docs/metrics.md"
-                families[family] = GaugeMetricFamily(family, text, labels=list(metric.variables))
-            families[family].add_metric(list(metric.variables.values()), value)
-        yield from families.values()
+        for name, value in values.items():
+            one = _OF_ONE.fullmatch(name)
+            words = f"{one['kind']}/{one['what']}_by_{one['kind']}" if one else name
+            gauge_name = "grpo_" + re.sub(r"\W", "_", words)
+            if gauge_name not in self._gauges:
+                labels = [one["kind"]] if one else []
+                self._gauges[gauge_name] = Gauge(gauge_name, "see docs/metrics.md", labels, registry=self._registry)
+            gauge = self._gauges[gauge_name]
+            (gauge.labels(one["which"]) if one else gauge).set(value)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def family_name(metric: Metric) -> str:
-    """`grpo_reward_mean` of `reward/mean`, `grpo_age_ratio_by_k` of `age/<k>/ratio`."""
-    words = [word for word in re.split(r"\W|_", re.sub(r"<\w+>", "", metric.name)) if word]
-    by = ["by", *metric.variables] if metric.variables else []
-    return "_".join(["grpo", *words, *by])

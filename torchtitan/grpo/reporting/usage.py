@@ -9,18 +9,14 @@ import torch
 from torch import nn
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.policy.rows import PackedRow
-from torchtitan.grpo.reporting.host_bound import HostBound
-from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, get_peak_flops
 
 _GIB = 2**30
 _KINDS = ("allocated", "reserved")
-_A100_FLOPS = 312e12
 _STARTED = time.monotonic()
 
 
@@ -42,10 +38,6 @@ class Usage:
         self._gpu_hours, self._counted_until = spent_gpu_hours, _STARTED
         trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         self._shares = self._on_gpu and shares_gpu(config, torch.cuda.device_count(), trainers_here)
-        self._rows = 0
-        self._host_bound = None
-        if self._on_gpu and tells_host_bound(config, model, name, self._peak_flops):
-            self._host_bound = HostBound(row_tokens(config), config.compile.enable, memory_gib(config, self._device))
 
     def work(self, packed: Sequence[list[list[PackedRow]] | None]) -> dict[str, float]:
         """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`; {} where none are."""
@@ -53,7 +45,6 @@ class Usage:
         if not minibatches:
             return {}
         rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
-        self._rows = max((len(rows) for rows_by_rank in minibatches for rows in rows_by_rank), default=0)
         lengths, shared = ([n for row in rows for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
         answer_tokens = sum(len(row.targets) for row in rows)
         return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens, shared) / 1e12}
@@ -67,10 +58,6 @@ class Usage:
             fleet: Whose GPU hours count too.
         """
         result = speeds(step, times, self._ranks, self._peak_flops)
-        if self._host_bound is not None and "throughput/mfu" in result:
-            peak_gib = step.get("memory/reserved_peak_gib", 0.0)
-            if hint := self._host_bound.look(result["throughput/mfu"], self._rows, peak_gib):
-                logger.warning(hint)
         return (result | self._memory() | self._cost(fleet)) if self._on_gpu else result
 
     def peaks(self, rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -115,22 +102,6 @@ def memory_peaks(stats: Mapping[str, int], rank: int, ranks: int, device: torch.
 def highest_peaks(sums: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of the sums of `memory_peaks` over ranks: the fullest device's. Nothing if they are not among `sums`."""
     return {f"memory/{kind}_peak_gib": max(sums[f"{kind}_peak"]) / _GIB for kind in _KINDS if f"{kind}_peak" in sums}
-
-
-def memory_gib(config: JobConfig, device: torch.device) -> float:
-    """What the trainer may have of its GPU: all, or what a server on the same one leaves; 0 without a GPU."""
-    if device.type == "cpu":
-        return 0.0
-    total = device_module.get_device_properties(device).total_memory / _GIB
-    return total * (1 - config.rollout.memory_share) if config.rollout.colocate else total
-
-
-def tells_host_bound(config: JobConfig, model: nn.Module, device_name: str, peak_flops: float) -> bool:
-    """Whether a low MFU says that the device waits for its host: not in float32, not with experts, which compute in
-    many small pieces, and not on a device whose peak torchtitan does not know. It takes an A100's then."""
-    known = peak_flops != _A100_FLOPS or "A100" in device_name
-    dense = not any(".experts." in name for name, _ in model.named_parameters())
-    return known and dense and config.training.mixed_precision_param == "bfloat16"
 
 
 def speeds(step: dict[str, Any], times: dict[str, float], ranks: int, peak_flops: float) -> dict[str, float]:

@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.resolved import FILE as CONFIG_FILE
 from torchtitan.grpo.config.resolved import toml_lines
-from torchtitan.grpo.reporting.console import SFT_PREFIX, Console, Field, Stage
+from torchtitan.grpo.reporting.console import SFT_PREFIX, Console, Field
 from torchtitan.grpo.reporting.prometheus import PrometheusEndpoint
 from torchtitan.grpo.reporting.wandb_run import WandbRun
 from torchtitan.tools.logging import logger
@@ -214,11 +214,10 @@ class MetricsLogger:
             self._prometheus.update({axis: step, **values})
         self._console.log(step, values, prefix)
 
-    def show_stage(self, stage: Stage, fields: tuple[Field, ...] = ()) -> None:
-        """Show on a terminal what the trainer does now, as `Ledger.now` says it; with `fields`, these of a step."""
+    def show_fields(self, fields: tuple[Field, ...]) -> None:
+        """Show these of a step."""
         if self.enabled:
-            self._console.stage = stage
-            self._console.fields = fields or self._console.fields
+            self._console.fields = fields
 
     def _to_tensorboard(self, step: int, values: dict[str, float]) -> None:
         # On a disk that took no line just now, TensorBoard's thread would die with a traceback.
@@ -257,7 +256,6 @@ class MetricsLogger:
     def close(self) -> None:
         if not self.enabled:
             return
-        self._console.close()
         self._lines.close()
         for part in (self._tensorboard, self._wandb, self._prometheus):
             if part is not None:

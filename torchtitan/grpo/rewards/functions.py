@@ -16,12 +16,13 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.errors import UserError, did_you_mean
+from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.import_path import import_function, load_function, source
 from torchtitan.grpo.rewards.final_number import DIGITS_MAX, TEXT_COMMAND, last_number
 
@@ -102,11 +103,6 @@ def resolve(name: str) -> RewardFunction:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise UserError(f'{key}: "{name}" needs its package: pip install {PACKAGES[name]}')
         return BUILT_IN[name]
-    if ":" not in name:
-        raise UserError(
-            f'{key}: there is no built-in "{name}"{did_you_mean(name, BUILT_IN)}. Choose from '
-            f'{list(BUILT_IN)} or name a function of your own as "module:function"'
-        )
     if name.startswith("__main__:"):
         raise UserError(f'{key}: "{name}": move the function to a module that worker processes can import')
     function = import_function(key, name)
@@ -135,20 +131,12 @@ def checked(value: Any) -> float:
     if inspect.isawaitable(value):
         getattr(value, "close", lambda: None)()  # else Python warns that it was never awaited
         raise ValueError(f"returned a {type(value).__name__} that was not awaited: write it as `async def`")
-    if value is None:
-        raise ValueError("returned None: return a number on every path")
-    if isinstance(value, str):
-        raise ValueError(f"returned the text {value!r}: return a number")
-    if isinstance(value, list | tuple):
+    number = float(value) if hasattr(value, "__float__") else math.nan
+    if not math.isfinite(number):
         raise ValueError(
-            f"returned {value!r}: return one number. Name several functions for several scores, or name the first "
-            "parameter `answers` to get a group's answers at once"
+            f"returned {value!r}: return one finite number on every path. Name several functions for several scores, "
+            "or name the first parameter `answers` to get a group's answers at once"
         )
-    if not hasattr(value, "__float__"):
-        raise ValueError(f"returned {value!r}: return a number")
-    number = float(value)
-    if not abs(number) < float("inf"):
-        raise ValueError(f"returned {number}: return a finite number")
     return number
 
 

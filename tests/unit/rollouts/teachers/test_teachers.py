@@ -382,8 +382,7 @@ def test_a_teacher_that_is_missing_or_too_short_is_refused(
         connect_teachers(config_of(url(servers[0]), flags=flags), load_tokenizer(str(TINY_QWEN3)), 64)
 
 
-def test_a_dry_run_says_what_an_advantage_is_and_who_scores(monkeypatch):
+def test_a_dry_run_says_who_scores_and_how_long_texts_are(monkeypatch):
     monkeypatch.chdir(ROOT)
     said = describe(config_of("http://a:1", "http://b:1", flags=("--distill.mode", "add", "--distill.coef", "0.5")))
-    assert "of a token: that of the reward + 0.5 * (log p_teacher - log p_sampler)" in said
-    assert "of all prompts: http://a:1, http://b:1 (embedded)" in said and "must take 25 tokens" in said
+    assert "  teachers         2 (embedded): each scores its answers, and must take 25 tokens" in said

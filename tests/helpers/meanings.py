@@ -1,11 +1,12 @@
-"""What each metric means: the tables of docs/metrics.md, which wheels hold beside this file (`metrics.md`)."""
+"""What each metric means by the tables of docs/metrics.md: every metric must be there."""
 
 import functools
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-_PAGE = Path(__file__).with_name("metrics.md")
+from tests.helpers import ROOT
+
+_PAGE = ROOT / "docs" / "metrics.md"
 _ROW = re.compile(r"\| (?P<names>`[^|]+`) \| (?P<text>.+) \|$")
 _VARIABLE = re.compile(r"<(\w+)>")
 

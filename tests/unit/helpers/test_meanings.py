@@ -1,6 +1,6 @@
 import pytest
 
-from torchtitan.grpo.reporting.meanings import documented, meaning
+from tests.helpers.meanings import documented, meaning
 
 
 @pytest.mark.parametrize(
