@@ -76,12 +76,6 @@ class Recording:
     parameters: int
 
 
-def loaded_name(name: str) -> str:
-    """A parameter's name as vLLM's `load_weights` returns it: 0.25 calls experts by the module that loads them, and not
-    by the one inside it that holds them. Of a name that is one already, the same."""
-    return name.replace(".experts.routed_experts.", ".experts.")
-
-
 def record(
     model: torch.nn.Module,
     buckets: Sequence[Bucket],
