@@ -189,7 +189,7 @@ def test_a_server_without_a_place_for_the_adapters_is_refused_with_the_flags(inf
     control = SglangAdapterControl(URL)
     monkeypatch.setattr(SglangControl, "info", lambda _: {"enable_lora": bool(info)} | info)
     if not said:
-        control.check_place(8, ["q_proj", "v_proj"])
+        control.check_takes_adapters(8, ["q_proj", "v_proj"])
         return
     with pytest.raises(UserError, match=f"{URL}: .*{said}"):
-        control.check_place(8, ["q_proj", "v_proj"])
+        control.check_takes_adapters(8, ["q_proj", "v_proj"])

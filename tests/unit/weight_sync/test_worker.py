@@ -40,7 +40,7 @@ class Link:
         while time.monotonic() < deadline:
             self.check()
             time.sleep(0.001)
-        feed.let_go(1)
+        feed.release(1)
         return {"total": self.update_s}
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Link:
 
 class Copy(VersionCopy):
     def feed(self) -> SimpleNamespace:
-        return SimpleNamespace(version=self.version, let_go=lambda count: None)
+        return SimpleNamespace(version=self.version, release=lambda count: None)
 
 
 class Servers:

@@ -24,8 +24,8 @@ class VllmClient(HttpClient):
         request_timeout_s: Longest wait for one `generate`, from sending to the last byte.
         version: Returns the newest weight version that this server has acknowledged. It is each request's cache salt,
             so no cached prefix outlives its weights. It also stands in for a token's version where the server does not
-            report one (vLLM before 0.32 without `inside_vllm/before_vllm_0_32.py`). Then it is the version at the request's
-            start, so a token never counts as newer than it is. From version 0 on, a token sampled by weights of another
+            report one (vLLM before 0.32 without `inside_vllm/before_vllm_0_32.py`). Then it is the version at the
+            request's start, so a token never counts as newer than it is. From version 0 on, a token sampled by weights of another
             name is an EngineError: a server has such a name only until its first update, so it was restarted.
         newest, vocab_size: See `HttpClient`.
     """

@@ -320,9 +320,9 @@ class GroupLink(ReceiverLink):
                 wire, filled = feed.bucket(bucket.index)
                 self._post(wire, bucket.payload_bytes, filled)
                 self._wait_in_flight(num_buffers - 1)
-                feed.let_go(bucket.index + 1 - len(self._in_flight))
+                feed.release(bucket.index + 1 - len(self._in_flight))
             self._wait_in_flight(0)
-            feed.let_go(len(buckets))
+            feed.release(len(buckets))
             self.seconds["wire"] = time.perf_counter() - wire_started
             self._acknowledge(feed.expected())
             self._finish(feed.version)

@@ -33,7 +33,7 @@ class Feed(Protocol):
         """Bucket `index` as uint8 [wire_bytes], and the event after which it is filled. Waits for it, bounded."""
         ...
 
-    def let_go(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """The first `count` buckets have left the wire."""
         ...
 
@@ -91,7 +91,7 @@ class Push:
         self._for_servers = threading.Condition(self._lock)
         self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._drain_s = drain_s
-        self._let_go = dict.fromkeys(servers, 0 if drain_s is None else _MOVING)
+        self._released = dict.fromkeys(servers, 0 if drain_s is None else _MOVING)
         self._draining: set[str] = set()
         self._begun = drain_s is None
         self._awaited = 0
@@ -105,7 +105,7 @@ class Push:
 
     def wait_until_still(self, check: Callable[[], None]) -> None:
         """Wait until every server that takes part is paused. Calls `check` while waiting."""
-        self._wait_until_let_go(0, check)
+        self._wait_until_released(0, check)
 
     def begin(self, version: int) -> None:
         """The version is settled: servers may listen."""
@@ -115,7 +115,7 @@ class Push:
 
     def wait_for_buffer(self, index: int) -> None:
         """Wait until the buffer of bucket `index` is free."""
-        self._wait_until_let_go(index - self._num_buffers + 1)
+        self._wait_until_released(index - self._num_buffers + 1)
 
     def offer(self, wire: torch.Tensor, filled: torch.cuda.Event | None) -> None:
         """Give the next bucket to all servers that take part."""
@@ -128,13 +128,13 @@ class Push:
         with self._lock:
             self._expected = expected
             self._for_servers.notify_all()
-        self._wait_until_let_go(self._buckets)
+        self._wait_until_released(self._buckets)
         self.seconds = seconds
 
     def fail(self) -> None:
         """No more buckets will come."""
         with self._lock:
-            self._let_go.clear()
+            self._released.clear()
             self._for_servers.notify_all()
 
     def on_settled(self, call: Callable[[], None]) -> None:
@@ -143,17 +143,17 @@ class Push:
             self._call = call
         self._settle()
 
-    def _wait_until_let_go(self, count: int, check: Callable[[], None] = lambda: None) -> None:
+    def _wait_until_released(self, count: int, check: Callable[[], None] = lambda: None) -> None:
         with self._lock:
             self._awaited = count
-            self._late = {server for server, done in self._let_go.items() if done < count}
+            self._late = {server for server, done in self._released.items() if done < count}
         others_wait_since = None
         while True:
             check()
             with self._lock:
                 if not self._late:
                     return
-                nobody_waits = len(self._late) == len(self._let_go) and not self.servers
+                nobody_waits = len(self._late) == len(self._released) and not self.servers
                 if nobody_waits or self._late <= self._draining:
                     others_wait_since = None
                     self._for_leader.wait(_CHECK_S)
@@ -171,7 +171,7 @@ class Push:
                 )
                 self._late -= set(late)
                 for server in late:
-                    del self._let_go[server]
+                    del self._released[server]
                     self._unfinished.discard(server)
                     self._dropped[server] = why
             for server in late:
@@ -187,15 +187,15 @@ class Push:
         """The server has been told to pause, now; see `Seat.stopping`."""
         with self._lock:
             self.raise_if_out(server)
-            if self._let_go[server] == _MOVING:
+            if self._released[server] == _MOVING:
                 self._draining.add(server)
 
     def paused(self, server: str) -> None:
         """The server is paused; see `Seat.stopped`."""
         with self._lock:
             self.raise_if_out(server)
-            if self._let_go[server] == _MOVING:
-                self._let_go[server] = 0
+            if self._released[server] == _MOVING:
+                self._released[server] = 0
                 self._draining.discard(server)
                 self._not_late(server)
 
@@ -213,11 +213,11 @@ class Push:
         self._wait(server, lambda: len(self._offered) > index, what, timeout_s, check)
         return self._offered[index]
 
-    def let_go(self, server: str, count: int) -> None:
-        """See `Feed.let_go`."""
+    def release(self, server: str, count: int) -> None:
+        """See `Feed.release`."""
         with self._lock:
             self.raise_if_out(server)
-            self._let_go[server] = count
+            self._released[server] = count
             if count >= self._awaited:
                 self._not_late(server)
 
@@ -230,13 +230,13 @@ class Push:
 
     def raise_if_out(self, server: str) -> None:
         """Raise Dropped if the push goes on without this server. Needs no lock."""
-        if server not in self._let_go:
+        if server not in self._released:
             raise Dropped(self._dropped.get(server, f"the push of version {self.version} failed"))
 
     def ended(self, server: str, seconds: dict[str, float] | None) -> None:
         """A server has acknowledged, with its seconds by phase, or (None) will not."""
         with self._lock:
-            self._let_go.pop(server, None)
+            self._released.pop(server, None)
             self._draining.discard(server)
             self._unfinished.discard(server)
             if seconds is not None:
@@ -295,8 +295,8 @@ class Seat:
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         return self._push.bucket(self._server, index, self._timeout_s, self._check)
 
-    def let_go(self, count: int) -> None:
-        self._push.let_go(self._server, count)
+    def release(self, count: int) -> None:
+        self._push.release(self._server, count)
 
     def expected(self) -> list[int]:
         return self._push.expected(self._server, self._timeout_s, self._check)
@@ -391,7 +391,7 @@ class HostFeed:
             return wire, None
         return wire.to(self._copy.device, non_blocking=True), None  # on the worker's stream, like the broadcast
 
-    def let_go(self, count: int) -> None:
+    def release(self, count: int) -> None:
         pass
 
     def expected(self) -> list[int]:

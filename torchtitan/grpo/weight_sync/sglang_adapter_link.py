@@ -47,7 +47,7 @@ class SglangAdapterLink(SglangServerLink):
             info = AdapterInfo(**plan_info["adapter"])
             specs = [spec for bucket in plan_from_json(plan_info["plan"]) for spec in bucket.tensors]
             self.control.world_size()
-            self.control.check_place(info.rank, block_layers(spec.name for spec in specs))
+            self.control.check_takes_adapters(info.rank, block_layers(spec.name for spec in specs))
             try:
                 check_adapters(info, specs, self.control.model_folder())
             except ValueError as error:

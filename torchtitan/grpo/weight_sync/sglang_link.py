@@ -104,7 +104,7 @@ class SglangLink(SglangServerLink):
                 wire, filled = feed.bucket(bucket.index)
                 last = bucket.index == len(buckets) - 1
                 self._send(bucket, wire, filled, version_name(feed.version) if last else None)
-                feed.let_go(bucket.index + 1)
+                feed.release(bucket.index + 1)
             self._forget()
             self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}
             self._finish(feed.version)
