@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan.grpo.engines import sglang
 from torchtitan.grpo.engines.http_client import Span
-from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sampling_params
 from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
@@ -46,9 +46,9 @@ def test_each_answer_of_a_prompt_has_a_seed_of_its_own():
 def test_answers_of_other_weights_and_missing_logprobs_are_errors():
     client = SglangClient(URL, None, 1.0, lambda: 2)
     with pytest.raises(EngineError, match="answered by weights 'default' in place of version 2"):
-        client._check("r", 2, [version_name(2), "default"], [])
+        client._check_origin("r", [None, [Span(version_name(2), 0, 1), Span("default", 1, 2)]], 2)
     with pytest.raises(EngineError, match="2 tokens came with 1 log-probabilities"):
-        client._check("r", 2, [version_name(2)], [(2, 1)])
+        client._check("r", [Completion([7, 8], [-0.5], "length", [2, 2])], [None], SamplingParams(1, 1.0, 5), 2)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class _Proof:
         recording = self.recording
         if len(self._sources) != len(recording.copies):
             raise NotDirectError("not every bucket of the update was loaded")
-        if not all(parameter.holds() for parameter in recording.registered):
+        if not recording.holds():
             raise NotDirectError("the engine's own loading puts parameters elsewhere")
         if self.trace.reason:
             raise NotDirectError(self.trace.reason)
@@ -174,11 +174,7 @@ class DirectLoading:
         """Start an update; returns `active`. Called before the engine is prepared for loading."""
         self._loaded.clear()
         self._proof = None
-        if (
-            self._recording is not None
-            and self.active
-            and not all(parameter.holds() for parameter in self._recording.registered)
-        ):
+        if self._recording is not None and self.active and not self._recording.holds():
             self._say("direct loading: parameters have moved, so their places are learned again")
             self.active, self._recording = False, None
         if self.active or self._refused:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Mode(Enum):
     """In pushes together with the others."""
 
 
+@dataclass(eq=False)
 class Board:
     """What the leader (the sync thread of rank 0) and the workers share, under one lock.
 
@@ -49,27 +51,17 @@ class Board:
         push_s: Seconds of the last common push over all its servers; with `copies_only`, of the last server.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        buckets: list[Bucket],
-        num_buffers: int,
-        timeout_s: float,
-        straggler_s: float,
-        pause: Pause,
-        plan_info: dict,
-        copy: VersionCopy | None,
-        copies_only: bool,
-    ):
-        self.fleet = fleet
-        self.buckets = buckets
-        self.num_buffers = num_buffers
-        self.timeout_s = timeout_s
-        self.straggler_s = straggler_s
-        self.pause = pause
-        self.plan_info = plan_info
-        self.copy = copy
-        self.copies_only = copies_only
+    fleet: Fleet
+    buckets: list[Bucket]
+    num_buffers: int
+    timeout_s: float
+    straggler_s: float
+    pause: Pause
+    plan_info: dict
+    copy: VersionCopy | None
+    copies_only: bool
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.workers: list[ServerWorker] = []
@@ -79,7 +71,7 @@ class Board:
         self._push_wanted = False
         self._copy_wanted = False
         self._reports: list[SyncReport] = []
-        fleet.add_listener(self._on_fleet_change)
+        self.fleet.add_listener(self._on_fleet_change)
 
     def notify(self) -> None:
         with self.changed:

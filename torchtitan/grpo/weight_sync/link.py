@@ -166,19 +166,21 @@ class ServerLink:
 
     def _drain(self) -> None:
         """Have the server finish its running answers."""
-        limit_s = self._pause.drain_timeout_s
-        deadline = time.monotonic() + limit_s
-        reply_s = limit_s + self._timeout_s  # the wait below fires first, since its error says more
+        deadline = time.monotonic() + self._pause.drain_timeout_s
+        reply_s = self._pause.drain_timeout_s + self._timeout_s  # the wait below fires first, since its error says more
         paused = in_thread(lambda: self.control.pause("wait", self._clear_cache, reply_s), "weight-sync-drain")
         while not paused.done():
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"timed out: its running answers took over {limit_s:g} s ([rollout] request_timeout_seconds, with "
-                    "[async_grpo] in_flight_weight_updates = false)"
-                )
+                raise self._drains_too_long()
             futures.wait([paused], timeout=_DRAIN_CHECK_S)
         paused.result()
+
+    def _drains_too_long(self) -> TimeoutError:
+        return TimeoutError(
+            f"timed out: its running answers took over {self._pause.drain_timeout_s:g} s ([rollout] "
+            "request_timeout_seconds, with [async_grpo] in_flight_weight_updates = false)"
+        )
 
     def update(self, feed: Any, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Bring the server, which `stop` paused, to the feed's version, and resume it.
@@ -201,6 +203,15 @@ class ServerLink:
         with self._phase("finish"):
             self.control.finish_update(version_name(version))
         self._take_into_service(version, started)
+
+    def _read(self, buckets: Sequence[Bucket], load: Callable[[], None]) -> None:
+        """Have the server read a version from files: `load` waits for it. `wire` is 0, since reading is part of
+        `apply`."""
+        started = time.perf_counter()
+        with self._phase("apply"):
+            load()
+        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - started}
+        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
 
     def _take_into_service(self, version: int, started: float | None = None) -> None:
         """Check the version that the server reports, then resume it."""

@@ -183,56 +183,6 @@ class Push:
         """A server's part in this push. Its waits are bounded by `timeout_s` and call `check`."""
         return Seat(self, server, timeout_s, check)
 
-    def draining(self, server: str) -> None:
-        """The server has been told to pause, now; see `Seat.stopping`."""
-        with self._lock:
-            self.raise_if_out(server)
-            if self._released[server] == _MOVING:
-                self._draining.add(server)
-
-    def paused(self, server: str) -> None:
-        """The server is paused; see `Seat.stopped`."""
-        with self._lock:
-            self.raise_if_out(server)
-            if self._released[server] == _MOVING:
-                self._released[server] = 0
-                self._draining.discard(server)
-                self._not_late(server)
-
-    def wait_begun(self, server: str, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until servers may listen."""
-        # Every other server is draining by now, or will be dropped for being late.
-        limit_s = self._straggler_s + (self._drain_s or 0.0) + timeout_s
-        self._wait(server, lambda: self._begun, "the other servers to pause for", limit_s, check)
-
-    def bucket(
-        self, server: str, index: int, timeout_s: float, check: Callable[[], None]
-    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """See `Feed.bucket`."""
-        what = f"the trainer to pack bucket {index + 1} of"
-        self._wait(server, lambda: len(self._offered) > index, what, timeout_s, check)
-        return self._offered[index]
-
-    def release(self, server: str, count: int) -> None:
-        """See `Feed.release`."""
-        with self._lock:
-            self.raise_if_out(server)
-            self._released[server] = count
-            if count >= self._awaited:
-                self._not_late(server)
-
-    def expected(self, server: str, timeout_s: float, check: Callable[[], None]) -> list[int]:
-        """See `Feed.expected`."""
-        what = "the trainer to pack the checksums of"
-        self._wait(server, lambda: self._expected is not None, what, timeout_s, check)
-        assert self._expected is not None
-        return self._expected
-
-    def raise_if_out(self, server: str) -> None:
-        """Raise Dropped if the push goes on without this server. Needs no lock."""
-        if server not in self._released:
-            raise Dropped(self._dropped.get(server, f"the push of version {self.version} failed"))
-
     def ended(self, server: str, seconds: dict[str, float] | None) -> None:
         """A server has acknowledged, with its seconds by phase, or (None) will not."""
         with self._lock:
@@ -250,20 +200,6 @@ class Push:
         if not self._late:
             self._for_leader.notify()
 
-    def _wait(
-        self, server: str, ready: Callable[[], bool], what: str, timeout_s: float, check: Callable[[], None]
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while True:
-                check()
-                self.raise_if_out(server)
-                if ready():
-                    return
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"timed out waiting for {what} version {self.version}")
-                self._for_servers.wait(_LOOK_S)
-
     def _settle(self) -> None:
         with self._lock:
             call = self._call
@@ -274,7 +210,8 @@ class Push:
 
 
 class Seat:
-    """A server's `Feed` from the common push. Every method raises Dropped if the push goes on without the server."""
+    """A server's `Feed` from the common push, whose state it shares. Every method raises Dropped if the push goes on
+    without the server."""
 
     def __init__(self, push: Push, server: str, timeout_s: float, check: Callable[[], None]):
         self._push, self._server, self._timeout_s, self._check = push, server, timeout_s, check
@@ -285,26 +222,67 @@ class Seat:
 
     def stopping(self) -> None:
         """The server is told to pause, now."""
-        self._push.draining(self._server)
+        push, server = self._push, self._server
+        with push._lock:
+            self._raise_if_out()
+            if push._released[server] == _MOVING:
+                push._draining.add(server)
 
     def stopped(self) -> None:
         """The server is paused. Waits, bounded, until the push begins."""
-        self._push.paused(self._server)
-        self._push.wait_begun(self._server, self._timeout_s, self._check)
+        push, server = self._push, self._server
+        with push._lock:
+            self._raise_if_out()
+            if push._released[server] == _MOVING:
+                push._released[server] = 0
+                push._draining.discard(server)
+                push._not_late(server)
+        # Every other server is draining by now, or will be dropped for being late.
+        limit_s = push._straggler_s + (push._drain_s or 0.0) + self._timeout_s
+        self._wait(lambda: push._begun, "the other servers to pause for", limit_s)
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        return self._push.bucket(self._server, index, self._timeout_s, self._check)
+        """See `Feed.bucket`."""
+        offered, what = self._push._offered, f"the trainer to pack bucket {index + 1} of"
+        self._wait(lambda: len(offered) > index, what, self._timeout_s)
+        return offered[index]
 
     def release(self, count: int) -> None:
-        self._push.release(self._server, count)
+        """See `Feed.release`."""
+        push, server = self._push, self._server
+        with push._lock:
+            self._raise_if_out()
+            push._released[server] = count
+            if count >= push._awaited:
+                push._not_late(server)
 
     def expected(self) -> list[int]:
-        return self._push.expected(self._server, self._timeout_s, self._check)
+        """See `Feed.expected`."""
+        push = self._push
+        self._wait(lambda: push._expected is not None, "the trainer to pack the checksums of", self._timeout_s)
+        assert push._expected is not None
+        return push._expected
 
     def raise_if_dropped(self) -> None:
-        """For waits on the server: once the push goes on without it, nothing that it does matters."""
+        """For waits on the server: once the push goes on without it, nothing that it does matters. Needs no lock."""
         self._check()
-        self._push.raise_if_out(self._server)
+        self._raise_if_out()
+
+    def _raise_if_out(self) -> None:
+        push = self._push
+        if self._server not in push._released:
+            raise Dropped(push._dropped.get(self._server, f"the push of version {push.version} failed"))
+
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
+        push, deadline = self._push, time.monotonic() + timeout_s
+        with push._lock:
+            while True:
+                self.raise_if_dropped()
+                if ready():
+                    return
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"timed out waiting for {what} version {push.version}")
+                push._for_servers.wait(_LOOK_S)
 
 
 class VersionCopy:

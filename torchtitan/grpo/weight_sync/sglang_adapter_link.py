@@ -65,20 +65,20 @@ class SglangAdapterLink(SglangServerLink):
         self._stopped = time.perf_counter()
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Have the server load the feed's version. `wire` is 0, since reading is part of `apply`.
+        """Have the server load the feed's version.
 
         `stopped` is 0 with `Pause.in_flight`: the server generates all the time.
         """
         self._version, name = feed.version, version_name(feed.version)
         self.seconds["pause"] = time.perf_counter() - self._started
         self._unload(keep={*self._versions_in_use(), feed.version})
-        read_started = time.perf_counter()
-        with self._phase("apply"):
+
+        def load() -> None:
             if name not in self.control.adapters():  # it has the version, if only the reply was lost
                 self.control.load_adapter(name, str(feed.folder), self._timeout_s)
             self.control.report(name)
-        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
-        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
+
+        self._read(buckets, load)
         self._take_into_service(feed.version)
         if self._pause.in_flight:
             self.seconds["stopped"] = 0.0

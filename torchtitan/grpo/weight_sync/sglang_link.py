@@ -40,15 +40,11 @@ class SglangServerLink(ServerLink):
     def _wait_until_idle(self) -> None:
         """Have the server finish its running answers, and get no new ones."""
         self._hold()
-        limit_s = self._pause.drain_timeout_s
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + self._pause.drain_timeout_s
         while self._requests_in_flight():
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"timed out: its running answers took over {limit_s:g} s ([rollout] request_timeout_seconds, with "
-                    "[async_grpo] in_flight_weight_updates = false)"
-                )
+                raise self._drains_too_long()
             time.sleep(_DRAIN_LOOK_S)
 
     def _forget(self) -> None:
@@ -147,14 +143,11 @@ class SglangFolderLink(SglangServerLink):
             self.control.check_takes_models()
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
+        """Have the server read the feed's version."""
         self._version, self._update = feed.version, None
         self.seconds["pause"] = time.perf_counter() - self._started
-        read_started = time.perf_counter()
-        with self._phase("apply"):
-            self.control.load_folder(str(feed.folder), version_name(feed.version), self._timeout_s)
+        folder, name = str(feed.folder), version_name(feed.version)
+        self._read(buckets, lambda: self.control.load_folder(folder, name, self._timeout_s))
         self._forget()
-        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
-        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
         self._take_into_service(feed.version)
         return self.seconds
