@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous, address_towards
-from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
+from torchtitan.grpo.weight_wire.transport import Group, in_thread, on_stream, wait
 from torchtitan.grpo.weight_wire.version_names import origin, own_run, version_name, version_of
 
 _CHECK_S = 0.05
@@ -260,15 +260,9 @@ class ServerLink:
             return str(self._update.exception(timeout_s) or "")
         return ""
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
+    def _on_stream(self) -> AbstractContextManager[None]:
         """Run a block on this server's own stream, so that a server that does not receive delays no other's copies."""
-        if self._stream is None:
-            yield
-            return
-        torch.cuda.set_device(self._device)
-        with torch.cuda.stream(self._stream):
-            yield
+        return on_stream(self._stream, self._device)
 
     def _raise_servers_error(self) -> None:
         """For waits on a collective: if the server's update call has failed, the collective will never complete."""

@@ -71,7 +71,7 @@ class SyncThread(threading.Thread):
         """Hold the newest version that any rank has, on all ranks, to send it."""
         what = "agreeing on a version to publish"
         held = self._packer.snapshots.hold(
-            lambda newest: self._ranks.greatest(newest, what), PHASES * self._timeout_s, self._raise_if_closed
+            lambda newest: max(self._ranks.all_values(newest, what)), PHASES * self._timeout_s, self._raise_if_closed
         )
         with held as snapshot:
             self.busy = True
