@@ -52,13 +52,13 @@ class SglangAdapterLink(SglangServerLink):
                 check_adapters(info, specs, self.control.model_folder())
             except ValueError as error:
                 raise UserError(f"{self.url}: {error}") from error
-        self._unload(keep=self._versions_in_use())
+        self._unload(keep=self.versions_in_use())
 
     def stop(self, version: int) -> None:
         """Without `Pause.in_flight`, wait until the server has finished its running answers."""
         self._version, self.bytes_done, self.seconds = version, 0, {}
         self._started = time.perf_counter()
-        if not self._pause.in_flight:
+        if not self.pause.in_flight:
             with self._phase("drain"):
                 self._wait_until_idle()
             self.seconds["drain"] = time.perf_counter() - self._started
@@ -71,16 +71,16 @@ class SglangAdapterLink(SglangServerLink):
         """
         self._version, name = feed.version, version_name(feed.version)
         self.seconds["pause"] = time.perf_counter() - self._started
-        self._unload(keep={*self._versions_in_use(), feed.version})
+        self._unload(keep={*self.versions_in_use(), feed.version})
 
         def load() -> None:
             if name not in self.control.adapters():  # it has the version, if only the reply was lost
-                self.control.load_adapter(name, str(feed.folder), self._timeout_s)
+                self.control.load_adapter(name, str(feed.folder), self.timeout_s)
             self.control.report(name)
 
         self._read(buckets, load)
         self._take_into_service(feed.version)
-        if self._pause.in_flight:
+        if self.pause.in_flight:
             self.seconds["stopped"] = 0.0
         return self.seconds
 
@@ -96,7 +96,7 @@ class SglangAdapterLink(SglangServerLink):
                 if run and lives(run):
                     raise UserError(f"{self.url}: {owned_by(run)}")
                 if run or version_of(name) not in {None, *keep}:
-                    self.control.unload_adapter(name, self._timeout_s)
+                    self.control.unload_adapter(name, self.timeout_s)
 
 
 def check_adapters(info: AdapterInfo, specs: Sequence[TensorSpec], folder: str) -> None:
