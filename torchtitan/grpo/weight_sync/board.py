@@ -48,6 +48,8 @@ class Board:
 
     Attributes:
         sent: The version of the newest common push. A server needs it, or a newer one, to be admitted (I3).
+        push_wanted: Push now although no push is due. Under the lock.
+        copy_wanted: Make a copy, if none is in use. Under the lock.
         push_s: Seconds of the last common push over all its servers; with `copies_only`, of the last server.
     """
 
@@ -68,8 +70,8 @@ class Board:
         self.sent = -1
         self.push_s = 0.0
         self._closing = False
-        self._push_wanted = False
-        self._copy_wanted = False
+        self.push_wanted = False
+        self.copy_wanted = False
         self._reports: list[SyncReport] = []
         self.fleet.add_listener(self._on_fleet_change)
 
@@ -101,22 +103,14 @@ class Board:
     def ask_for_push(self) -> None:
         """A server joins common pushes, and no other server would have to wait: push even if no push is due."""
         with self.changed:
-            self._push_wanted = True
+            self.push_wanted = True
             self.changed.notify_all()
 
     def ask_for_copy(self) -> None:
         """A worker needs a newer copy than there is."""
         with self.changed:
-            self._copy_wanted = True
+            self.copy_wanted = True
             self.changed.notify_all()
-
-    def push_is_wanted(self) -> bool:
-        """Whether to push now although no push is due. Under the lock."""
-        return self._push_wanted
-
-    def copy_is_wanted(self) -> bool:
-        """Whether to make a copy, if none is in use. Under the lock."""
-        return self._copy_wanted
 
     def begin_push(self, make: Callable[[list[str], Callable[[str, str], None]], Push]) -> Push:
         """Invite all workers in mode COMMON to a push. `make` gets their addresses, and what to call on a drop.
@@ -128,7 +122,7 @@ class Board:
             self.check()
             workers = {worker.url: worker for worker in self.in_common()}
             push = make(list(workers), lambda url, why: workers[url].drop(push, why))
-            self._push_wanted = False
+            self.push_wanted = False
             for worker in workers.values():
                 worker.invite(push)
         return push
@@ -155,7 +149,7 @@ class Board:
     def copy_made(self) -> None:
         """The copy holds a new version."""
         with self.changed:
-            self._copy_wanted = False
+            self.copy_wanted = False
             self.changed.notify_all()
             self.wake_workers(Mode.ALONE)
 

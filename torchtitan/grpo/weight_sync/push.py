@@ -301,14 +301,6 @@ class VersionCopy:
         self.readers = 0
         self.expected: list[int] = []
 
-    def hold(self) -> None:
-        """One more worker reads it."""
-        self.readers += 1
-
-    def release(self) -> None:
-        """One worker has read it."""
-        self.readers -= 1
-
     def invalidate(self) -> None:
         """A new version is about to be written: no more readers."""
         self.version = -1
