@@ -179,7 +179,7 @@ class Whole:
     def bucket(self, index: int) -> tuple[torch.Tensor, None]:
         return self.wires[index], None
 
-    def let_go(self, count: int) -> None:
+    def release(self, count: int) -> None:
         pass
 
     def expected(self) -> list[int]:

@@ -1,11 +1,17 @@
 """A vLLM plug-in of the tests: our own bookkeeping of token versions beside vLLM 0.32's, under another name."""
 
-from torchtitan.grpo.inside_vllm import token_versions
+import functools
+
+from torchtitan.grpo.inside_vllm import before_vllm_0_32
 
 KEY = "counted_versions"
 
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`. Where vLLM reports no versions, our plug-in's are the only ones."""
-    if token_versions.reported_by_vllm():
-        token_versions.install(KEY)
+    if before_vllm_0_32.reported_by_vllm():
+        _install(KEY)
+
+
+_install = functools.cache(before_vllm_0_32.install)
+"""vLLM may call `register` more than once."""

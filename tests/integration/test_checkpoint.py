@@ -21,7 +21,7 @@ from tests.helpers.checkpoint_worker import TINY, TinyTrainer, saved_at, slow_di
 from tests.helpers.ranks import Ranks
 from torchtitan.grpo.checkpoint import checkpointer, parallel_writer
 from torchtitan.grpo.checkpoint.checkpointer import complete_steps
-from torchtitan.grpo.checkpoint.marker import MARKER, read_marker
+from torchtitan.grpo.checkpoint.marker import read_marker
 from torchtitan.grpo.checkpoint.parallel_writer import FILES
 from torchtitan.grpo.checkpoint.random_states import random_states, set_random_states
 from torchtitan.grpo.errors import UserError
@@ -185,23 +185,6 @@ def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch):
         trainer.checkpointer.save(step)
         assert complete_steps(tmp_path / "checkpoint") == [step - 1, step]
     assert TinyTrainer(tmp_path, resume=True).checkpointer.load_latest() == 4
-
-
-def test_checkpoints_from_before_numbers_and_checksums_are_continued(tmp_path, monkeypatch, caplog):
-    saved_at(tmp_path, 1, 2, 3, keep_latest_k=0)
-    folder = tmp_path / "checkpoint"
-    for step, saved_at_s in ((1, 3e9), (2, 2e9), (3, 1e9)):  # an older branch of the run had steps 2 and 3
-        marker = folder / f"step-{step}" / MARKER
-        entries = json.loads(marker.read_text()) | {"saved_at": saved_at_s}
-        first = ("step", "world_size", "saved_at", "states", "files")
-        marker.write_text(json.dumps({name: entries[name] for name in first}, indent=2))
-    assert complete_steps(folder) == [3, 2, 1]
-    resumed = TinyTrainer(tmp_path, resume=True)
-    assert resumed.checkpointer.load_latest() == 1
-    assert "step-1 has no checksums" in caplog.text
-    resumed.train_step()
-    resumed.checkpointer.save(2)  # now, before the time at which step 1 says that it was saved
-    assert complete_steps(folder) == [1, 2]
 
 
 def test_everything_is_on_the_disk_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch):

@@ -369,7 +369,7 @@ def test_no_rank_waits_for_one_that_failed(tmp_path):
         assert first[0] == again[0] == "", "a failure of one rank's own leaves no rank in a collective"
         assert "collecting weights and optimizer state failed on rank 1: OSError: broken on purpose" in failed[0]
         assert "after sleeping, rank" in late[0] and late[1] < 5
-        assert "gathering the model failed on rank" in inside[0] and "the run cannot go on" in inside[0]
+        assert "gathering for " in inside[0] and " failed on rank" in inside[0] and "the run cannot go on" in inside[0]
         assert failed[1] < 5 and inside[1] < 5
     assert "broken on purpose" in learned[1][-1][0]
     assert "Ranks 1 failed to pass monitoredBarrier" in learned[0][3][0], "rank 0 names the one that is late"

@@ -136,7 +136,7 @@ def index_without_files(folder: Path) -> None:
 def checkpoint_of_another_run(folder: Path) -> None:
     step = folder / "run" / "checkpoint" / "step-7"
     step.mkdir(parents=True)
-    Marker(7, 1, 1.0, ["model"], {}).write(step)
+    Marker(7, 1, 1.0, ["model"], {}, 1, {}).write(step)
 
 
 HF = {"--model.weights": "hf"}

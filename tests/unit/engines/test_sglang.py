@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan.grpo.engines import sglang
 from torchtitan.grpo.engines.http_client import Span
-from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
+from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.engines.sglang import SglangClient, _completion, _cut, _sampling_params
 from torchtitan.grpo.engines.sglang_adapters import SglangAdapterControl
 from torchtitan.grpo.engines.sglang_control import SglangControl, _numbers
@@ -46,9 +46,9 @@ def test_each_answer_of_a_prompt_has_a_seed_of_its_own():
 def test_answers_of_other_weights_and_missing_logprobs_are_errors():
     client = SglangClient(URL, None, 1.0, lambda: 2)
     with pytest.raises(EngineError, match="answered by weights 'default' in place of version 2"):
-        client._check("r", 2, [version_name(2), "default"], [])
+        client._check_origin("r", [None, [Span(version_name(2), 0, 1), Span("default", 1, 2)]], 2)
     with pytest.raises(EngineError, match="2 tokens came with 1 log-probabilities"):
-        client._check("r", 2, [version_name(2)], [(2, 1)])
+        client._check("r", [Completion([7, 8], [-0.5], "length", [2, 2])], [None], SamplingParams(1, 1.0, 5), 2)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_server_without_a_place_for_the_adapters_is_refused_with_the_flags(inf
     control = SglangAdapterControl(URL)
     monkeypatch.setattr(SglangControl, "info", lambda _: {"enable_lora": bool(info)} | info)
     if not said:
-        control.check_place(8, ["q_proj", "v_proj"])
+        control.check_takes_adapters(8, ["q_proj", "v_proj"])
         return
     with pytest.raises(UserError, match=f"{URL}: .*{said}"):
-        control.check_place(8, ["q_proj", "v_proj"])
+        control.check_takes_adapters(8, ["q_proj", "v_proj"])

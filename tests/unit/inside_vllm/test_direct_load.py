@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
-from torchtitan.grpo.inside_vllm.load_recording import NotDirectError, loaded_name, record
+from torchtitan.grpo.inside_vllm.load_recording import NotDirectError, record
 from torchtitan.grpo.weight_wire.buckets import TRAILER_BYTES, TensorSpec, plan_buckets
 
 CPU = torch.device("cpu")
@@ -478,10 +478,3 @@ def test_refused_from_the_start():
     direct, said = direct_for(engine, plan(), refused="quantization is fp8")
     assert [update(engine, direct, seed) for seed in (1, 2)] == [False, False]
     assert said == ["layer-wise loading: quantization is fp8"]
-
-
-def test_experts_are_found_by_either_of_their_names():
-    """vLLM 0.25 has the longer name in `named_parameters`, and the shorter one in what `load_weights` returns."""
-    short = "model.layers.3.mlp.experts.w13_weight"
-    assert loaded_name("model.layers.3.mlp.experts.routed_experts.w13_weight") == loaded_name(short) == short
-    assert loaded_name("model.norm.weight") == "model.norm.weight"

@@ -40,8 +40,8 @@ def test_the_tested_range_is_the_one_that_is_declared() -> None:
     assert f"vllm{plugin.TESTED}" in (ROOT / "torchtitan" / "grpo" / "process" / "server_commands.py").read_text()
 
 
-def test_token_versions_is_still_needed() -> None:
-    """vLLM 0.32 reports versions itself: see `token_versions` for what goes when this fails."""
+def test_the_code_for_older_versions_is_still_needed() -> None:
+    """vLLM 0.32 reports versions itself: see `before_vllm_0_32` for what goes when this fails."""
     assert plugin._OLDEST < (0, 32)
 
 

@@ -79,7 +79,6 @@ def serving(monkeypatch):
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
     flat_logprobs.install()
-    flat_logprobs.install()  # a second time changes nothing
     return ServingTokens()
 
 

@@ -1,6 +1,7 @@
 """`/v1/models` with the model's shape, on objects such as vLLM's; tests/integration/test_vllm.py has the real ones."""
 
 import asyncio
+import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -8,7 +9,7 @@ import pydantic
 import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from torchtitan.grpo.inside_vllm import served_model
+from torchtitan.grpo.inside_vllm import plugin, served_model
 from torchtitan.grpo.weight_wire.model_identity import KEY, identity, identity_of_folder
 
 
@@ -34,17 +35,31 @@ def serving(monkeypatch):
 
 def test_the_list_of_models_tells_the_shape_once_installed(serving):
     config = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=3, architectures=["Qwen3ForCausalLM"])
-    for _ in range(2):
-        served_model.install(config)
+    served_model.install(config)
     [card] = asyncio.run(serving().show_available_models()).data
     told = card.model_dump()[KEY]
     assert (told["architectures"], told["vocab_size"], told["num_hidden_layers"]) == (["Qwen3ForCausalLM"], 64, 3)
 
 
 def test_a_vllm_whose_parts_are_elsewhere_stays_as_it_is(serving, caplog, monkeypatch):
+    monkeypatch.setattr(plugin, "_changed", set())
     monkeypatch.delattr(serving, "show_available_models")
-    served_model.install(Qwen3Config())
-    assert "does not tell the model's shape" in caplog.text
+    plugin.change("a part", lambda: served_model.install(Qwen3Config()), "it does not tell the model's shape")
+    assert "show_available_models" in caplog.text and "it does not tell the model's shape" in caplog.text
+
+
+def test_a_part_is_changed_once(monkeypatch):
+    monkeypatch.setattr(plugin, "_changed", set())
+    calls = []
+    for _ in range(2):
+        plugin.change("a part", lambda: calls.append(1), "")
+    assert calls == [1]
+
+
+def test_a_part_that_must_be_changed_raises(monkeypatch):
+    monkeypatch.setattr(plugin, "_changed", set())
+    with pytest.raises(ImportError):
+        plugin.change("a part", lambda: importlib.import_module("no_such"), None)
 
 
 def test_only_what_both_know_is_compared(tmp_path):

@@ -56,16 +56,17 @@ def test_a_module_that_fails_says_how(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "code"),
     [
-        ("sys.exit('please set MY_DATA')", r"sys.exit\('please set MY_DATA'\) \(.*exits.py:2\). Raise an error"),
-        ("argparse.ArgumentParser().parse_args(['--x'])", r"reads the command line \(.*exits.py:2\). Move that under"),
+        ("sys.exit('please set MY_DATA')", "'please set MY_DATA'"),
+        ("argparse.ArgumentParser().parse_args(['--x'])", "2"),
     ],
 )
-def test_a_module_that_ends_the_process_says_what_it_wanted(tmp_path, monkeypatch, text, said):
+def test_a_module_that_ends_the_process_says_what_it_wanted(tmp_path, monkeypatch, text, code):
     (tmp_path / "exits.py").write_text(f"import argparse, sys\n{text}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=r"^\[rollout\] environment: \"exits:f\": importing 'exits' ended .*" + said):
+    said = rf"^\[rollout\] environment: \"exits:f\": importing 'exits' ended .*sys.exit\({code}\).*move that under"
+    with pytest.raises(UserError, match=said):
         load_function("[rollout] environment", "exits:f")
 
 
@@ -78,14 +79,3 @@ def test_a_signal_during_an_import_is_not_the_modules_fault(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=60)
     assert done.returncode == 143
-
-
-def test_a_slow_import_is_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(import_path, "SLOW_IMPORT_S", 0.1)
-    caplog.set_level("INFO")
-    for name, seconds in (("slow_one", 1.0), ("fast_one", 0.0)):
-        (tmp_path / f"{name}.py").write_text(f"import time\ntime.sleep({seconds})\ndef f(): pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    load_function("[data] curriculum", "slow_one:f")
-    load_function("[data] curriculum", "fast_one:f")
-    assert caplog.messages == ["[data] curriculum: \"slow_one:f\": still importing 'slow_one'"]

@@ -17,7 +17,7 @@ STEP = '{"step": 1, "reward/mean": 0.5}\n'
 def a_checkpoint(dump: Path, step: int) -> None:
     folder = dump / "checkpoint" / f"step-{step}"
     folder.mkdir(parents=True)
-    Marker(step, 1, 1.0, ["model"], {}).write(folder)
+    Marker(step, 1, 1.0, ["model"], {}, step, {}).write(folder)
 
 
 def test_a_folder_with_a_run_is_for_resuming_it(tmp_path):

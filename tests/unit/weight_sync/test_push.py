@@ -56,10 +56,10 @@ class Worker:
                 posted.append((index, seat.bucket(index)[0]))
                 while len(posted) > self.in_flight - 1:
                     land()
-                seat.let_go(index + 1 - len(posted))
+                seat.release(index + 1 - len(posted))
             while posted:
                 land()
-            seat.let_go(buckets)
+            seat.release(buckets)
             self.expected = seat.expected()
         except (Dropped, TimeoutError) as why:
             self.outcome = f"dropped: {why}"
@@ -219,16 +219,16 @@ def test_the_wait_starts_again_when_the_ready_server_has_left():
     push = Push(7, 4, 1, ["ready", "late", "later"], 0.8, lambda server, why: dropped.append(server))
     dropped: list[str] = []
     push.offer(content(7, 0), None)
-    push.seat("ready", 5, nothing).let_go(1)
+    push.seat("ready", 5, nothing).release(1)
     waiting = threading.Thread(target=push.wait_for_buffer, args=(1,), daemon=True)
     waiting.start()
     time.sleep(0.5)
     push.ended("ready", None)
     time.sleep(0.5)
-    push.seat("late", 5, nothing).let_go(1)  # 1 s after "ready" was, but "later" has kept nobody waiting yet
+    push.seat("late", 5, nothing).release(1)  # 1 s after "ready" was, but "later" has kept nobody waiting yet
     time.sleep(0.3)
     assert dropped == []
-    push.seat("later", 5, nothing).let_go(1)
+    push.seat("later", 5, nothing).release(1)
     waiting.join(5)
     assert not waiting.is_alive()
     assert dropped == []
@@ -265,9 +265,9 @@ def test_a_buffer_is_not_filled_before_all_have_let_go():
     push.wait_for_buffer(1)
     free = threading.Event()
     threading.Thread(target=lambda: (push.wait_for_buffer(2), free.set()), daemon=True).start()
-    push.seat("one", 5, nothing).let_go(1)
+    push.seat("one", 5, nothing).release(1)
     assert not free.wait(0.15)
-    push.seat("two", 5, nothing).let_go(1)
+    push.seat("two", 5, nothing).release(1)
     assert free.wait(5)
 
 
@@ -298,7 +298,7 @@ def test_a_failed_push_wakes_everyone():
     time.sleep(0.1)
     started = time.monotonic()
     push.fail()
-    threads.append(expect_dropped("posting", lambda: posting.let_go(1)))
+    threads.append(expect_dropped("posting", lambda: posting.release(1)))
     for thread in threads:
         thread.join(5)
     assert time.monotonic() - started < 5, "they may wait for 30 s"
@@ -353,7 +353,7 @@ def test_a_host_copy_feeds_what_was_stored():
         assert (feed.version, feed.expected()) == (version, [1, version])
         for index, size in enumerate([BYTES, 2 * BYTES]):
             assert feed.bucket(index)[0].tolist() == [10 * version + index] * size
-            feed.let_go(index + 1)
+            feed.release(index + 1)
 
 
 class Standstill:

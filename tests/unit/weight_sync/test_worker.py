@@ -40,7 +40,7 @@ class Link:
         while time.monotonic() < deadline:
             self.check()
             time.sleep(0.001)
-        feed.let_go(1)
+        feed.release(1)
         return {"total": self.update_s}
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Link:
 
 class Copy(VersionCopy):
     def feed(self) -> SimpleNamespace:
-        return SimpleNamespace(version=self.version, let_go=lambda count: None)
+        return SimpleNamespace(version=self.version, release=lambda count: None)
 
 
 class Servers:
@@ -147,7 +147,7 @@ def test_a_server_that_finishes_as_it_is_dropped_is_not_left_out(make, newest):
     finish.set()
     until(lambda: servers.board.in_common() == [worker])
     assert servers.fleet.servers[0].in_traffic is (newest == 1)
-    assert servers.board.push_is_wanted() is (newest == 2), "no other server would have to wait for it"
+    assert servers.board.push_wanted is (newest == 2), "no other server would have to wait for it"
 
 
 def test_a_server_that_refuses_is_left_alone_and_one_that_was_dead_is_back_soon(make, monkeypatch):

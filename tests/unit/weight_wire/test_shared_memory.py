@@ -29,7 +29,7 @@ from torchtitan.grpo.weight_wire.transport import Group, wait
 
 port, buckets, act = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if act == "elsewhere":
-    shared_memory.place = lambda device: {"host": "there", "boot": "another", "device": "cpu"}
+    shared_memory.location = lambda device: {"host": "there", "boot": "another", "device": "cpu"}
 store = join_store("127.0.0.1", port, 20.0)
 group = Group("ipc", store, 1, 2, torch.device("cpu"), 20.0, "127.0.0.1")
 for _ in range(buckets):

@@ -12,7 +12,7 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.lora import Lora, is_adapter
 from torchtitan.grpo.model.peft_folder import adapter_state
 from torchtitan.grpo.model.shards import whole
-from torchtitan.grpo.weight_wire.buckets import ALIGNMENT_BYTES, Checksum, combine_checksums
+from torchtitan.grpo.weight_wire.buckets import checksum_of, combine_checksums
 
 BASE = "base"
 """Name of `BaseState` among a checkpoint's states."""
@@ -80,7 +80,5 @@ def base_checksum(model: nn.Module) -> int:
     sums: list[Tensor] = []
     for name, value in get_model_state_dict(model).items():
         if not is_adapter(name):
-            full = whole(value).contiguous().flatten().view(torch.uint8)
-            full = torch.nn.functional.pad(full, (0, -len(full) % ALIGNMENT_BYTES))
-            sums.append(Checksum(full.device, len(full))(full))
+            sums.append(checksum_of(whole(value)))
     return combine_checksums(torch.stack(sums).tolist())

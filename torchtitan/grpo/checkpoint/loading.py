@@ -131,8 +131,6 @@ class Loader:
                     older = step_of(other) < marker.step
                     say = logger.warning if older else logger.error
                     say(f"checkpoint {other} is torn: {what}. The run continues from {path}. Delete {other}")
-                if not marker.checksums:
-                    logger.warning(f"{path} has no checksums, so only the sizes of its files were checked")
                 return marker
             torn[path] = torn_by
             self.torn_steps.add(marker.step)

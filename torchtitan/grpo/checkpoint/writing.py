@@ -123,9 +123,9 @@ class Writer:
             ),
         )
         if self._cfg.export_hf and self._source.lora is not None:
-            self._export_adapter(taken, unfinished)
+            self._export(taken, unfinished, "adapter")
         if self._cfg.export_hf and self._exports_model:
-            self._export(taken, unfinished)
+            self._export(taken, unfinished, "hf")
         rng_path = unfinished / f"rng-rank-{together.rank}.pt"
         together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
         together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_texts(unfinished, taken.texts))
@@ -138,40 +138,29 @@ class Writer:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
 
-    def _export_adapter(self, taken: Taken, unfinished: Path) -> None:
-        """The PEFT folder, as `_export`."""
-        together, folder, dtype = self._together, unfinished / "adapter", TORCH_DTYPE_MAP[self._cfg.export_dtype]
+    def _export(self, taken: Taken, unfinished: Path, name: str) -> None:
+        """The Hugging Face folder "hf", or "adapter" for PEFT. A thread reads the weights back: the model's process
+        groups are not its own."""
+        together, source, dtype = self._together, self._source, TORCH_DTYPE_MAP[self._cfg.export_dtype]
+        folder, dcp_folder = unfinished / name, unfinished / "dcp"
 
-        def write(full: dict[str, torch.Tensor]) -> None:
+        def gather() -> dict[str, torch.Tensor]:
+            return gather_adapter(self._model) if name == "adapter" else gather_hf(self._model, source, dtype)
+
+        def read() -> dict[str, torch.Tensor]:
+            model = taken.states["model"]
+            return read_full(dcp_folder, model) if name == "adapter" else read_hf(dcp_folder, model, source, dtype)
+
+        def write(full: dict[str, torch.Tensor] | None) -> None:
             if together.rank == 0:
-                write_adapter(full, self._source, folder, dtype)
+                full = read() if full is None else full
+                if name == "adapter":
+                    write_adapter(full, source, folder, dtype)
+                else:
+                    write_hf(full, source, folder, self._tokenizer)
 
-        def read_and_write() -> None:
-            if together.rank == 0:
-                write(read_full(unfinished / "dcp", taken.states["model"]))
-
-        if taken.on_host:
-            together.locally(f"writing {folder}", read_and_write)
-        else:
-            full = together.collectively("gathering the adapters", lambda: gather_adapter(self._model))
-            together.locally(f"writing {folder}", lambda: write(full))
-
-    def _export(self, taken: Taken, unfinished: Path) -> None:
-        """The Hugging Face folder. A thread reads the weights back: the model's process groups are not its own."""
-        together, dtype = self._together, TORCH_DTYPE_MAP[self._cfg.export_dtype]
-
-        def write(full: dict[str, torch.Tensor]) -> None:
-            write_hf(full, self._source, unfinished / "hf", self._tokenizer)
-
-        def read_and_write() -> None:
-            if together.rank == 0:
-                write(read_hf(unfinished / "dcp", taken.states["model"], self._source, dtype))
-
-        if taken.on_host:
-            together.locally(f"writing {unfinished / 'hf'}", read_and_write)
-        else:
-            full = together.collectively("gathering the model", lambda: gather_hf(self._model, self._source, dtype))
-            together.locally(f"writing {unfinished / 'hf'}", lambda: write(full))
+        full = None if taken.on_host else together.collectively(f"gathering for {folder}", gather)
+        together.locally(f"writing {folder}", lambda: write(full))
 
     def _write_texts(self, unfinished: Path, texts: dict[str, Iterable[str]]) -> None:
         for name, pieces in texts.items():

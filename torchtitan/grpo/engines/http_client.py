@@ -143,7 +143,17 @@ class HttpClient:
                 what += ": a sampled token cannot be so unlikely. vLLM writes -9999 for NaN: are the logits finite?"
             raise EngineError(f"{self.url}: request {request_id}: the answer is not as expected: {what}") from error
 
-    def _check_answers(
+    def _check_origin(self, request_id: str, spans: list[list[Span] | None], version: int) -> None:
+        """Raise an EngineError if weights that we did not send sampled an answer, as far as the server reports it."""
+        names = (span.version for own in spans for span in own or [])
+        foreign = next((name for name in names if version_of(name) is None), "")
+        if foreign and version >= 0:
+            raise EngineError(
+                f"{self.url}: request {request_id} was answered by weights {foreign[:100]!r} in place of version "
+                f"{version}: {origin(foreign)}"
+            )
+
+    def _check(
         self,
         request_id: str,
         completions: list[Completion],
@@ -154,7 +164,7 @@ class HttpClient:
         """Refuse answers that cannot be. Token ids and log-probabilities were checked while they were parsed.
 
         Args:
-            spans: Of each completion, as `fitting` took them. Checking these alone costs nothing per token.
+            spans: Of each completion, as `versions_of` took them. Checking these alone costs nothing per token.
             version: The newest weight version that this server had acknowledged when it was asked.
 
         Raises:
@@ -164,7 +174,9 @@ class HttpClient:
             tokens = len(completion.token_ids)
             versions = [completion.versions[span.start] for span in own or [] if span.start < span.end]
             wrong = ""
-            if completion.finish_reason == "abort":
+            if tokens != len(completion.logprobs):
+                wrong = f"{tokens} tokens came with {len(completion.logprobs)} log-probabilities"
+            elif completion.finish_reason == "abort":
                 wrong = f"the server aborted it after {tokens} tokens"
             elif not 1 <= tokens <= params.max_tokens:
                 wrong = f"it has {tokens} tokens, 1 to {params.max_tokens} were asked"
@@ -197,39 +209,23 @@ class HttpClient:
         """Routes as this engine sends them."""
         return shape.from_npy(text, positions)
 
-    def _check(self, request_id: str, version: int, spans: list[str], lengths: list[tuple[int, int]]) -> None:
-        """Check which weights sampled an answer, and that each token has a log-probability.
 
-        Args:
-            version: The newest weight version that this server has acknowledged.
-            spans: Names of the weights that sampled the answer, as far as the server reports them.
-            lengths: Number of tokens and of log-probabilities of each completion.
+def versions_of(spans: list[Span] | None, tokens: int, version: int) -> list[int]:
+    """The weight version of each token of an answer.
 
-        Raises:
-            EngineError: Weights that we did not send sampled the answer, or log-probabilities are missing.
-        """
-        foreign = [name for name in dict.fromkeys(spans) if version_of(name) is None]
-        if foreign and version >= 0:
-            raise EngineError(
-                f"{self.url}: request {request_id} was answered by weights {foreign[0][:100]!r} in place of version "
-                f"{version}: {origin(foreign[0])}"
-            )
-        for tokens, logprobs in lengths:
-            if tokens != logprobs:
-                raise EngineError(
-                    f"{self.url}: request {request_id}: {tokens} tokens came with {logprobs} log-probabilities"
-                )
-
-
-def fitting(spans: list[Span] | None, tokens: int) -> list[Span]:
-    """The spans of an answer of that many tokens, none if the server does not report any.
+    Args:
+        spans: As the server reports them, if it does.
+        version: Of tokens in no span of ours. A server's own first name ("default") is no version of ours, and
+            `version` is -1 until it is gone.
 
     Raises:
         ValueError: One reaches beyond the answer or into another.
     """
-    end = 0
+    versions, end = [version] * tokens, 0
     for span in spans or []:
         if not end <= span.start <= span.end <= tokens:
             raise ValueError(f"weight versions of tokens {span.start} to {span.end} in an answer of {tokens}")
         end = span.end
-    return spans or []
+        if (number := version_of(span.version)) is not None:
+            versions[span.start : end] = [number] * (end - span.start)
+    return versions

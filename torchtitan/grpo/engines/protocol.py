@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import resource
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -136,6 +136,18 @@ class Completion:
     versions: list[int]
     server: str = ""
     routes: np.ndarray | None = field(default=None, compare=False)
+
+    def stopped_after(self, tokens: int) -> Self:
+        """The answer as if it had stopped after so many tokens."""
+        left_out = len(self.token_ids) - tokens
+        return replace(
+            self,
+            token_ids=self.token_ids[:tokens],
+            logprobs=self.logprobs[:tokens],
+            versions=self.versions[:tokens],
+            finish_reason="stop",
+            routes=None if self.routes is None else self.routes[: len(self.routes) - left_out],
+        )
 
 
 class EngineClient(Protocol):

@@ -10,9 +10,8 @@ import numpy as np
 
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, fitting
+from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, versions_of
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
-from torchtitan.grpo.weight_wire.version_names import version_of
 
 GENERATE_ROUTE = "/generate"
 ABORT_ROUTE = "/abort_request"
@@ -98,13 +97,8 @@ class SglangClient(HttpClient):
             completions = [_completion(answer, version, own) for answer, own in zip(answers, spans, strict=True)]
             sent = [answer.meta_info.routed_experts for answer in answers]
             self._add_routes(params, prompt_ids, completions, sent)
-        self._check(
-            request_id,
-            version,
-            [span.version for answer in answers for span in answer.meta_info.weight_versions or []],
-            [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
-        )
-        self._check_answers(request_id, completions, spans, params, version)
+        self._check_origin(request_id, [answer.meta_info.weight_versions for answer in answers], version)
+        self._check(request_id, completions, spans, params, version)
         if params.ignore_eos:  # SGLang then ignores `stop_token_ids` too
             completions = [_cut(completion, params.stop_token_ids) for completion in completions]
         return completions
@@ -168,31 +162,17 @@ _COMPLETE: tuple[FinishReason, ...] = ("stop", "length")
 
 def _completion(answer: _Answer[int], version: int, spans: list[Span] | None) -> Completion:
     token_ids, meta = answer.output_ids or [], answer.meta_info
-    versions = [version] * len(token_ids)
-    for span in fitting(spans, len(token_ids)):
-        # A server's own first name ("default") is no version of ours, and `version` is -1 until it is gone.
-        if (number := version_of(span.version)) is not None:
-            versions[span.start : span.end] = [number] * (span.end - span.start)
     if meta.finish_reason is None or meta.finish_reason.type not in _COMPLETE:
         raise ValueError(f"the server aborted an answer after {len(token_ids)} tokens: {meta.finish_reason}")
     return Completion(
         token_ids=token_ids,
         logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs or []],
         finish_reason=meta.finish_reason.type,
-        versions=versions,
+        versions=versions_of(spans, len(token_ids), version),
     )
 
 
 def _cut(completion: Completion, stop_token_ids: tuple[int, ...]) -> Completion:
     """The answer up to its first stop token."""
     ends = [i for i, token in enumerate(completion.token_ids) if token in stop_token_ids]
-    if not ends:
-        return completion
-    end = ends[0] + 1
-    parts = completion.token_ids[:end], completion.logprobs[:end]
-    routes = (
-        None
-        if completion.routes is None
-        else completion.routes[: len(completion.routes) + end - len(completion.token_ids)]
-    )
-    return Completion(*parts, finish_reason="stop", versions=completion.versions[:end], routes=routes)
+    return completion.stopped_after(ends[0] + 1) if ends else completion

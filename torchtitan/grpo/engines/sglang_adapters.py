@@ -78,7 +78,7 @@ class SglangAdapterControl(SglangControl):
     def _check_setup(self, recomputes: bool) -> None:
         super()._check_setup(False)  # no keys and values are ever computed again
 
-    def check_place(self, rank: int, layers: Collection[str]) -> None:
+    def check_takes_adapters(self, rank: int, layers: Collection[str]) -> None:
         """Whether the server was started with a place for adapters.
 
         Args:

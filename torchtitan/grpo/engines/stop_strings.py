@@ -2,7 +2,6 @@
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from torchtitan.grpo.engines.protocol import Completion
 
@@ -33,15 +32,7 @@ def cut_at_stop(completion: Completion, stop: Sequence[str], decode: Decode) -> 
     end = len(token_ids)
     if _has(decode(token_ids[:-1]), stop):
         end = 1 + bisect.bisect_left(range(1, end), True, key=lambda tokens: _has(decode(token_ids[:tokens]), stop))
-    routes = completion.routes
-    return replace(
-        completion,
-        token_ids=token_ids[:end],
-        logprobs=completion.logprobs[:end],
-        versions=completion.versions[:end],
-        finish_reason="stop",
-        routes=None if routes is None else routes[: len(routes) + end - len(token_ids)],
-    )
+    return completion.stopped_after(end)
 
 
 def _has(text: str, stop: Sequence[str]) -> bool:

@@ -6,9 +6,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from torchtitan.grpo.data.samples import FinishReason
-from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, fitting
+from torchtitan.grpo.engines.http_client import HttpClient, Logprob, Span, versions_of
 from torchtitan.grpo.engines.protocol import COHORT_HEADER, Completion, SamplingParams
-from torchtitan.grpo.weight_wire.version_names import version_of
 
 GENERATE_ROUTE = "/inference/v1/generate"
 _FINAL_ONLY = 2
@@ -24,9 +23,10 @@ class VllmClient(HttpClient):
         request_timeout_s: Longest wait for one `generate`, from sending to the last byte.
         version: Returns the newest weight version that this server has acknowledged. It is each request's cache salt,
             so no cached prefix outlives its weights. It also stands in for a token's version where the server does not
-            report one (vLLM before 0.32 without `inside_vllm.token_versions`). Then it is the version at the request's
-            start, so a token never counts as newer than it is. From version 0 on, a token sampled by weights of another
-            name is an EngineError: a server has such a name only until its first update, so it was restarted.
+            report one (vLLM before 0.32 without `inside_vllm/before_vllm_0_32.py`). Then it is the version at the
+            request's start, so a token never counts as newer than it is. From version 0 on, a token sampled by weights
+            of another name is an EngineError: a server has such a name only until its first update, so it was
+            restarted.
         newest, vocab_size: See `HttpClient`.
     """
 
@@ -61,14 +61,9 @@ class VllmClient(HttpClient):
                 raise ValueError(f"{len(choices)} answers, {params.n} were asked, with numbers 0 to {params.n - 1}")
             completions = [_completion(choice, version) for choice in choices]
             self._add_routes(params, prompt_ids, completions, [choice.routed_experts for choice in choices])
-        self._check(
-            request_id,
-            version,
-            [span.version for choice in choices for span in choice.weight_versions or []],
-            [(len(completion.token_ids), len(completion.logprobs)) for completion in completions],
-        )
         spans = [choice.weight_versions for choice in choices]
-        self._check_answers(request_id, completions, spans, params, version)
+        self._check_origin(request_id, spans, version)
+        self._check(request_id, completions, spans, params, version)
         return completions
 
 
@@ -124,11 +119,6 @@ class _Reply(msgspec.Struct, Generic[Id]):
 
 def _completion(choice: _Choice[int], version: int) -> Completion:
     token_ids = choice.token_ids or []
-    versions = [version] * len(token_ids)
-    for span in fitting(choice.weight_versions, len(token_ids)):
-        # A server's own first name ("default") is no version of ours, and `version` is -1 until it is gone.
-        if (number := version_of(span.version)) is not None:
-            versions[span.start : span.end] = [number] * (span.end - span.start)
     logprobs = choice.token_logprobs
     if logprobs is None:  # a vLLM in which our plug-in's flat replies are not installed
         logprobs = [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
@@ -136,5 +126,5 @@ def _completion(choice: _Choice[int], version: int) -> Completion:
         token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=choice.finish_reason or "abort",
-        versions=versions,
+        versions=versions_of(choice.weight_versions, len(token_ids), version),
     )

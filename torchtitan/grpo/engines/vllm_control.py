@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.inside_vllm.backend import BACKEND
+from torchtitan.grpo.inside_vllm.before_vllm_0_32 import token_of
 from torchtitan.grpo.weight_wire.model_identity import KEY, ModelIdentity, identity, identity_of_folder
 from torchtitan.grpo.weight_wire.refusals import ADAPTERS, ELSEWHERE
 from torchtitan.grpo.weight_wire.version_names import OWNED
@@ -142,7 +143,7 @@ class VllmControl(HttpControl):
 
         def read(said: Any) -> dict[int, float]:
             entry = said["choices"][0]["logprobs"]["content"][0]
-            return {_token_id(top): float(top["logprob"]) for top in [entry, *(entry.get("top_logprobs") or [])]}
+            return {token_of(top): float(top["logprob"]) for top in [entry, *(entry.get("top_logprobs") or [])]}
 
         return self._read(reply, path, phase, read)
 
@@ -173,10 +174,3 @@ def served_identity(model: dict[str, Any]) -> ModelIdentity:
 
 _VLLM_ADDS = "', please check the stack trace"
 _WRONG_BACKEND = ("Weight transfer not configured", "Invalid init_info for")
-
-
-def _token_id(entry: dict[str, Any]) -> int:
-    """The token of a log-probability: vLLM 0.32 has `token_id`, 0.25 has `token` as "token_id:123"."""
-    if "token_id" in entry:
-        return int(entry["token_id"])
-    return int(str(entry["token"]).rpartition(":")[2])

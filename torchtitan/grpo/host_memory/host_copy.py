@@ -46,7 +46,7 @@ class HostCopy:
             with the same memory (tied weights) have one copy.
         """
         leaves, structure = tree_flatten(states)
-        sources = {_place(leaf): local_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        sources = {_memory_of(leaf): local_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         self._allocate(sources.values())
         with self._copies.after_compute("copy") as self._done:
             for target, source in zip(self._targets, sources.values(), strict=True):
@@ -56,7 +56,7 @@ class HostCopy:
         self._ordered = False
         copies = dict(zip(sources, self._targets, strict=True))
         return tree_unflatten(
-            [_like(leaf, copies[_place(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+            [_like(leaf, copies[_memory_of(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
 
     def order_writes_after(self) -> None:
@@ -99,7 +99,7 @@ class HostCopy:
         self._layout = layout
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors with the same elements in the same memory."""
     local = local_tensor(tensor)
     return local.data_ptr(), local.shape, local.stride(), local.dtype

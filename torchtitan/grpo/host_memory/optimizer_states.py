@@ -133,15 +133,8 @@ class OptimizerStateOffload:
             return {}
         seconds = self._copies.take_seconds()
         out_s, in_s, exposed_s = (seconds.get(name, 0.0) for name in ("out", "in", "exposed"))
-        result = {
-            "offload/freed_gib": self._freed / 2**30,
-            "offload/out_s": out_s,
-            "offload/in_s": in_s,
-            "offload/exposed_s": exposed_s,
-            "offload/hidden_s": max(0.0, out_s + in_s - exposed_s),
-            "offload/host_s": self._host_s,
-            "offload/skipped": float(self._skipped),
-        }
+        result = _copy_metrics(self._freed, out_s, in_s, exposed_s, self._host_s)
+        result["offload/skipped"] = float(self._skipped)
         self._windows = self._skipped = self._freed = 0
         self._host_s = 0.0
         return result
@@ -243,14 +236,8 @@ class HostOptimizerStates:
             return {}
         out_s, in_s = seconds_out.get("out", 0.0), seconds_in.get("in", 0.0)
         exposed_s = seconds_in.get("exposed", 0.0) + seconds_out.get("exposed", 0.0)
-        result = {
-            "offload/freed_gib": sum(p.twin.nbytes for p in self._parts if p.twin and not p.twin.on_device) / 2**30,
-            "offload/out_s": out_s,
-            "offload/in_s": in_s,
-            "offload/exposed_s": exposed_s,
-            "offload/hidden_s": max(0.0, out_s + in_s - exposed_s),
-            "offload/host_s": self._host_s,
-        }
+        freed = sum(part.twin.nbytes for part in self._parts if part.twin and not part.twin.on_device)
+        result = _copy_metrics(freed, out_s, in_s, exposed_s, self._host_s)
         self._host_s = 0.0
         return result
 
@@ -285,6 +272,17 @@ class HostOptimizerStates:
         if part.twin is not None:
             for event in part.twin.emptied:
                 event.synchronize()
+
+
+def _copy_metrics(freed: int, out_s: float, in_s: float, exposed_s: float, host_s: float) -> dict[str, float]:
+    return {
+        "offload/freed_gib": freed / 2**30,
+        "offload/out_s": out_s,
+        "offload/in_s": in_s,
+        "offload/exposed_s": exposed_s,
+        "offload/hidden_s": max(0.0, out_s + in_s - exposed_s),
+        "offload/host_s": host_s,
+    }
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], device: torch.device) -> list[Tensor]:

@@ -164,14 +164,14 @@ class PinnedTwin:
 
     def _pair(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of device memory with their places in host memory, where storages follow each other."""
-        place = 0
+        offset = 0
         for view in self._views:
             start = 0
             while start < view.numel():
-                chunk, offset = divmod(place, _CHUNK_BYTES)
-                length = min(view.numel() - start, _CHUNK_BYTES - offset)
-                yield view[start : start + length], self._chunks[chunk][offset : offset + length]
-                start, place = start + length, place + length
+                chunk, in_chunk = divmod(offset, _CHUNK_BYTES)
+                length = min(view.numel() - start, _CHUNK_BYTES - in_chunk)
+                yield view[start : start + length], self._chunks[chunk][in_chunk : in_chunk + length]
+                start, offset = start + length, offset + length
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

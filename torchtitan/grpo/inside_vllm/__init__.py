@@ -2,10 +2,11 @@
 `model_identity` and `refusals` only.
 
     process         at start                        when `--weight-transfer-config` names our backend
-    API server      plugin.register: two hooks      flat_logprobs, token_versions (vLLM < 0.32); replies adds fields
+    API server      plugin.register: two hooks      flat_logprobs; replies adds fields
                                                     prompt_scores: a teacher's tokens as arrays
                                                     served_model: /v1/models tells the model's shape
                                                     quick_pause: /pause does not sleep
+                                                    before_vllm_0_32: versions of tokens, for older vLLMs
                     adapter_requests: with --enable-lora, each request gets the trainer's adapter
                     api_key.ApiKeyMiddleware, if a flag names it
     engine core     plugin.register: two hooks      bundled_outputs; it ends with its parent

@@ -6,23 +6,20 @@ whole weights do. vLLM's prefix cache tells adapters apart by name, and versions
 
 import functools
 import inspect
-import logging
 from typing import Any
-
-logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
 NAME = "torchtitan_grpo"
 ID = 1 << 20
 """Far from vLLM's own, which count from 1."""
-_PLACE = "by weight transfer"
-"""vLLM wants the path of an adapter. Ours has none."""
+_NO_PATH = "by weight transfer"
+"""In place of an adapter's path, which vLLM wants. Ours has none."""
 
 
 def request() -> Any:
     """What asks vLLM for the adapter."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(NAME, ID, _PLACE)
+    return LoRARequest(NAME, ID, _NO_PATH)
 
 
 def install() -> None:
@@ -30,9 +27,7 @@ def install() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     add = AsyncLLM.add_request
-    if getattr(add, "adapts", False):
-        return
-    ours, position = request(), _position(add)
+    ours, position = request(), list(inspect.signature(add).parameters).index("lora_request") - 1  # behind `self`
 
     @functools.wraps(add)
     async def add_with_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,11 +37,4 @@ def install() -> None:
             kwargs["lora_request"] = kwargs.get("lora_request") or ours
         return await add(self, *args, **kwargs)
 
-    add_with_adapter.adapts = True  # type: ignore[attr-defined]
     AsyncLLM.add_request = add_with_adapter
-    logger.info("All requests are answered with the adapter that the trainer sends")
-
-
-def _position(function: Any) -> int:
-    """Of the argument `lora_request`, behind `self`."""
-    return list(inspect.signature(function).parameters).index("lora_request") - 1

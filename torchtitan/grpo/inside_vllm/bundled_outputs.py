@@ -228,21 +228,9 @@ def messages(entries: list[Any]) -> list[list[Any]]:
 
 
 def install(engine: Any) -> None:
-    """Bundle the outputs of one `EngineCoreProc`. If its parts are not where they are expected, it stays as it is and
-    the log says so."""
-    tokens = tokens_per_entry()
-    if tokens == 1:
+    """Bundle the outputs of one `EngineCoreProc`: wrap what it does with them. All of it runs in its one thread."""
+    if (tokens := tokens_per_entry()) == 1:
         return
-    try:
-        _install(engine, tokens)
-    except (ImportError, AttributeError) as error:
-        logger.warning("This vLLM's engine is unknown (%s): it sends its API server every token by itself.", error)
-        return
-    logger.info("Answers that are read when complete leave the engine %d tokens at a time.", tokens)
-
-
-def _install(engine: Any, tokens: int) -> None:
-    """Wrap what the engine does with outputs. All of it runs in the engine's one thread."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
@@ -315,6 +303,7 @@ def _install(engine: Any, tokens: int) -> None:
             set_version(weight_version)
 
         engine.set_weight_version = send_before_new_version
+    logger.info("Answers that are read when complete leave the engine %d tokens at a time.", tokens)
 
 
 def tokens_per_entry() -> int:

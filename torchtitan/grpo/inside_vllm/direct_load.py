@@ -107,11 +107,11 @@ class _Proof:
         recording = self.recording
         if len(self._sources) != len(recording.copies):
             raise NotDirectError("not every bucket of the update was loaded")
-        if not all(place.holds() for place in recording.places):
+        if not recording.holds():
             raise NotDirectError("the engine's own loading puts parameters elsewhere")
         if self.trace.reason:
             raise NotDirectError(self.trace.reason)
-        parameters = [place.data for place in recording.places]
+        parameters = [parameter.data for parameter in recording.registered]
         # Two holders are not the engine's: a reference cycle, and a transport that lets go of a wire late (NCCL's
         # watchdog looks at finished work every 0.1 s).
         deadline = time.monotonic() + _LET_GO_S
@@ -174,7 +174,7 @@ class DirectLoading:
         """Start an update; returns `active`. Called before the engine is prepared for loading."""
         self._loaded.clear()
         self._proof = None
-        if self._recording is not None and self.active and not all(place.holds() for place in self._recording.places):
+        if self._recording is not None and self.active and not self._recording.holds():
             self._say("direct loading: parameters have moved, so their places are learned again")
             self.active, self._recording = False, None
         if self.active or self._refused:

@@ -11,13 +11,10 @@ log-probability only. Without `install`, vLLM's reply ignores `flat_logprobs`.
 """
 
 import functools
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 from torchtitan.grpo.inside_vllm.replies import with_field
-
-logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
 KEY = "token_logprobs"
 LOWEST = -9999.0
@@ -28,21 +25,12 @@ _TAKEN = object()
 
 
 def install() -> None:
-    """In vLLM's API server. If its parts are not where they are expected, it stays as it is and the log says so."""
-    try:
-        _install()
-    except (ImportError, AttributeError) as error:
-        logger.warning("This vLLM's replies are unknown (%s): log-probabilities stay one object per token.", error)
-
-
-def _install() -> None:
+    """In vLLM's API server."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.logprobs import FlatLogprobs
     from vllm.sampling_params import RequestOutputKind
 
     full_generator, create = ServingTokens.serve_tokens_full_generator, ServingTokens._create_tokens_logprobs
-    if getattr(full_generator, "flat", False):
-        return
 
     def asked(request: Any) -> bool:
         params = request.sampling_params
@@ -73,10 +61,8 @@ def _install() -> None:
         reply = await full_generator(self, request, without_logprobs(), *args, **kwargs)
         return with_field(reply, KEY, taken) if hasattr(reply, "choices") else reply
 
-    reply_flat.flat = True  # type: ignore[attr-defined]
     ServingTokens._create_tokens_logprobs = create_unless_taken
     ServingTokens.serve_tokens_full_generator = reply_flat
-    logger.info("Log-probabilities are sent as lists of numbers to requests that ask for flat ones.")
 
 
 def of_sampled_tokens(flat: Any) -> list[float]:

@@ -49,7 +49,7 @@ class Fill:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class RegisteredParameter:
     """A parameter, the module entry that registers it, and its memory at the time of recording."""
 
     registry: dict[str, torch.nn.Parameter | None]
@@ -59,7 +59,7 @@ class Place:
 
     def holds(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # engines subclass Parameter; that makes calls slow
-            return self.registry.get(self.key) is self.parameter and same_place(self.parameter, self.data)
+            return self.registry.get(self.key) is self.parameter and same_memory(self.parameter, self.data)
 
     def restore(self) -> None:
         self.registry[self.key] = self.parameter
@@ -72,14 +72,12 @@ class Recording:
 
     copies: list[Copy]
     fills: list[Fill]
-    places: list[Place]
+    registered: list[RegisteredParameter]
     parameters: int
 
-
-def loaded_name(name: str) -> str:
-    """A parameter's name as vLLM's `load_weights` returns it: 0.25 calls experts by the module that loads them, and not
-    by the one inside it that holds them. Of a name that is one already, the same."""
-    return name.replace(".experts.routed_experts.", ".experts.")
+    def holds(self) -> bool:
+        """Whether every parameter is where it was."""
+        return all(parameter.holds() for parameter in self.registered)
 
 
 def record(
@@ -101,13 +99,13 @@ def record(
     Raises:
         NotDirectError: Loading is more than copying, or does not fill every parameter exactly once.
     """
-    places = [
-        Place(module._parameters, key, parameter, parameter.data.as_subclass(torch.Tensor))
+    registered = [
+        RegisteredParameter(module._parameters, key, parameter, parameter.data.as_subclass(torch.Tensor))
         for module in model.modules()
         for key, parameter in module._parameters.items()
         if parameter is not None
     ]
-    recorder = _Recorder({storage_of(place.data) for place in places if place.data.numel()})
+    recorder = _Recorder({storage_of(parameter.data) for parameter in registered if parameter.data.numel()})
     for bucket in buckets:
         recorder.bucket = bucket.index
         stand_in = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device=device)
@@ -119,9 +117,9 @@ def record(
         except Exception as error:  # the engine's own loading will raise it to the user
             # The recorder's reason counts, even if a loader caught its error and raised another.
             recorder.reason = recorder.reason or f"load_weights raised {type(error).__name__}: {error}"
-        moved = [place for place in places if not place.holds()]
-        for place in moved:
-            place.restore()
+        moved = [parameter for parameter in registered if not parameter.holds()]
+        for parameter in moved:
+            parameter.restore()
         if moved:
             recorder.reason = recorder.reason or "load_weights replaces parameters"
         if recorder.reason:
@@ -131,7 +129,7 @@ def record(
     required = {name: parameter for name, parameter in model.named_parameters() if name not in excluded}
     written = [copy.destination for copy in recorder.copies] + [fill.destination for fill in recorder.fills]
     _check_coverage(required, written)
-    return Recording(recorder.copies, recorder.fills, places, len(required))
+    return Recording(recorder.copies, recorder.fills, registered, len(required))
 
 
 class _Recorder(TorchDispatchMode):
@@ -252,7 +250,7 @@ def storage_of(tensor: Any) -> int:
     return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
-def same_place(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return not tensor.is_meta and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
 
 

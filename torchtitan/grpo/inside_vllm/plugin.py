@@ -19,6 +19,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan.grpo.inside_vllm.backend import BACKEND
@@ -32,6 +33,8 @@ TESTED = ">=0.25.1,<0.33"
 _OLDEST, _NEXT = (tuple(map(int, bound.strip("<>=").split("."))) for bound in TESTED.split(","))
 
 _PARENT_POLL_S = 0.2
+_changed: set[str] = set()
+"""What was changed in this process's vLLM."""
 
 
 def register() -> None:
@@ -41,12 +44,26 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, *ENGINE)
+    change("start-up", _hook, f"with backend {BACKEND} its replies stay its own")
+
+
+def change(part: str, install: Callable[[], None], otherwise: str | None) -> None:
+    """Change a part of this process's vLLM, once. If vLLM is not as expected, it stays as it is and the log says so.
+
+    Args:
+        otherwise: What is then the case. None: it must not be, so the error is raised.
+    """
+    if part in _changed:
+        return
+    _changed.add(part)
     try:
-        _hook()
+        install()
     except (ImportError, AttributeError) as error:
-        logger.warning(
-            "This vLLM's start-up is unknown (%s). With backend %s its replies stay its own.", error, BACKEND
-        )
+        if otherwise is None:
+            raise
+        logger.warning("This vLLM is not as expected (%s): %s.", error, otherwise)
+    else:
+        logger.info("Changed in this vLLM: %s", part)
 
 
 def _hook() -> None:
@@ -81,25 +98,26 @@ def set_up_api_server(vllm_config: Any) -> None:
 
     from torchtitan.grpo.inside_vllm import (
         adapter_requests,
+        before_vllm_0_32,
         bundled_outputs,
         flat_logprobs,
         prompt_scores,
         quick_pause,
         served_model,
-        token_versions,
     )
 
     if complaint := untested(vllm.__version__):
         logger.warning(complaint)
     bundled_outputs.tokens_per_entry()
-    flat_logprobs.install()
-    prompt_scores.install()
-    quick_pause.install()
-    served_model.install(vllm_config.model_config.hf_config)
+    hf_config = vllm_config.model_config.hf_config
+    change("flat log-probabilities", flat_logprobs.install, "log-probabilities stay one object per token")
+    change("a teacher's tokens as arrays", prompt_scores.install, "a teacher's tokens are sent one by one")
+    change("a quick pause", quick_pause.install, "a pause may take 20 ms longer than necessary")
+    change("the model's shape", lambda: served_model.install(hf_config), "its list of models does not tell the shape")
     if vllm_config.lora_config is not None:
-        adapter_requests.install()
-    if not token_versions.reported_by_vllm():
-        token_versions.install()
+        change("the trainer's adapter", adapter_requests.install, None)
+    if not before_vllm_0_32.reported_by_vllm():
+        change("versions of tokens", before_vllm_0_32.install, before_vllm_0_32.OTHERWISE)
 
 
 def set_up_engine_core(engine: Any) -> None:
@@ -111,7 +129,7 @@ def set_up_engine_core(engine: Any) -> None:
     from torchtitan.grpo.inside_vllm import bundled_outputs
 
     end_with_parent()
-    bundled_outputs.install(engine)
+    change("bundles", lambda: bundled_outputs.install(engine), "it sends its API server every token by itself")
 
 
 def end_with_parent() -> None:

@@ -12,36 +12,24 @@ sent, and then the likeliest ones, best first. Without `install`, vLLM ignores t
 
 import base64
 import functools
-import logging
 from typing import Any
 
 import numpy as np
 
 from torchtitan.grpo.inside_vllm.replies import with_field
 
-logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
-
 ARGUMENT = "torchtitan_grpo_scores_from"
 KEY = "prompt_scores"
 
 
 def install() -> None:
-    """In vLLM's API server. If its parts are not where they are expected, it stays as it is and the log says so."""
-    try:
-        _install()
-    except (ImportError, AttributeError) as error:
-        logger.warning("This vLLM's completions are unknown (%s): a teacher's tokens are sent one by one.", error)
-
-
-def _install() -> None:
+    """In vLLM's API server."""
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.logprobs import FlatLogprobs
 
     to_params = CompletionRequest.to_sampling_params
     respond = OpenAIServingCompletion.request_output_to_completion_response
-    if getattr(respond, "scores", False):
-        return
 
     @functools.wraps(to_params)
     def flat_if_asked(self: CompletionRequest, *args: Any, **kwargs: Any) -> Any:
@@ -62,10 +50,8 @@ def _install() -> None:
         reply = respond(self, results, request, *args, **kwargs)
         return with_field(reply, KEY, taken) if taken else reply
 
-    respond_with_scores.scores = True  # type: ignore[attr-defined]
     CompletionRequest.to_sampling_params = flat_if_asked
     OpenAIServingCompletion.request_output_to_completion_response = respond_with_scores
-    logger.info("Log-probabilities of sent answers leave as arrays, to requests that ask for them.")
 
 
 def starts(request: Any) -> list[int]:

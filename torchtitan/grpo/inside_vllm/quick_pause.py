@@ -2,30 +2,21 @@
 
 vLLM's own (0.25 to 0.32) sleeps for 20 ms after that, so that answers that have ended are usually delivered first. That
 was most of a pause, in which the server generates nothing. Nobody here relies on that order: the version of a token
-follows from the order in which the engine's outputs come (`token_versions`), or is the engine's word.
+follows from the order in which the engine's outputs come (`before_vllm_0_32`), or is the engine's word.
 """
 
 import functools
-import logging
 from typing import Any
-
-logger = logging.getLogger("vllm.torchtitan_grpo")  # below "vllm", so that it is in the server's log
 
 
 def install() -> None:
-    """In vLLM's API server. If its parts are not where they are expected, it stays as it is and the log says so."""
-    try:
-        from vllm.renderers import BaseRenderer
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.engine.core_client import AsyncMPClient
+    """In vLLM's API server."""
+    from vllm.renderers import BaseRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
 
-        pause = AsyncLLM.pause_generation
-        _ = BaseRenderer.clear_mm_cache_async, AsyncMPClient.pause_scheduler_async  # what it calls below
-    except (ImportError, AttributeError) as error:
-        logger.warning("This vLLM's pause is unknown (%s): it may take 20 ms longer than necessary.", error)
-        return
-    if getattr(pause, "is_quick", False):
-        return
+    pause = AsyncLLM.pause_generation
+    _ = BaseRenderer.clear_mm_cache_async, AsyncMPClient.pause_scheduler_async  # what it calls below
 
     @functools.wraps(pause)
     async def pause_quickly(self: AsyncLLM, **asked: Any) -> None:
@@ -37,5 +28,4 @@ def install() -> None:
             await self.renderer.clear_mm_cache_async()
         await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
-    pause_quickly.is_quick = True  # type: ignore[attr-defined]
     AsyncLLM.pause_generation = pause_quickly

@@ -24,8 +24,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from torchtitan.grpo.inside_vllm import adapters
 from torchtitan.grpo.inside_vllm.adapters import ServedAdapters
 from torchtitan.grpo.inside_vllm.base_weights import base_fingerprints
+from torchtitan.grpo.inside_vllm.before_vllm_0_32 import loaded_name
 from torchtitan.grpo.inside_vllm.direct_load import DirectLoading
-from torchtitan.grpo.inside_vllm.load_recording import loaded_name
 from torchtitan.grpo.inside_vllm.plugin import end_with_parent
 from torchtitan.grpo.weight_wire import receiver
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo

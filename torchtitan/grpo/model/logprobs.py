@@ -28,6 +28,7 @@ def token_logprobs(
     compile: bool = False,
     kept_bytes: int = 0,
     others: Tensor | None = None,
+    predictions: bool = False,
 ) -> tuple[Tensor, ...]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that distribution, in nats.
 
@@ -47,53 +48,27 @@ def token_logprobs(
             than the matrix multiplications (2.6 times the total time on an H200, V = 152k, D = 1024).
         kept_bytes: Memory for chunks of logits, in hidden's dtype, that backward need not recompute.
         others: [T, K], further tokens at each position, each at most once. -1 is none: 0 is returned for it.
+        predictions: Return whether each target is a likeliest token, too.
+
     Returns:
         logprobs [T] and entropy [T]. With `others` also [T, K + 1]: their log-probabilities, and in the last column
         that of all tokens that are not among them, which is not computed as a difference from 1. All are differentiable
         in hidden and weight. Second derivatives are not available. The weight's gradient is summed over chunks in
-        hidden's dtype.
+        hidden's dtype. With `predictions` also bool [T], exact at a temperature of 1.
     """
-    logprobs, entropy, _, of_others = _predictions(
-        hidden, weight, targets, temperature, chunk_tokens, mesh, compile, kept_bytes, others
-    )
-    return (logprobs, entropy) if others is None else (logprobs, entropy, of_others)
-
-
-def token_predictions(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    *,
-    chunk_tokens: int = 1024,
-    mesh: DeviceMesh | None = None,
-    compile: bool = False,
-    kept_bytes: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`token_logprobs`, and whether each target is a likeliest token: bool [T], exact at a temperature of 1."""
-    return _predictions(hidden, weight, targets, temperature, chunk_tokens, mesh, compile, kept_bytes, None)[:3]
-
-
-def _predictions(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    chunk_tokens: int,
-    mesh: DeviceMesh | None,
-    compile: bool,
-    kept_bytes: int,
-    others: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not temperature > 0:
         raise ValueError(f"log-probabilities need a temperature above 0, got {temperature}")
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden must be [T, D] and targets [T], got {tuple(hidden.shape)} and {tuple(targets.shape)}")
     if others is not None and (others.ndim != 2 or others.shape[0] != targets.shape[0]):
         raise ValueError(f"others must be [T, K] with T = {targets.shape[0]}, got {tuple(others.shape)}")
-    others = targets.new_empty(len(targets), 0) if others is None else others.long()
     group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-    return _TokenLogprobs.apply(hidden, weight, targets, others, temperature, chunk_tokens, group, compile, kept_bytes)
+    known = targets.new_empty(len(targets), 0) if others is None else others.long()
+    logprobs, entropy, is_likeliest, of_others = _TokenLogprobs.apply(
+        hidden, weight, targets, known, temperature, chunk_tokens, group, compile, kept_bytes
+    )
+    found = (logprobs, entropy) if others is None else (logprobs, entropy, of_others)
+    return (*found, is_likeliest) if predictions else found
 
 
 class _TokenLogprobs(torch.autograd.Function):

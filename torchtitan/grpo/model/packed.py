@@ -18,7 +18,7 @@ from torchtitan.grpo.model.documents import Documents, documents_for_compiled_bl
 from torchtitan.grpo.model.experts import expert_tokens
 from torchtitan.grpo.model.flash_attention import Attention, flash_attention_2
 from torchtitan.grpo.model.flops import used
-from torchtitan.grpo.model.logprobs import token_logprobs, token_predictions
+from torchtitan.grpo.model.logprobs import token_logprobs
 from torchtitan.grpo.model.replay import agreement, route_keys, set_routes
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.rows import PADDING_DOCUMENT_TOKENS
@@ -160,8 +160,14 @@ def _packed_forward(
     if isinstance(weight, DTensor):
         weight = weight.to_local()
     hidden = hidden[0].index_select(0, answer_positions)
-    arguments = hidden, weight, row.targets, temperature
-    if predictions:
-        return token_predictions(*arguments, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes)
-    top_ids = row.top_ids if torch.is_grad_enabled() else None
-    return token_logprobs(*arguments, mesh=tp_mesh, compile=compile, kept_bytes=kept_bytes, others=top_ids)
+    return token_logprobs(
+        hidden,
+        weight,
+        row.targets,
+        temperature,
+        mesh=tp_mesh,
+        compile=compile,
+        kept_bytes=kept_bytes,
+        others=row.top_ids if torch.is_grad_enabled() and not predictions else None,
+        predictions=predictions,
+    )

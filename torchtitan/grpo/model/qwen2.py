@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5, dense: torchtitan's Qwen3 without norms of queries and keys, with biases on q, k and v."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from torchtitan.grpo.model import llama3, qwen3
-from torchtitan.grpo.model.families import Family, Unsupported
+from torchtitan.grpo.model.families import Unsupported
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 
 
@@ -61,7 +62,8 @@ def _flavor(dim: int, layers: int, heads: int, kv_heads: int, hidden_dim: int, *
 
 TIED = dict(enable_weight_tying=True, vocab_size=151936)
 
-FAMILY = Family(
+FAMILY = dataclasses.replace(
+    qwen3.FAMILY,
     model_cls=Qwen2Model,
     flavors={
         "0.5B": _flavor(896, 24, 14, 2, 4864, **TIED),
@@ -73,8 +75,6 @@ FAMILY = Family(
         "72B": _flavor(8192, 80, 64, 8, 29568, norm_eps=1e-5),
     },
     args_from_hf=args_from_hf,
-    rope_to_hf=qwen3.rope_to_hf,
-    rope_types=("default",),
     adapter_cls=Qwen2Adapter,
     # Without norms of queries and keys a rank's heads need no DTensors: Llama's plan. It cuts biases like outputs.
     apply_tensor_parallel=llama3.apply_tensor_parallel,

@@ -6,17 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from torchtitan.config.job_config import Compile
+from torchtitan.grpo.model import qwen3
 from torchtitan.grpo.model.experts import MoE, apply_expert_parallel
-from torchtitan.grpo.model.families import Family, Unsupported
-from torchtitan.grpo.model.qwen3 import Qwen3Adapter, rope_to_hf
-from torchtitan.grpo.model.qwen3 import args_from_hf as dense_args
+from torchtitan.grpo.model.families import Unsupported
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, qwen3_args
-from torchtitan.models.qwen3.infra import parallelize
 
 _STACKED = ".moe.experts."
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -32,7 +29,7 @@ class Qwen3Moe(Qwen3Model):
             block.moe = MoE(model_args.moe_args, model_args.dim, model_args.moe_inter_dim)
 
 
-class Qwen3MoeAdapter(Qwen3Adapter):
+class Qwen3MoeAdapter(qwen3.Qwen3Adapter):
     """Experts are stacked in torchtitan, and single tensors in files. Takes some of a layer's experts, too."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +86,7 @@ def args_from_hf(config: PreTrainedConfig) -> Qwen3ModelArgs:
         load_balance_coeff=None,
     )
     return dataclasses.replace(
-        dense_args(config), moe_enabled=True, moe_inter_dim=config.moe_intermediate_size, moe_args=experts
+        qwen3.args_from_hf(config), moe_enabled=True, moe_inter_dim=config.moe_intermediate_size, moe_args=experts
     )
 
 
@@ -103,10 +100,6 @@ def more_to_hf(args: Qwen3ModelArgs) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-
-
-def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    raise NotImplementedError("refused by parallelize")
 
 
 def apply_compile(model: nn.Module, config: Compile) -> None:
@@ -123,7 +116,8 @@ def apply_compile(model: nn.Module, config: Compile) -> None:
         experts.gated = torch.compile(experts.gated, backend=config.backend, fullgraph=True, dynamic=True)
 
 
-FAMILY = Family(
+FAMILY = dataclasses.replace(  # its tensor parallelism is refused by `source.check_degrees`
+    qwen3.FAMILY,
     model_cls=Qwen3Moe,
     flavors={
         name: dataclasses.replace(args, moe_args=dataclasses.replace(args.moe_args, load_balance_coeff=None))
@@ -131,12 +125,8 @@ FAMILY = Family(
         if args.moe_enabled
     },
     args_from_hf=args_from_hf,
-    rope_to_hf=rope_to_hf,
-    rope_types=("default",),
     adapter_cls=Qwen3MoeAdapter,
-    apply_tensor_parallel=apply_tensor_parallel,
     apply_compile=apply_compile,
-    kept_operations=frozenset(parallelize._op_sac_save_list),
     more_to_hf=more_to_hf,
     apply_expert_parallel=apply_expert_parallel,
 )

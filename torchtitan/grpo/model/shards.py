@@ -1,8 +1,10 @@
 """Parameters that are sharded or wrapped: their names, a rank's part of them, and the whole."""
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Shard
+
+Slices = tuple[tuple[int, int], ...]
+"""A box of a full tensor: (start, length) in each dimension."""
 
 
 def canonical_name(name: str) -> str:
@@ -15,19 +17,38 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of `parameter` as a view of `full`, by torch.chunk's rule on each mesh axis."""
+def box_of(parameter: torch.Tensor) -> Slices | None:
+    """The box of the full tensor that this rank's shard is; None if the rank is not in the parameter's mesh.
+
+    With FSDP2 over tensor parallelism on the same dimension, torch marks FSDP's mesh dimension as strided: the tensor
+    is split over the mesh dimensions to its right first. Applied in that order, every shard is one contiguous box.
+
+    Raises:
+        ValueError: The parameter is a partial sum.
+    """
     if not isinstance(parameter, DTensor):
-        return full
+        return tuple((0, size) for size in parameter.shape)
     coordinate = parameter.device_mesh.get_coordinate()
-    axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    # FSDP2 shards what tensor parallelism has sharded, though its mesh axis comes first: it is marked as strided.
-    for axis in sorted(axes, key=lambda axis: isinstance(parameter.placements[axis], _StridedShard)):
-        dim, ranks = parameter.placements[axis].dim, parameter.device_mesh.size(axis)
-        rows = -(-full.shape[dim] // ranks)
-        start = min(rows * coordinate[axis], full.shape[dim])
-        full = full.narrow(dim, start, min(rows, full.shape[dim] - start))
-    return full
+    if coordinate is None:
+        return None
+    box = [(0, size) for size in parameter.shape]
+    splits = []
+    for mesh_dim, placement in enumerate(parameter.placements):
+        if placement.is_partial():
+            raise ValueError(f"a parameter with placement {placement} has no well-defined value")
+        if not placement.is_replicate():
+            splits.append((type(placement) is not Shard, mesh_dim, placement.dim))
+    for _strided, mesh_dim, dim in sorted(splits):
+        start, length = box[dim]
+        chunk = -(-length // parameter.device_mesh.size(mesh_dim))  # torch.chunk's size: the last ones may be short
+        low = min(coordinate[mesh_dim] * chunk, length)
+        box[dim] = (start + low, min(low + chunk, length) - low)
+    return tuple(box)
+
+
+def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of `parameter` as a view of `full`."""
+    return full[tuple(slice(start, start + length) for start, length in box_of(parameter) or ())]
 
 
 def fill(parameter: torch.Tensor, values: torch.Tensor, row: int | None = None) -> None:

@@ -4,22 +4,14 @@ import contextlib
 import functools
 import importlib
 import inspect
-import logging
 import os
 import sys
-import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.process.stopping import Stopped
-
-logger = logging.getLogger(__name__)
-"""Not torchtitan's, whose import loads torch: a reward worker has none."""
-SLOW_IMPORT_S = 5.0
-"""After this time a line says which module is being imported."""
 
 
 def load_function(key: str, name: str, *parameters: str) -> Callable[..., Any]:
@@ -49,8 +41,7 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # a script that is given by its path puts only its own folder there
     try:
-        with _said_if_slow(f'{key}: "{name}": still importing {module_name!r}'):
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
@@ -62,7 +53,10 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
     except Stopped:  # a signal that came meanwhile
         raise
     except SystemExit as error:
-        raise UserError(f'{key}: "{name}": importing {module_name!r} ended the process: {_exit(error)}') from error
+        raise UserError(
+            f'{key}: "{name}": importing {module_name!r} ended the process by sys.exit({error.code!r}), as where it '
+            'reads the command line: move that under `if __name__ == "__main__":`'
+        ) from error
     except Exception as error:  # the user's code may raise anything
         what = f"{type(error).__name__}: {error}"
         raise UserError(f'{key}: "{name}": cannot import {module_name!r}: {what}') from error
@@ -99,25 +93,3 @@ def source(function: Callable[..., Any]) -> str:
         if code := getattr(inspect.unwrap(each), "__code__", None):
             return f"{code.co_filename}:{code.co_firstlineno}"
     return ""
-
-
-@contextlib.contextmanager
-def _said_if_slow(words: str) -> Iterator[None]:
-    timer = threading.Timer(SLOW_IMPORT_S, logger.info, [words])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _exit(error: SystemExit) -> str:
-    """What a module that ends the process wanted to say, where, and what to change."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    libraries = ("<", sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    place = "{0.filename}:{0.lineno}".format((own or frames)[-1])
-    if any(frame.filename.endswith("argparse.py") for frame in frames):
-        return f'it reads the command line ({place}). Move that under `if __name__ == "__main__":`'
-    return f'sys.exit({error.code!r}) ({place}). Raise an error there, or move it under `if __name__ == "__main__":`'

@@ -5,6 +5,7 @@ it imports nothing but the standard library. `engines/registry.py` has the rest 
 a flag is for is said here and nowhere else.
 """
 
+import argparse
 import ipaddress
 import json
 import os
@@ -466,41 +467,29 @@ def main(arguments: list[str]) -> None:
 def _parsed(engine: type[ServerCommand], arguments: list[str]) -> tuple[ServerCommand, int]:
     """The server, and its port."""
     key = engine.key_variable
-    given = {"--port": "8000", "--host": LOOPBACK, "--gpu": ""}
-    model, cpu, expose, flags = "", False, False, []
-    left = list(arguments)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if name == "--api-key":
-            raise ServerCommandError(f"--api-key shows the key to everyone who runs ps: export {key} instead", 2)
-        if name in given:
-            if not equals and not left:
-                raise ServerCommandError(f"{name} needs a value", 2)
-            given[name] = value if equals else left.pop(0)
-        elif word == "--expose":
-            expose = True
-        elif word == "--cpu":
-            cpu = True
-        elif not model and word.startswith("-"):
-            raise ServerCommandError(f"MODEL comes first, before {engine.title}'s own flag {word}", 2)
-        elif not model:
-            model = word
-        else:
-            flags.append(word)
-    if not model:
-        raise ServerCommandError("MODEL is missing: name a folder with config.json and a tokenizer", 2)
-    try:
-        port, gpus = int(given["--port"]), tuple(int(gpu) for gpu in given["--gpu"].split(",") if gpu)
-    except ValueError:
-        raise ServerCommandError(
-            f"--port {given['--port']} and --gpu {given['--gpu']} must be numbers, as in --port 8000 --gpu 0,1", 2
-        ) from None
-    check_exposure(given["--host"], expose, f"Export {key}")
-    if expose and not is_loopback(given["--host"]) and not os.environ.get(key):
-        print(f"warning: --expose without {key}: whoever reaches port {port} can replace the weights", file=sys.stderr)
-    on = () if cpu else gpus or None
-    return engine(model, on, tuple(flags), host=given["--host"], key_env=key), port
+    if any(word.partition("=")[0] == "--api-key" for word in arguments):
+        raise ServerCommandError(f"--api-key shows the key to everyone who runs ps: export {key} instead", 2)
+    if not arguments or arguments[0].startswith("-"):
+        raise ServerCommandError("MODEL comes first: name a folder with config.json and a tokenizer", 2)
+    parser = argparse.ArgumentParser(prog=f"serve_{engine.engine}.sh", add_help=False, allow_abbrev=False)
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default=LOOPBACK)
+    parser.add_argument("--expose", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--gpu", type=gpu_list, default=())
+    given, flags = parser.parse_known_args(arguments)
+    check_exposure(given.host, given.expose, f"Export {key}")
+    if given.expose and not is_loopback(given.host) and not os.environ.get(key):
+        said = f"warning: --expose without {key}: whoever reaches port {given.port} can replace the weights"
+        print(said, file=sys.stderr)
+    gpus = () if given.cpu else given.gpu or None
+    return engine(given.model, gpus, tuple(flags), host=given.host, key_env=key), given.port
+
+
+def gpu_list(text: str) -> tuple[int, ...]:
+    """Of "0,1"."""
+    return tuple(int(gpu) for gpu in text.split(",") if gpu)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ A token is of one attempt of one launcher. A second run that is started in the f
 import contextlib
 import dataclasses
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from torchtitan.grpo.engines.fleet import Keeper
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.kept_server import RETURN_S
 from torchtitan.grpo.servers.plan import URLS_FILE
-from torchtitan.grpo.servers.state import ServerState
+from torchtitan.grpo.servers.state import ServerState, write_whole
 
 TOKEN = "TORCHTITAN_GRPO_SERVERS"
 _WANTED, _STATE = "wanted", "state.json"
@@ -58,9 +57,9 @@ class Notices:
                 return
             urls = dict.fromkeys(state.url for state in states)  # a new server may have a lost one's address
             if all(urls):
-                _replace(self.folder / URLS_FILE, "".join(f"{url}\n" for url in urls))
+                write_whole(self.folder / URLS_FILE, "".join(f"{url}\n" for url in urls))
             told = {"token": self._token, "servers": [dataclasses.asdict(state) for state in states]}
-            _replace(self.folder / _STATE, json.dumps(told))
+            write_whole(self.folder / _STATE, json.dumps(told))
 
     def remove(self) -> None:
         """Remove the files, if rank 0 has asked this launcher for servers."""
@@ -107,7 +106,7 @@ class LaunchedServers(Keeper):
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _replace(self._folder / _WANTED, self._token)
+            write_whole(self._folder / _WANTED, self._token)
         except OSError as error:
             raise UserError(f"{self._folder}: cannot be written to: {error.strerror}") from error
         self._thread.start()
@@ -185,10 +184,3 @@ class LaunchedServers(Keeper):
                 self.on_end(old.url, new.why)
         for new in started:
             self.on_healthy(new.url)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that is never seen half written."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)

@@ -1,6 +1,8 @@
 """How a server is: what its supervisor knows, Ray's actors send and `launched.py` writes."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -21,3 +23,10 @@ class ServerState:
     ends: int = 0
     why: str = ""
     given_up: str = ""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is never seen half written."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)

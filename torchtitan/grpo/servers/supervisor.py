@@ -17,7 +17,6 @@ server instead (guard.py):
 """
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from pathlib import Path
 from torchtitan.grpo.engines.fleet import Keeper
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.servers.kept_server import GRACE_S, KeptServer, Launch
-from torchtitan.grpo.servers.state import ServerState
+from torchtitan.grpo.servers.state import ServerState, write_whole
 
 _CLOSE_S = GRACE_S + 6.0
 
@@ -136,11 +135,9 @@ class Supervisor(Keeper):
             urls = self.urls
             if self.urls_file is None or urls == self._listed:
                 return
-            unfinished = self.urls_file.with_name(f"{self.urls_file.name}.{os.getpid()}.tmp")
             try:
                 self.urls_file.parent.mkdir(parents=True, exist_ok=True)
-                unfinished.write_text("".join(f"{url}\n" for url in urls))
-                unfinished.replace(self.urls_file)
+                write_whole(self.urls_file, "".join(f"{url}\n" for url in urls))
             except OSError as error:
                 raise UserError(f"{self.urls_file}: the list of servers cannot be written: {error.strerror}") from error
             self._listed = urls

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Mode(Enum):
     """In pushes together with the others."""
 
 
+@dataclass(eq=False)
 class Board:
     """What the leader (the sync thread of rank 0) and the workers share, under one lock.
 
@@ -46,40 +48,32 @@ class Board:
 
     Attributes:
         sent: The version of the newest common push. A server needs it, or a newer one, to be admitted (I3).
+        push_wanted: Push now although no push is due. Under the lock.
+        copy_wanted: Make a copy, if none is in use. Under the lock.
         push_s: Seconds of the last common push over all its servers; with `copies_only`, of the last server.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        buckets: list[Bucket],
-        num_buffers: int,
-        timeout_s: float,
-        straggler_s: float,
-        pause: Pause,
-        plan_info: dict,
-        copy: VersionCopy | None,
-        copies_only: bool,
-    ):
-        self.fleet = fleet
-        self.buckets = buckets
-        self.num_buffers = num_buffers
-        self.timeout_s = timeout_s
-        self.straggler_s = straggler_s
-        self.pause = pause
-        self.plan_info = plan_info
-        self.copy = copy
-        self.copies_only = copies_only
+    fleet: Fleet
+    buckets: list[Bucket]
+    num_buffers: int
+    timeout_s: float
+    straggler_s: float
+    pause: Pause
+    plan_info: dict
+    copy: VersionCopy | None
+    copies_only: bool
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.workers: list[ServerWorker] = []
         self.sent = -1
         self.push_s = 0.0
         self._closing = False
-        self._push_wanted = False
-        self._copy_wanted = False
+        self.push_wanted = False
+        self.copy_wanted = False
         self._reports: list[SyncReport] = []
-        fleet.add_listener(self._on_fleet_change)
+        self.fleet.add_listener(self._on_fleet_change)
 
     def notify(self) -> None:
         with self.changed:
@@ -109,22 +103,14 @@ class Board:
     def ask_for_push(self) -> None:
         """A server joins common pushes, and no other server would have to wait: push even if no push is due."""
         with self.changed:
-            self._push_wanted = True
+            self.push_wanted = True
             self.changed.notify_all()
 
     def ask_for_copy(self) -> None:
         """A worker needs a newer copy than there is."""
         with self.changed:
-            self._copy_wanted = True
+            self.copy_wanted = True
             self.changed.notify_all()
-
-    def push_is_wanted(self) -> bool:
-        """Whether to push now although no push is due. Under the lock."""
-        return self._push_wanted
-
-    def copy_is_wanted(self) -> bool:
-        """Whether to make a copy, if none is in use. Under the lock."""
-        return self._copy_wanted
 
     def begin_push(self, make: Callable[[list[str], Callable[[str, str], None]], Push]) -> Push:
         """Invite all workers in mode COMMON to a push. `make` gets their addresses, and what to call on a drop.
@@ -136,7 +122,7 @@ class Board:
             self.check()
             workers = {worker.url: worker for worker in self.in_common()}
             push = make(list(workers), lambda url, why: workers[url].drop(push, why))
-            self._push_wanted = False
+            self.push_wanted = False
             for worker in workers.values():
                 worker.invite(push)
         return push
@@ -163,7 +149,7 @@ class Board:
     def copy_made(self) -> None:
         """The copy holds a new version."""
         with self.changed:
-            self._copy_wanted = False
+            self.copy_wanted = False
             self.changed.notify_all()
             self.wake_workers(Mode.ALONE)
 

@@ -163,17 +163,13 @@ class FolderLink(ReceiverLink):
         self._update = None
         with self._phase("connect"):
             info = plan_info | {"backend": "disk", "master_address": "", "master_port": 0, "rank_offset": 1}
-            info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self._timeout_s}
+            info |= {"world_size": 1 + self.control.world_size(), "timeout_seconds": self.timeout_s}
             self.control.init_transfer(info)
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
+        """Have the server read the feed's version."""
         update_info = {"version": feed.version, "run": own_run(), "folder": str(feed.folder)}
         self._begin(update_info | {"expected": list(feed.expected)})
-        read_started = time.perf_counter()
-        with self._phase("apply"):
-            self._servers_error(time.monotonic() + self._timeout_s)
-        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
-        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
+        self._read(buckets, lambda: self._servers_error(time.monotonic() + self.timeout_s))
         self._finish(feed.version)
         return self.seconds

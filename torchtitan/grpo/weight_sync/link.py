@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from torchtitan.grpo.weight_sync.push import Feed
 from torchtitan.grpo.weight_wire.buckets import Bucket
 from torchtitan.grpo.weight_wire.receiver import ACK_FIELDS
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous, address_towards
-from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
+from torchtitan.grpo.weight_wire.transport import Group, in_thread, on_stream, wait
 from torchtitan.grpo.weight_wire.version_names import origin, own_run, version_name, version_of
 
 _CHECK_S = 0.05
@@ -54,6 +54,7 @@ class Pause:
     drain_timeout_s: float = 600.0
 
 
+@dataclass(eq=False)
 class ServerLink:
     """One server, used from one thread at a time.
 
@@ -81,29 +82,19 @@ class ServerLink:
         versions_in_use: Versions that our requests name; for engines that have several at once.
     """
 
-    def __init__(
-        self,
-        control: HttpControl,
-        backend: str,
-        device: torch.device,
-        timeout_s: float,
-        pause: Pause,
-        check: Callable[[], None],
-        hold: Callable[[], None],
-        requests_in_flight: Callable[[], int],
-        versions_in_use: Callable[[], set[int]] = set,
-    ):
-        self.control = control
-        self.url = control.url
-        self._backend = backend
-        self._device = device
-        self._timeout_s = timeout_s
-        self._pause = pause
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.check = check
-        self._hold = hold
-        self._requests_in_flight = requests_in_flight
-        self._versions_in_use = versions_in_use
+    control: HttpControl
+    backend: str
+    device: torch.device
+    timeout_s: float
+    pause: Pause
+    check: Callable[[], None]
+    hold: Callable[[], None]
+    requests_in_flight: Callable[[], int]
+    versions_in_use: Callable[[], set[int]] = set
+
+    def __post_init__(self) -> None:
+        self.url = self.control.url
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._group: Group | None = None
         self._update: Future[None] | None = None
         self._in_flight: deque[tuple[dist.Work, int, float]] = deque()
@@ -148,10 +139,10 @@ class ServerLink:
         """Pause the server, as `Pause` says, for an update to this version or a newer one."""
         self._version, self.bytes_done, self.seconds = version, 0, {}
         # The prefix cache is keyed by version. Clear what an earlier run cached under the same numbers.
-        self._clear_cache = self._pause.recompute_kv or not self._given
+        self._clear_cache = self.pause.recompute_kv or not self._given
         self._in_flight.clear()
         self._started = time.perf_counter()
-        if self._pause.in_flight:
+        if self.pause.in_flight:
             with self._phase("pause"):
                 self.control.pause("keep", self._clear_cache)
         else:
@@ -166,19 +157,21 @@ class ServerLink:
 
     def _drain(self) -> None:
         """Have the server finish its running answers."""
-        limit_s = self._pause.drain_timeout_s
-        deadline = time.monotonic() + limit_s
-        reply_s = limit_s + self._timeout_s  # the wait below fires first, since its error says more
+        deadline = time.monotonic() + self.pause.drain_timeout_s
+        reply_s = self.pause.drain_timeout_s + self.timeout_s  # the wait below fires first, since its error says more
         paused = in_thread(lambda: self.control.pause("wait", self._clear_cache, reply_s), "weight-sync-drain")
         while not paused.done():
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"timed out: its running answers took over {limit_s:g} s ([rollout] request_timeout_seconds, with "
-                    "[async_grpo] in_flight_weight_updates = false)"
-                )
+                raise self._drains_too_long()
             futures.wait([paused], timeout=_DRAIN_CHECK_S)
         paused.result()
+
+    def _drains_too_long(self) -> TimeoutError:
+        return TimeoutError(
+            f"timed out: its running answers took over {self.pause.drain_timeout_s:g} s ([rollout] "
+            "request_timeout_seconds, with [async_grpo] in_flight_weight_updates = false)"
+        )
 
     def update(self, feed: Any, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
         """Bring the server, which `stop` paused, to the feed's version, and resume it.
@@ -201,6 +194,15 @@ class ServerLink:
         with self._phase("finish"):
             self.control.finish_update(version_name(version))
         self._take_into_service(version, started)
+
+    def _read(self, buckets: Sequence[Bucket], load: Callable[[], None]) -> None:
+        """Have the server read a version from files: `load` waits for it. `wire` is 0, since reading is part of
+        `apply`."""
+        started = time.perf_counter()
+        with self._phase("apply"):
+            load()
+        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - started}
+        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
 
     def _take_into_service(self, version: int, started: float | None = None) -> None:
         """Check the version that the server reports, then resume it."""
@@ -249,15 +251,9 @@ class ServerLink:
             return str(self._update.exception(timeout_s) or "")
         return ""
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
+    def _on_stream(self) -> AbstractContextManager[None]:
         """Run a block on this server's own stream, so that a server that does not receive delays no other's copies."""
-        if self._stream is None:
-            yield
-            return
-        torch.cuda.set_device(self._device)
-        with torch.cuda.stream(self._stream):
-            yield
+        return on_stream(self._stream, self.device)
 
     def _raise_servers_error(self) -> None:
         """For waits on a collective: if the server's update call has failed, the collective will never complete."""
@@ -289,7 +285,7 @@ class ReceiverLink(ServerLink):
             self.control.start_update()
         self.seconds["pause"] = time.perf_counter() - self._started
         # One call covers the whole plan. Each bucket is bounded by `timeout_s`, and those bounds fire before this one.
-        update_timeout_s = (self._buckets + 2) * self._timeout_s
+        update_timeout_s = (self._buckets + 2) * self.timeout_s
         self._update = in_thread(lambda: self.control.update(update_info, update_timeout_s), "weight-sync-update")
 
 
@@ -303,12 +299,12 @@ class GroupLink(ReceiverLink):
         self._given = False
         self._update = None  # the last update's error must not explain failures from here on
         with self._phase("connect"):
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self.timeout_s
             world_size = 1 + self.control.world_size()
             address = self._own_address()
-            rendezvous = Rendezvous(self._backend, world_size, self._device, self._timeout_s, address)
-            info = plan_info | {"backend": self._backend, "master_address": address, "master_port": rendezvous.port}
-            info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self._timeout_s}
+            rendezvous = Rendezvous(self.backend, world_size, self.device, self.timeout_s, address)
+            info = plan_info | {"backend": self.backend, "master_address": address, "master_port": rendezvous.port}
+            info |= {"rank_offset": 1, "world_size": world_size, "timeout_seconds": self.timeout_s}
             self._group = self._both_ends(lambda: self.control.init_transfer(info), rendezvous, deadline)
 
     def update(self, feed: Feed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
@@ -320,9 +316,9 @@ class GroupLink(ReceiverLink):
                 wire, filled = feed.bucket(bucket.index)
                 self._post(wire, bucket.payload_bytes, filled)
                 self._wait_in_flight(num_buffers - 1)
-                feed.let_go(bucket.index + 1 - len(self._in_flight))
+                feed.release(bucket.index + 1 - len(self._in_flight))
             self._wait_in_flight(0)
-            feed.let_go(len(buckets))
+            feed.release(len(buckets))
             self.seconds["wire"] = time.perf_counter() - wire_started
             self._acknowledge(feed.expected())
             self._finish(feed.version)
@@ -332,8 +328,8 @@ class GroupLink(ReceiverLink):
         """Put a bucket on the wire. It must not change until `_wait_in_flight` has waited for it."""
         with self._phase("transfer"):
             if filled is not None:
-                torch.cuda.current_stream(self._device).wait_event(filled)
-            deadline = time.monotonic() + self._timeout_s
+                torch.cuda.current_stream(self.device).wait_event(filled)
+            deadline = time.monotonic() + self.timeout_s
             self._in_flight.append((self._group.broadcast(wire), payload_bytes, deadline))
 
     def _wait_in_flight(self, at_most: int) -> None:
@@ -349,8 +345,8 @@ class GroupLink(ReceiverLink):
         """Wait until every rank of the server has acknowledged the full version and its update call has returned."""
         started = time.perf_counter()
         with self._phase("acknowledge"):
-            deadline = time.monotonic() + self._timeout_s
-            table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self._device)
+            deadline = time.monotonic() + self.timeout_s
+            table = torch.zeros(self._group.size, ACK_FIELDS, dtype=torch.int64, device=self.device)
             what = "the server's acknowledgement"
             wait(self._group.all_reduce(table), deadline, what, self._raise_servers_error, self._group.rest)
             for rank, row in enumerate(table.tolist()[1:]):

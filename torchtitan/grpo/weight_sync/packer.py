@@ -7,18 +7,18 @@ Everything here runs on the push's own stream and the weight-sync groups, so a t
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.shards import Slices
 from torchtitan.grpo.policy.finite import is_finite
 from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import (
     Holding,
-    Slices,
     SnapshotBuffer,
     Snapshots,
     joined,
@@ -27,6 +27,7 @@ from torchtitan.grpo.weight_sync.snapshot import (
     within,
 )
 from torchtitan.grpo.weight_wire.buckets import Bucket, Checksum, combine_checksums, plan_buckets
+from torchtitan.grpo.weight_wire.transport import on_stream
 
 
 class Stopwatch:
@@ -205,15 +206,9 @@ class Packer:
             start += held.numel
         return targets, sources
 
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Run a block on the push's stream, in any thread. On CPU there is nothing to do."""
-        if self._stream is None:
-            yield
-            return
-        torch.cuda.set_device(self.device)
-        with torch.cuda.stream(self._stream):
-            yield
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Run a block on the push's stream, in any thread."""
+        return on_stream(self._stream, self.device)
 
     def gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> None:
         """Bring all ranks' shards of a bucket to rank 0. Collective: every rank, every bucket, in order."""

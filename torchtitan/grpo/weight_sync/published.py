@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.lora import Lora, PeftNames, is_adapter
-from torchtitan.grpo.model.shards import canonical_name
+from torchtitan.grpo.model.shards import Slices, canonical_name
 from torchtitan.grpo.model.shards import whole as full_tensor
 from torchtitan.grpo.model.source import ModelSource
-from torchtitan.grpo.weight_sync.snapshot import Slices
 from torchtitan.grpo.weight_wire.adapters import AdapterInfo, fingerprint
 from torchtitan.grpo.weight_wire.buckets import TensorSpec
 

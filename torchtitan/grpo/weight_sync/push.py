@@ -33,7 +33,7 @@ class Feed(Protocol):
         """Bucket `index` as uint8 [wire_bytes], and the event after which it is filled. Waits for it, bounded."""
         ...
 
-    def let_go(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """The first `count` buckets have left the wire."""
         ...
 
@@ -91,7 +91,7 @@ class Push:
         self._for_servers = threading.Condition(self._lock)
         self._offered: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._drain_s = drain_s
-        self._let_go = dict.fromkeys(servers, 0 if drain_s is None else _MOVING)
+        self._released = dict.fromkeys(servers, 0 if drain_s is None else _MOVING)
         self._draining: set[str] = set()
         self._begun = drain_s is None
         self._awaited = 0
@@ -105,7 +105,7 @@ class Push:
 
     def wait_until_still(self, check: Callable[[], None]) -> None:
         """Wait until every server that takes part is paused. Calls `check` while waiting."""
-        self._wait_until_let_go(0, check)
+        self._wait_until_released(0, check)
 
     def begin(self, version: int) -> None:
         """The version is settled: servers may listen."""
@@ -115,7 +115,7 @@ class Push:
 
     def wait_for_buffer(self, index: int) -> None:
         """Wait until the buffer of bucket `index` is free."""
-        self._wait_until_let_go(index - self._num_buffers + 1)
+        self._wait_until_released(index - self._num_buffers + 1)
 
     def offer(self, wire: torch.Tensor, filled: torch.cuda.Event | None) -> None:
         """Give the next bucket to all servers that take part."""
@@ -128,13 +128,13 @@ class Push:
         with self._lock:
             self._expected = expected
             self._for_servers.notify_all()
-        self._wait_until_let_go(self._buckets)
+        self._wait_until_released(self._buckets)
         self.seconds = seconds
 
     def fail(self) -> None:
         """No more buckets will come."""
         with self._lock:
-            self._let_go.clear()
+            self._released.clear()
             self._for_servers.notify_all()
 
     def on_settled(self, call: Callable[[], None]) -> None:
@@ -143,17 +143,17 @@ class Push:
             self._call = call
         self._settle()
 
-    def _wait_until_let_go(self, count: int, check: Callable[[], None] = lambda: None) -> None:
+    def _wait_until_released(self, count: int, check: Callable[[], None] = lambda: None) -> None:
         with self._lock:
             self._awaited = count
-            self._late = {server for server, done in self._let_go.items() if done < count}
+            self._late = {server for server, done in self._released.items() if done < count}
         others_wait_since = None
         while True:
             check()
             with self._lock:
                 if not self._late:
                     return
-                nobody_waits = len(self._late) == len(self._let_go) and not self.servers
+                nobody_waits = len(self._late) == len(self._released) and not self.servers
                 if nobody_waits or self._late <= self._draining:
                     others_wait_since = None
                     self._for_leader.wait(_CHECK_S)
@@ -171,7 +171,7 @@ class Push:
                 )
                 self._late -= set(late)
                 for server in late:
-                    del self._let_go[server]
+                    del self._released[server]
                     self._unfinished.discard(server)
                     self._dropped[server] = why
             for server in late:
@@ -183,60 +183,10 @@ class Push:
         """A server's part in this push. Its waits are bounded by `timeout_s` and call `check`."""
         return Seat(self, server, timeout_s, check)
 
-    def draining(self, server: str) -> None:
-        """The server has been told to pause, now; see `Seat.stopping`."""
-        with self._lock:
-            self.raise_if_out(server)
-            if self._let_go[server] == _MOVING:
-                self._draining.add(server)
-
-    def paused(self, server: str) -> None:
-        """The server is paused; see `Seat.stopped`."""
-        with self._lock:
-            self.raise_if_out(server)
-            if self._let_go[server] == _MOVING:
-                self._let_go[server] = 0
-                self._draining.discard(server)
-                self._not_late(server)
-
-    def wait_begun(self, server: str, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until servers may listen."""
-        # Every other server is draining by now, or will be dropped for being late.
-        limit_s = self._straggler_s + (self._drain_s or 0.0) + timeout_s
-        self._wait(server, lambda: self._begun, "the other servers to pause for", limit_s, check)
-
-    def bucket(
-        self, server: str, index: int, timeout_s: float, check: Callable[[], None]
-    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """See `Feed.bucket`."""
-        what = f"the trainer to pack bucket {index + 1} of"
-        self._wait(server, lambda: len(self._offered) > index, what, timeout_s, check)
-        return self._offered[index]
-
-    def let_go(self, server: str, count: int) -> None:
-        """See `Feed.let_go`."""
-        with self._lock:
-            self.raise_if_out(server)
-            self._let_go[server] = count
-            if count >= self._awaited:
-                self._not_late(server)
-
-    def expected(self, server: str, timeout_s: float, check: Callable[[], None]) -> list[int]:
-        """See `Feed.expected`."""
-        what = "the trainer to pack the checksums of"
-        self._wait(server, lambda: self._expected is not None, what, timeout_s, check)
-        assert self._expected is not None
-        return self._expected
-
-    def raise_if_out(self, server: str) -> None:
-        """Raise Dropped if the push goes on without this server. Needs no lock."""
-        if server not in self._let_go:
-            raise Dropped(self._dropped.get(server, f"the push of version {self.version} failed"))
-
     def ended(self, server: str, seconds: dict[str, float] | None) -> None:
         """A server has acknowledged, with its seconds by phase, or (None) will not."""
         with self._lock:
-            self._let_go.pop(server, None)
+            self._released.pop(server, None)
             self._draining.discard(server)
             self._unfinished.discard(server)
             if seconds is not None:
@@ -250,20 +200,6 @@ class Push:
         if not self._late:
             self._for_leader.notify()
 
-    def _wait(
-        self, server: str, ready: Callable[[], bool], what: str, timeout_s: float, check: Callable[[], None]
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while True:
-                check()
-                self.raise_if_out(server)
-                if ready():
-                    return
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"timed out waiting for {what} version {self.version}")
-                self._for_servers.wait(_LOOK_S)
-
     def _settle(self) -> None:
         with self._lock:
             call = self._call
@@ -274,7 +210,8 @@ class Push:
 
 
 class Seat:
-    """A server's `Feed` from the common push. Every method raises Dropped if the push goes on without the server."""
+    """A server's `Feed` from the common push, whose state it shares. Every method raises Dropped if the push goes on
+    without the server."""
 
     def __init__(self, push: Push, server: str, timeout_s: float, check: Callable[[], None]):
         self._push, self._server, self._timeout_s, self._check = push, server, timeout_s, check
@@ -285,26 +222,67 @@ class Seat:
 
     def stopping(self) -> None:
         """The server is told to pause, now."""
-        self._push.draining(self._server)
+        push, server = self._push, self._server
+        with push._lock:
+            self._raise_if_out()
+            if push._released[server] == _MOVING:
+                push._draining.add(server)
 
     def stopped(self) -> None:
         """The server is paused. Waits, bounded, until the push begins."""
-        self._push.paused(self._server)
-        self._push.wait_begun(self._server, self._timeout_s, self._check)
+        push, server = self._push, self._server
+        with push._lock:
+            self._raise_if_out()
+            if push._released[server] == _MOVING:
+                push._released[server] = 0
+                push._draining.discard(server)
+                push._not_late(server)
+        # Every other server is draining by now, or will be dropped for being late.
+        limit_s = push._straggler_s + (push._drain_s or 0.0) + self._timeout_s
+        self._wait(lambda: push._begun, "the other servers to pause for", limit_s)
 
     def bucket(self, index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        return self._push.bucket(self._server, index, self._timeout_s, self._check)
+        """See `Feed.bucket`."""
+        offered, what = self._push._offered, f"the trainer to pack bucket {index + 1} of"
+        self._wait(lambda: len(offered) > index, what, self._timeout_s)
+        return offered[index]
 
-    def let_go(self, count: int) -> None:
-        self._push.let_go(self._server, count)
+    def release(self, count: int) -> None:
+        """See `Feed.release`."""
+        push, server = self._push, self._server
+        with push._lock:
+            self._raise_if_out()
+            push._released[server] = count
+            if count >= push._awaited:
+                push._not_late(server)
 
     def expected(self) -> list[int]:
-        return self._push.expected(self._server, self._timeout_s, self._check)
+        """See `Feed.expected`."""
+        push = self._push
+        self._wait(lambda: push._expected is not None, "the trainer to pack the checksums of", self._timeout_s)
+        assert push._expected is not None
+        return push._expected
 
     def raise_if_dropped(self) -> None:
-        """For waits on the server: once the push goes on without it, nothing that it does matters."""
+        """For waits on the server: once the push goes on without it, nothing that it does matters. Needs no lock."""
         self._check()
-        self._push.raise_if_out(self._server)
+        self._raise_if_out()
+
+    def _raise_if_out(self) -> None:
+        push = self._push
+        if self._server not in push._released:
+            raise Dropped(push._dropped.get(self._server, f"the push of version {push.version} failed"))
+
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
+        push, deadline = self._push, time.monotonic() + timeout_s
+        with push._lock:
+            while True:
+                self.raise_if_dropped()
+                if ready():
+                    return
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"timed out waiting for {what} version {push.version}")
+                push._for_servers.wait(_LOOK_S)
 
 
 class VersionCopy:
@@ -322,14 +300,6 @@ class VersionCopy:
         self.version = -1
         self.readers = 0
         self.expected: list[int] = []
-
-    def hold(self) -> None:
-        """One more worker reads it."""
-        self.readers += 1
-
-    def release(self) -> None:
-        """One worker has read it."""
-        self.readers -= 1
 
     def invalidate(self) -> None:
         """A new version is about to be written: no more readers."""
@@ -391,7 +361,7 @@ class HostFeed:
             return wire, None
         return wire.to(self._copy.device, non_blocking=True), None  # on the worker's stream, like the broadcast
 
-    def let_go(self, count: int) -> None:
+    def release(self, count: int) -> None:
         pass
 
     def expected(self) -> list[int]:

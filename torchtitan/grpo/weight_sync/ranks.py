@@ -27,7 +27,7 @@ class Ranks:
             timeouts are twice as long: the waits here fire first, since their errors say what was waited for (I6).
 
     Attributes:
-        check: Called in the waits of `command`, `greatest` and `all_to_first`. What it raises ends the wait.
+        check: Called in the waits of `command`, `all_values` and `all_to_first`. What it raises ends the wait.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, others_timeout_s: float):
@@ -67,13 +67,13 @@ class Ranks:
         """Rank 0's JSON value on every rank. The others' argument is ignored."""
         if self.size == 1:
             return value
-        return broadcast_json(value, self.rank == 0, self._messages, self._bounded(f"trainer rank 0 in {what}"))
+        return broadcast_json(value, self.rank == 0, self._messages, self._bounded(f"trainer rank 0 in {what}", None))
 
     def all_values(self, value: Any, what: str) -> list[Any]:
         """Every rank's JSON value on every rank, in rank order."""
         if self.size == 1:
             return [value]
-        return gather_json(value, self._messages, self._bounded(f"the trainer's ranks in {what}"))
+        return gather_json(value, self._messages, self._bounded(f"the trainer's ranks in {what}", self.check))
 
     def command(self, kind: int, check: Callable[[], None] | None = None) -> int:
         """Rank 0's `kind` on every rank. The others wait for it, bounded."""
@@ -81,18 +81,8 @@ class Ranks:
             return kind
         tensor = torch.tensor([kind])
         work = dist.broadcast(tensor, group=self._messages, group_src=0, async_op=True)
-        what = "a command from trainer rank 0 in weight sync"
-        wait(work, time.monotonic() + self._timeout_s, what, check or self.check)
+        self._bounded("a command from trainer rank 0 in weight sync", check or self.check)(work)
         return int(tensor)
 
-    def greatest(self, value: int, what: str) -> int:
-        """The greatest of the ranks' values, on every rank."""
-        if self.size == 1:
-            return value
-        tensor = torch.tensor([value])
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._messages, async_op=True)
-        wait(work, time.monotonic() + self._timeout_s, f"the trainer's ranks in {what}", self.check)
-        return int(tensor)
-
-    def _bounded(self, whom: str) -> Wait:
-        return lambda work: wait(work, time.monotonic() + self._timeout_s, whom)
+    def _bounded(self, whom: str, check: Callable[[], None] | None) -> Wait:
+        return lambda work: wait(work, time.monotonic() + self._timeout_s, whom, check)

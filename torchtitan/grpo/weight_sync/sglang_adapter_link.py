@@ -47,40 +47,40 @@ class SglangAdapterLink(SglangServerLink):
             info = AdapterInfo(**plan_info["adapter"])
             specs = [spec for bucket in plan_from_json(plan_info["plan"]) for spec in bucket.tensors]
             self.control.world_size()
-            self.control.check_place(info.rank, block_layers(spec.name for spec in specs))
+            self.control.check_takes_adapters(info.rank, block_layers(spec.name for spec in specs))
             try:
                 check_adapters(info, specs, self.control.model_folder())
             except ValueError as error:
                 raise UserError(f"{self.url}: {error}") from error
-        self._unload(keep=self._versions_in_use())
+        self._unload(keep=self.versions_in_use())
 
     def stop(self, version: int) -> None:
         """Without `Pause.in_flight`, wait until the server has finished its running answers."""
         self._version, self.bytes_done, self.seconds = version, 0, {}
         self._started = time.perf_counter()
-        if not self._pause.in_flight:
+        if not self.pause.in_flight:
             with self._phase("drain"):
                 self._wait_until_idle()
             self.seconds["drain"] = time.perf_counter() - self._started
         self._stopped = time.perf_counter()
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Have the server load the feed's version. `wire` is 0, since reading is part of `apply`.
+        """Have the server load the feed's version.
 
         `stopped` is 0 with `Pause.in_flight`: the server generates all the time.
         """
         self._version, name = feed.version, version_name(feed.version)
         self.seconds["pause"] = time.perf_counter() - self._started
-        self._unload(keep={*self._versions_in_use(), feed.version})
-        read_started = time.perf_counter()
-        with self._phase("apply"):
+        self._unload(keep={*self.versions_in_use(), feed.version})
+
+        def load() -> None:
             if name not in self.control.adapters():  # it has the version, if only the reply was lost
-                self.control.load_adapter(name, str(feed.folder), self._timeout_s)
+                self.control.load_adapter(name, str(feed.folder), self.timeout_s)
             self.control.report(name)
-        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
-        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
+
+        self._read(buckets, load)
         self._take_into_service(feed.version)
-        if self._pause.in_flight:
+        if self.pause.in_flight:
             self.seconds["stopped"] = 0.0
         return self.seconds
 
@@ -96,7 +96,7 @@ class SglangAdapterLink(SglangServerLink):
                 if run and lives(run):
                     raise UserError(f"{self.url}: {owned_by(run)}")
                 if run or version_of(name) not in {None, *keep}:
-                    self.control.unload_adapter(name, self._timeout_s)
+                    self.control.unload_adapter(name, self.timeout_s)
 
 
 def check_adapters(info: AdapterInfo, specs: Sequence[TensorSpec], folder: str) -> None:

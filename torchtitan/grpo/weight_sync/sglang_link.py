@@ -39,16 +39,12 @@ class SglangServerLink(ServerLink):
 
     def _wait_until_idle(self) -> None:
         """Have the server finish its running answers, and get no new ones."""
-        self._hold()
-        limit_s = self._pause.drain_timeout_s
-        deadline = time.monotonic() + limit_s
-        while self._requests_in_flight():
+        self.hold()
+        deadline = time.monotonic() + self.pause.drain_timeout_s
+        while self.requests_in_flight():
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"timed out: its running answers took over {limit_s:g} s ([rollout] request_timeout_seconds, with "
-                    "[async_grpo] in_flight_weight_updates = false)"
-                )
+                raise self._drains_too_long()
             time.sleep(_DRAIN_LOOK_S)
 
     def _forget(self) -> None:
@@ -68,7 +64,7 @@ class SglangLink(SglangServerLink):
         """Form a process group with the server. The plan stays in the trainer."""
         self._update, self._given = None, False
         with self._phase("connect"):
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self.timeout_s
             world_size = 1 + self.control.world_size()
             self.control.check_takes_models()
             self._leave()
@@ -77,14 +73,14 @@ class SglangLink(SglangServerLink):
             prefixes = (
                 name,
                 f"{name}/",
-                "cuda/" if TRANSPORTS[self._backend].own_gpus else "cpu/",
+                "cuda/" if TRANSPORTS[self.backend].own_gpus else "cpu/",
             )  # as SGLang's torch nests them
             rendezvous = Rendezvous(
-                self._backend, world_size, self._device, self._timeout_s, address, prefixes=prefixes, hello=False
+                self.backend, world_size, self.device, self.timeout_s, address, prefixes=prefixes, hello=False
             )
 
             def serve() -> None:
-                self.control.join_group(name, self._backend, address, rendezvous.port, world_size)
+                self.control.join_group(name, self.backend, address, rendezvous.port, world_size)
 
             self._group = self._both_ends(serve, rendezvous, deadline)
             self._name = name
@@ -104,7 +100,7 @@ class SglangLink(SglangServerLink):
                 wire, filled = feed.bucket(bucket.index)
                 last = bucket.index == len(buckets) - 1
                 self._send(bucket, wire, filled, version_name(feed.version) if last else None)
-                feed.let_go(bucket.index + 1)
+                feed.release(bucket.index + 1)
             self._forget()
             self.seconds |= {"wire": time.perf_counter() - wire_started, "apply": 0.0}
             self._finish(feed.version)
@@ -124,10 +120,10 @@ class SglangLink(SglangServerLink):
         sent = [wire[: bucket.payload_bytes]] if flattened else [view for _, view in bucket.views(wire)]
         with self._phase("transfer"):
             if filled is not None:
-                torch.cuda.current_stream(self._device).wait_event(filled)
-            deadline = time.monotonic() + self._timeout_s
+                torch.cuda.current_stream(self.device).wait_event(filled)
+            deadline = time.monotonic() + self.timeout_s
             self._update = in_thread(
-                lambda: self.control.receive(self._name, tensors, flattened, version, self._timeout_s),
+                lambda: self.control.receive(self._name, tensors, flattened, version, self.timeout_s),
                 "weight-sync-update",
             )
             works = [self._group.broadcast(tensor) for tensor in sent]
@@ -147,14 +143,11 @@ class SglangFolderLink(SglangServerLink):
             self.control.check_takes_models()
 
     def update(self, feed: DiskFeed, buckets: Sequence[Bucket], num_buffers: int) -> dict[str, float]:
-        """Have the server read the feed's version. `wire` is 0, since reading is part of `apply`."""
+        """Have the server read the feed's version."""
         self._version, self._update = feed.version, None
         self.seconds["pause"] = time.perf_counter() - self._started
-        read_started = time.perf_counter()
-        with self._phase("apply"):
-            self.control.load_folder(str(feed.folder), version_name(feed.version), self._timeout_s)
+        folder, name = str(feed.folder), version_name(feed.version)
+        self._read(buckets, lambda: self.control.load_folder(folder, name, self.timeout_s))
         self._forget()
-        self.seconds |= {"wire": 0.0, "apply": time.perf_counter() - read_started}
-        self.bytes_done = sum(bucket.payload_bytes for bucket in buckets)
         self._take_into_service(feed.version)
         return self.seconds

@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.grpo.model.shards import Slices, box_of, local
 
 _CHECK_S = 0.05
 _LARGE = 1 << 24  # elements; _foreach_copy_ launches a kernel for about as many, `copy_` one for any number
-
-Slices = tuple[tuple[int, int], ...]
-"""A box of a full tensor: (start, length) in each dimension."""
 
 
 @dataclass(frozen=True)
@@ -41,38 +39,17 @@ class Holding:
 def held_slices(parameter: torch.Tensor) -> Slices | None:
     """The box of the full tensor that this rank holds; None if it holds nothing of it.
 
-    With FSDP2 over tensor parallelism on the same dimension, torch marks FSDP's mesh dimension as strided: the tensor
-    is split over the mesh dimensions to its right first. Applied in that order, every shard is one contiguous box.
-
     Raises:
         ValueError: The parameter is a partial sum.
         RuntimeError: The local shard does not have the shape that its placements say.
     """
-    if not isinstance(parameter, DTensor):
-        return tuple((0, size) for size in parameter.shape)
-    coordinate = parameter.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    box = [(0, size) for size in parameter.shape]
-    splits = []
-    for mesh_dim, placement in enumerate(parameter.placements):
-        if placement.is_partial():
-            raise ValueError(f"a parameter with placement {placement} has no well-defined value to publish")
-        if not placement.is_replicate():
-            splits.append((type(placement) is not Shard, mesh_dim, placement.dim))
-    for _strided, mesh_dim, dim in sorted(splits):
-        start, length = box[dim]
-        chunk = -(-length // parameter.device_mesh.size(mesh_dim))  # torch.chunk's size: the last ones may be short
-        low = min(coordinate[mesh_dim] * chunk, length)
-        box[dim] = (start + low, min(low + chunk, length) - low)
-    slices = tuple(box)
-    local = parameter.to_local()
-    if tuple(local.shape) != tuple(length for _, length in slices):
+    slices, shard = box_of(parameter), local(parameter)
+    if slices is not None and tuple(shard.shape) != tuple(length for _, length in slices):
         raise RuntimeError(
-            f"this rank's shard has shape {tuple(local.shape)}, expected {slices} of {tuple(parameter.shape)} from "
+            f"this rank's shard has shape {tuple(shard.shape)}, expected {slices} of {tuple(parameter.shape)} from "
             f"placements {parameter.placements} on {parameter.device_mesh}"
         )
-    return slices if local.numel() else None
+    return slices if shard.numel() else None
 
 
 def primary_holdings(held: list[dict[str, Slices]], shapes: dict[str, tuple[int, ...]]) -> list[list[Holding]]:
@@ -359,7 +336,7 @@ class Snapshots:
     def _copy(self, buffer: SnapshotBuffer) -> None:
         targets, parameters = self._copies[buffer.index]
         if targets:
-            shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+            shards = [local(parameter) for parameter in parameters]
             parts = [s if part is None else s[part] for s, part in zip(shards, self._parts, strict=True)]
             small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
             for target, part in zip(targets, parts, strict=True):

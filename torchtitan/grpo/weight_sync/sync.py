@@ -140,7 +140,7 @@ class WeightSync:
             **({"allocate": allocate} if self._transport.shares_memory else {}),
         )
         self._warn_of_large_tensors()
-        self._on_rank0_then_share("connect", self._connect_servers)
+        self._connect_on_rank0()
         # A thread that computes in Python keeps the interpreter for this long. Python's default of 5 ms would delay the
         # main thread by that much, more than once, in a publish.
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
@@ -335,8 +335,9 @@ class WeightSync:
         assert self._board is not None  # on rank 0
         return ServerWorker(server, self._board, self._backend, self._device)
 
-    def _on_rank0_then_share(self, what: str, call: Callable[[], None]) -> None:
-        """Call it on rank 0. If it raises an error, every rank raises one."""
+    def _connect_on_rank0(self) -> None:
+        """`_connect_servers` on rank 0. If it raises an error, every rank raises one."""
+        what = "connect"
         if self._ranks.rank != 0:
             shared = self._ranks.share(None, what)
             if isinstance(shared, str):
@@ -345,7 +346,7 @@ class WeightSync:
                 raise WeightSyncError(*shared)
             return
         try:
-            call()
+            self._connect_servers()
         except UserError as error:
             self._ranks.share(str(error), what)
             raise

@@ -71,7 +71,7 @@ class SyncThread(threading.Thread):
         """Hold the newest version that any rank has, on all ranks, to send it."""
         what = "agreeing on a version to publish"
         held = self._packer.snapshots.hold(
-            lambda newest: self._ranks.greatest(newest, what), PHASES * self._timeout_s, self._raise_if_closed
+            lambda newest: max(self._ranks.all_values(newest, what)), PHASES * self._timeout_s, self._raise_if_closed
         )
         with held as snapshot:
             self.busy = True
@@ -177,9 +177,9 @@ class Leader(SyncThread):
         while time.monotonic() < deadline and not self.closing:
             newest = self._packer.snapshots.newest
             due = newest not in (-1, board.sent)
-            if newest >= 0 and board.in_common() and (board.push_is_wanted() or due):
+            if newest >= 0 and board.in_common() and (board.push_wanted or due):
                 return self._push_in_common
-            wanted = board.copy_is_wanted() or (board.copies_only and due)
+            wanted = board.copy_wanted or (board.copies_only and due)
             if newest >= 0 and wanted and board.copy is not None and not board.copy_in_use():
                 board.copy.invalidate()
                 return self._make_copy
@@ -253,27 +253,24 @@ class Leader(SyncThread):
 
     def _make_copy(self) -> None:
         """Copy the newest version for servers that are fed alone."""
-        with self._send() as snapshot:
-            self._copy(snapshot)
-
-    def _copy(self, snapshot: SnapshotBuffer) -> None:
         board, packer, copy = self._board, self._packer, self._board.copy
-        started, gather_s = time.perf_counter(), 0.0
-        copy.begin()
-        for bucket in board.buckets:
-            gather_s += self._gather(bucket, snapshot)
-            copy.store(bucket.index, packer.pack(bucket, snapshot))
-        expected = packer.expected_acknowledgement(snapshot.version)  # waits for the device, so the copies are done
-        copy.complete(snapshot.version, expected)
-        seconds = {"gather": gather_s, "snapshot": snapshot.seconds()} | packer.stopwatch.take()
-        seconds["total"] = time.perf_counter() - started
-        with board.changed:
-            if board.copies_only:
-                board.sending(snapshot.version)
-                waited = snapshot.version <= self.waited_for
-                size = packer.bytes
-                board.add_report(SyncReport(snapshot.version, size, len(board.buckets), seconds, {}, waited=waited))
-            board.copy_made()
+        with self._send() as snapshot:
+            started, gather_s = time.perf_counter(), 0.0
+            copy.begin()
+            for bucket in board.buckets:
+                gather_s += self._gather(bucket, snapshot)
+                copy.store(bucket.index, packer.pack(bucket, snapshot))
+            expected = packer.expected_acknowledgement(snapshot.version)  # waits for the device: the copies are done
+            copy.complete(snapshot.version, expected)
+            seconds = {"gather": gather_s, "snapshot": snapshot.seconds()} | packer.stopwatch.take()
+            seconds["total"] = time.perf_counter() - started
+            with board.changed:
+                if board.copies_only:
+                    board.sending(snapshot.version)
+                    waited = snapshot.version <= self.waited_for
+                    sizes = packer.bytes, len(board.buckets)
+                    board.add_report(SyncReport(snapshot.version, *sizes, seconds, {}, waited=waited))
+                board.copy_made()
 
     def _gather(self, bucket: Bucket, snapshot: SnapshotBuffer) -> float:
         started = time.perf_counter()

@@ -221,7 +221,7 @@ class ServerWorker(threading.Thread):
             return
         finally:
             with board.changed:
-                copy.release()
+                copy.readers -= 1
                 board.changed.notify_all()
         self._has_given(version)
         with board.changed:
@@ -251,7 +251,7 @@ class ServerWorker(threading.Thread):
     def _takes_copy(self) -> bool:
         board, copy = self._board, self._board.copy
         if copy is not None and self.may_take(copy):
-            copy.hold()
+            copy.readers += 1
             return True
         if board.sent > self._has and not self.server.silent:
             board.ask_for_copy()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.grpo.weight_wire.buckets import ALIGNMENT_BYTES, Checksum, combine_checksums
+from torchtitan.grpo.weight_wire.buckets import checksum_of, combine_checksums
 from torchtitan.grpo.weight_wire.refusals import ADAPTERS
 
 PREFIX = "base_model.model."
@@ -110,9 +110,7 @@ def block_layers(names: Iterable[str]) -> list[str]:
 @torch.no_grad()
 def fingerprint(weight: torch.Tensor) -> str:
     """64 bits of a tensor's values in bfloat16, in hex: the same in whichever dtype a program holds the weights."""
-    data = weight.detach().to(torch.bfloat16).contiguous().flatten().view(torch.uint8)
-    data = torch.nn.functional.pad(data, (0, -len(data) % ALIGNMENT_BYTES))
-    return _hex(int(Checksum(data.device, len(data))(data)))
+    return _hex(int(checksum_of(weight.detach().to(torch.bfloat16))))
 
 
 def together(fingerprints: Iterable[str]) -> str:

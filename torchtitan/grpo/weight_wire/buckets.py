@@ -198,6 +198,13 @@ class Checksum:
         return total, None
 
 
+def checksum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The checksum of a tensor's bytes, padded with zeros to whole words, as an int64 scalar tensor on its device."""
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    data = torch.nn.functional.pad(data, (0, -len(data) % ALIGNMENT_BYTES))
+    return Checksum(data.device, len(data))(data)
+
+
 @functools.cache
 def _kernel(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
     """`checksum_kernel.sum_words`, if it works on this GPU and agrees with torch."""

@@ -140,8 +140,8 @@ def open_shared(exported: dict[str, Any], fds: list[int], device: torch.device) 
         return torch.frombuffer(host, dtype=torch.uint8, count=size)
 
 
-def place(device: torch.device) -> dict[str, str]:
-    """Where a process's weights lie: its host, and its GPU. Two processes at one place can share memory.
+def location(device: torch.device) -> dict[str, str]:
+    """Where a process's weights lie: its host, and its GPU. Two processes at one location can share memory.
 
     Of a GPU that is divided (MIG), the UUID is the instance's. It does not depend on CUDA_VISIBLE_DEVICES.
     """
@@ -155,7 +155,7 @@ def place(device: torch.device) -> dict[str, str]:
     return here
 
 
-def same_place(one: dict[str, str], other: dict[str, str]) -> bool:
+def same_location(one: dict[str, str], other: dict[str, str]) -> bool:
     return (one["boot"] or one["host"], one["device"]) == (other["boot"] or other["host"], other["device"])
 
 

@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.weight_wire.refusals import ELSEWHERE
-from torchtitan.grpo.weight_wire.shared_buffers import allocate, export, is_shared, open_shared, place, same_place
+from torchtitan.grpo.weight_wire.shared_buffers import allocate, export, is_shared, location, open_shared, same_location
 
-_PLACE, _ABANDONED = "place", "abandoned"
+_LOCATION, _ABANDONED = "place", "abandoned"
 _PACKET_BYTES = 1 << 16
 _FDS_MAX = 4
 _ACCEPT_S = 0.05
@@ -123,7 +123,7 @@ class SharedMemoryGroup:
             listener.bind(f"\0{name}")
             listener.listen(wanted)
             listener.settimeout(_ACCEPT_S)
-            store.set(_PLACE, json.dumps(place(self._device) | {"socket": name}))
+            store.set(_LOCATION, json.dumps(location(self._device) | {"socket": name}))
             while len(self._peers) < wanted:
                 if store.check([_ABANDONED]):
                     raise RuntimeError("the connection has been given up")
@@ -138,8 +138,8 @@ class SharedMemoryGroup:
                     self._peers.append(_Peer(connection))
 
     def _join(self, store: dist.Store, deadline: float) -> None:
-        theirs, ours = json.loads(store.get(_PLACE)), place(self._device)
-        if not same_place(theirs, ours):
+        theirs, ours = json.loads(store.get(_LOCATION)), location(self._device)
+        if not same_location(theirs, ours):
             raise ValueError(
                 f"{ELSEWHERE}: it is on host {ours['host']}, device {ours['device']}, and the trainer on host "
                 f"{theirs['host']}, device {theirs['device']}"

@@ -45,6 +45,17 @@ _destroying: set[threading.Thread] = set()
 _exiting = False
 
 
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
+    """Run a block on a stream, in any thread. Without one, as on a CPU, there is nothing to do."""
+    if stream is None:
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(stream):
+        yield
+
+
 def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
     """Run `call` in a daemon thread, so that a call that never returns blocks neither the caller nor the process."""
     future: Future[T] = Future()

@@ -1,6 +1,6 @@
-"""The count of tokens per weight version that stands in for vLLM's own before 0.32."""
+"""What vLLM before 0.32 needs: names as 0.32 has them, and the count of tokens per weight version."""
 
-from torchtitan.grpo.inside_vllm.token_versions import VersionLedger
+from torchtitan.grpo.inside_vllm.before_vllm_0_32 import VersionLedger, loaded_name, token_of
 
 
 def span(version: str, start: int, end: int) -> dict:
@@ -31,3 +31,14 @@ def test_a_name_that_comes_again_starts_anew():
     assert ledger.take("finished", 4) == [span("default", 0, 2), span("1", 2, 4)]
     ledger.serve("2", {})
     assert ledger.take("finished", 1) == ledger.take("aborted", 1) == [span("2", 0, 1)]
+
+
+def test_experts_are_found_by_either_of_their_names():
+    """vLLM 0.25 has the longer name in `named_parameters`, and the shorter one in what `load_weights` returns."""
+    short = "model.layers.3.mlp.experts.w13_weight"
+    assert loaded_name("model.layers.3.mlp.experts.routed_experts.w13_weight") == loaded_name(short) == short
+    assert loaded_name("model.norm.weight") == "model.norm.weight"
+
+
+def test_a_token_is_found_in_either_form():
+    assert token_of({"token_id": 7, "token": "x"}) == token_of({"token": "token_id:7"}) == 7

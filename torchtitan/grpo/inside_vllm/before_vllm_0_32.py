@@ -1,13 +1,12 @@
-"""Which weights sampled which token, for vLLM servers that do not report it (before 0.32).
+"""What only vLLM before 0.32 needs: names as 0.32 has them, and which weights sampled which token.
 
 **Remove when the oldest vLLM in `plugin.TESTED` is 0.32.** This module then goes, with its tests, their plug-in
 `tests/helpers/counted_versions.py` and `test_our_count_is_vllms`. With it go the few lines that stand where they act:
 
     process/server_commands.py          the search for --enable-scale-out, which is then always a flag; `engine_folder`
                                         need return nothing
-    engines/vllm.py, vllm_control.py    a token's version by its start; no /weight_info; "token_id:123" in `_token_id`
+    engines/vllm.py, vllm_control.py    a token's version by its start; no /weight_info
     inside_vllm/transfer_engine.py      `trainer_send_weights` and `_vllm_config`
-    inside_vllm/load_recording.py       `loaded_name`
 
 vLLM 0.32 returns `weight_versions` with each choice of its generate route: spans [{"version", "start", "end"}] over the
 answer's tokens. `install` has an older vLLM return the same, by bookkeeping in its API server alone, which sees:
@@ -40,6 +39,9 @@ KEY = "weight_versions"
 """vLLM 0.32's name for the spans, in a choice of the reply and in `CompletionOutput`."""
 FIRST = "default"
 """vLLM 0.32's name for the weights that a server starts with."""
+
+OTHERWISE = "answers that run across a weight update carry the version of their start"
+"""What becomes of a vLLM whose internals are others."""
 
 Span = dict[str, Any]
 
@@ -89,25 +91,19 @@ def reported_by_vllm() -> bool:
     return hasattr(CompletionOutput, KEY)
 
 
-@functools.cache
+def loaded_name(name: str) -> str:
+    """A parameter's name as vLLM's `load_weights` returns it: 0.25 calls experts by the module that loads them, and not
+    by the one inside it that holds them. Of a name that is one already, the same."""
+    return name.replace(".experts.routed_experts.", ".experts.")
+
+
+def token_of(entry: dict[str, Any]) -> int:
+    """The token of a log-probability in a reply: vLLM 0.32 has `token_id`, 0.25 has `token` as "token_id:123"."""
+    return int(entry["token_id"] if "token_id" in entry else str(entry["token"]).rpartition(":")[2])
+
+
 def install(key: str = KEY) -> None:
-    """Have this process's vLLM return spans as `key` of each choice. If its parts are not where they are expected, it
-    stays as it is and the log says so."""
-    try:
-        _install(key)
-    except (ImportError, AttributeError) as error:
-        _say_unknown(error)
-
-
-def _say_unknown(error: Exception) -> None:
-    logger.warning(
-        "This vLLM's internals are unknown (%s): answers that run across a weight update carry the version of their "
-        "start.",
-        error,
-    )
-
-
-def _install(key: str) -> None:
+    """Have this process's vLLM return spans as `key` of each choice."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
@@ -124,7 +120,7 @@ def _install(key: str) -> None:
     def give_up(error: Exception) -> None:
         nonlocal ledger
         if ledger is not None:
-            _say_unknown(error)
+            logger.warning("This vLLM is not as expected (%s): %s.", error, OTHERWISE)
         ledger = None
 
     @functools.wraps(update_weights)
@@ -185,7 +181,6 @@ def _install(key: str) -> None:
     AsyncMPClient.get_output_async = skip_marks
     RequestState._new_completion_output = completion_with_spans
     ServingTokens.serve_tokens_full_generator = reply_with_spans
-    logger.info("Answers say which weights sampled each token.")
 
 
 def _one_engine(engine_client: Any) -> bool:
