@@ -381,6 +381,39 @@ def test_show_samples_of_a_validation(samples):
     assert "answer of step 2" not in result.stdout and "advantage" not in result.stdout
 
 
+def test_plot_metrics(tmp_path):
+    for seed in (0, 1):
+        folder = tmp_path / f"seed{seed}"
+        folder.mkdir()
+        lines = [{"sft/step": 1, "sft/loss": 2.0}]
+        lines += [{"step": step, "reward/mean": step / 10 + seed / 20, "policy/kl": 0.01} for step in range(1, 30)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "plots" / "curve.png"
+    command = (sys.executable, SCRIPTS / "plot_metrics.py", f"grpo={tmp_path}/seed*", tmp_path / "seed0", "--out", out)
+    result = run(*command, "--metrics", "reward/mean", "policy/kl", "sft/loss", MPLCONFIGDIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+    unknown = run(*command, "--metrics", "reward/meen", MPLCONFIGDIR=str(tmp_path))
+    assert unknown.returncode == 1
+    assert unknown.stderr == "error: no run has reward/meen; there are: policy/kl, reward/mean, sft/loss\n"
+
+
+def test_plot_takes_mean_and_range_over_seeds_at_each_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from plot_metrics import mean_and_range, smoothed
+
+    assert mean_and_range([{1: 0.0, 2: 1.0}, {1: 1.0, 3: 5.0}]) == (
+        [1, 2, 3],
+        [0.5, 1.0, 5.0],
+        [0.0, 1.0, 5.0],
+        [1.0, 1.0, 5.0],
+    )
+    assert smoothed({3: 4.0, 1: 0.0, 2: 2.0}, 2) == {1: 0.0, 2: 1.0, 3: 3.0}
+    every_third = {0: 0.0, 3: 6.0, 6: 3.0}
+    assert smoothed(every_third, 2) == every_third
+
+
 def run_lines(**changes: float) -> list[dict]:
     step = {
         "train/loss": 0.1,

@@ -1,0 +1,122 @@
+"""Draw metrics of runs from their metrics.jsonl to a PNG, and print their last values. Needs matplotlib.
+
+    python scripts/plot_metrics.py outputs/quickstart
+    python scripts/plot_metrics.py grpo='outputs/grpo_seed*' rloo='outputs/rloo_seed*' --metrics reward/mean policy/kl
+
+Each argument is one curve: `[LABEL=]FOLDER`, where FOLDER may be a pattern. Runs that match it count as seeds of one
+experiment: the line is their mean at each step, the band their range.
+"""
+
+import argparse
+import glob
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+from run_report.run_folder import records
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Curve = dict[int, float]
+"""Value by step."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="[LABEL=]FOLDER")
+    parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="names (default reward/mean)")
+    parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="PNG to write (default metrics.png)")
+    smooth = "mean over this many past points of each run (default 1); metrics of few steps stay as they are"
+    parser.add_argument("--smooth", type=int, default=1, help=smooth)
+    return parser.parse_args(argv)
+
+
+def find_runs(arguments: list[str]) -> dict[str, list[Path]]:
+    """Label -> metrics.jsonl files. Folders with the same label are one experiment."""
+    runs: dict[str, list[Path]] = {}
+    for argument in arguments:
+        label, separator, pattern = argument.rpartition("=")
+        folders = sorted(Path(match) for match in glob.glob(pattern))
+        files = [folder / "metrics.jsonl" if folder.is_dir() else folder for folder in folders]
+        files = [file for file in files if file.exists()]
+        if not files:
+            sys.exit(f"error: no metrics.jsonl under {pattern}")
+        runs.setdefault(label if separator else Path(pattern).name, []).extend(files)
+    return runs
+
+
+def read_curves(file: Path) -> dict[str, Curve]:
+    """Every metric of one run. Supervised steps have their own axis, `sft/step`."""
+    curves: dict[str, Curve] = {}
+    for record in records(file):
+        step = record.get("step", record.get("sft/step"))
+        for name, value in record.items():
+            curves.setdefault(name, {})[step] = value
+    return curves
+
+
+def smoothed(curve: Curve, points: int) -> Curve:
+    """Each step's mean over `points` past points. A curve with values at fewer than half of its steps stays as it is.
+
+    Validations are far apart: their mean would show results of long ago.
+    """
+    steps = sorted(curve)
+    if 2 * len(steps) <= steps[-1] - steps[0]:
+        return curve
+    return {
+        step: statistics.fmean(curve[s] for s in steps[max(0, i + 1 - points) : i + 1]) for i, step in enumerate(steps)
+    }
+
+
+def mean_and_range(curves: list[Curve]) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps of any curve, with the mean, least and greatest value of the curves that have the step."""
+    steps = sorted(set().union(*curves))
+    values = [[curve[step] for curve in curves if step in curve] for step in steps]
+    return steps, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
+def in_words(curves: list[Curve]) -> str:
+    """Mean over the seeds of the last value, with its standard deviation, and of the mean over steps."""
+    last = [curve[max(curve)] for curve in curves]
+    spread = f" +- {statistics.stdev(last):.3g} over {len(last)} seeds" if len(last) > 1 else ""
+    mean = statistics.fmean(statistics.fmean(curve.values()) for curve in curves)
+    return f"last {statistics.fmean(last):.4g}{spread}, mean over steps {mean:.4g}"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    runs = {label: [read_curves(file) for file in files] for label, files in find_runs(arguments.runs).items()}
+    known = sorted({name for seeds in runs.values() for curves in seeds for name in curves} - {"step", "sft/step"})
+    missing = [name for name in arguments.metrics if name not in known]
+    if missing:
+        sys.exit(f"error: no run has {', '.join(missing)}; there are: {', '.join(known)}")
+
+    figure, rows = plt.subplots(
+        len(arguments.metrics), 1, figsize=(8, 3.2 * len(arguments.metrics)), squeeze=False, layout="constrained"
+    )
+    for axes, metric in zip(rows[:, 0], arguments.metrics, strict=True):
+        for label, seeds in runs.items():
+            measured = [curves[metric] for curves in seeds if metric in curves]
+            if not measured:
+                continue
+            print(f"{metric}  {label}: {in_words(measured)}")
+            curves = [smoothed(curve, arguments.smooth) for curve in measured]
+            steps, mean, low, high = mean_and_range(curves)
+            legend = label if len(curves) == 1 else f"{label} ({len(curves)} seeds: mean, range)"
+            # Points show that a metric is logged only at some steps, as validation is.
+            (line,) = axes.plot(steps, mean, label=legend, marker="o" if len(steps) <= 20 else None, markersize=3)
+            if len(curves) > 1:
+                axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        axes.set_ylabel(metric)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    rows[-1, 0].set_xlabel("step")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(arguments.out, dpi=120)
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
