@@ -117,8 +117,10 @@ class StalenessBuffer:
 
     def min_version(self, entry: Entry) -> int:
         """The oldest weight version that may answer a request of this group now."""
-        if entry.begun is not None:
-            return entry.begun
+        return self.min_version_of_new() if entry.begun is None else entry.begun
+
+    def min_version_of_new(self) -> int:
+        """`min_version` of each group that has not begun."""
         steps = -(-(self.consumed + self._begun.total() + 1 - self.surplus) // self.groups_per_step)  # rounded up
         # The surplus must not begin with weights that are already too old.
         return max(0, self.version - self.max_age, steps - self.max_age - 1)

@@ -357,6 +357,7 @@ class RolloutStream:
                 partial(self._answered, entry),
                 limit,
                 self._timeout_s,
+                unbegun=self._buffer.min_version_of_new,
             )
             return await self._collector.group(entry.prompt, params, request_id, call, cohort, self._teachers)
 
