@@ -11,6 +11,7 @@ import torch
 from tests.helpers.microbatches import Spread, assert_equal
 from torchtitan.grpo.data.samples import TopTokens
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.policy import assignment
 from torchtitan.grpo.policy.assignment import MOST_COPIES, _fill_rows, groups_by_prompt
 from torchtitan.grpo.policy.microbatch import Microbatch, _move
 from torchtitan.grpo.policy.packing import pack, packing_metrics
@@ -270,6 +271,52 @@ def test_as_few_rows_as_either_way_of_packing_finds():
         check_rows(packed, budget_tokens, 1)
         assert [len(row.tokens) for row in packed[0]] == [budget_tokens, budget_tokens]
         assert sorted(unpack(packed)) == list(range(len(lengths)))
+
+
+def least_loaded_of_all_rows(order, lengths, loads, budget_tokens, num_rows):
+    rows, room, load = [[] for _ in range(num_rows)], [budget_tokens] * num_rows, [0] * num_rows
+    for i in order:
+        able = [row for row in range(num_rows) if room[row] >= lengths[i]]
+        if not able:
+            return []
+        row = min(able, key=load.__getitem__)
+        rows[row].append(i)
+        room[row] -= lengths[i]
+        load[row] += loads[i]
+    return rows
+
+
+def first_of_all_rows(order, lengths, budget_tokens):
+    rows = []
+    for i in order:
+        able = (row for row in rows if sum(lengths[k] for k in row) + lengths[i] <= budget_tokens)
+        if (row := next(able, None)) is None:
+            rows.append(row := [])
+        row.append(i)
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_same_rows_as_when_each_sample_looks_at_all_rows(monkeypatch, seed):
+    """With a teacher, routes and masks the lengths say the same: `assign` knows nothing else of samples."""
+    rng = random.Random(seed)
+    budget_tokens, number = rng.choice([64, 512, 2048]), rng.choice([1, 20, 80])
+    sigma, mean = rng.choice([0.1, 0.8, 2.0]), rng.uniform(1.0, math.log(budget_tokens))
+    samples: list[PackedSample] = []
+    while len(samples) < number:
+        shared, prompt = rng.choice([1, 1, 2, 8, 30]), sample(rng.randint(1, budget_tokens // 4), 1, len(samples))
+        for _ in range(shared):
+            tokens = min(budget_tokens - len(prompt.prompt_ids) + 1, max(1, int(rng.lognormvariate(mean, sigma))))
+            samples.append(PackedSample(prompt.prompt_ids, [1] * tokens, 0.0, 1.0, [0.0] * tokens))
+    groups = groups_by_prompt(samples, range(len(samples)))
+    if rng.random() < 0.3:
+        groups = [assignment.Part([i], 0) for i in range(len(samples))]
+    lengths = {i: each.document_tokens for i, each in enumerate(samples)}
+    costs = rng.choice([1, 8, budget_tokens]), rng.choice([20.0, 3000.0, math.inf])
+    rows = assignment.assign(groups, lengths, budget_tokens, num_ranks := rng.choice([1, 2, 3, 8]), *costs)
+    monkeypatch.setattr(assignment, "_least_loaded", least_loaded_of_all_rows)
+    monkeypatch.setattr(assignment, "_first_fit", first_of_all_rows)
+    assert rows == assignment.assign(groups, lengths, budget_tokens, num_ranks, *costs)
 
 
 def by_lengths(*lengths: int) -> list[PackedSample]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -188,7 +189,7 @@ def test_the_simulation_notices_a_buffer_that_lets_groups_begin_too_early() -> N
         def _check_ages(self, entry: Entry) -> None:
             pass
 
-        def _in_time(self, left: list[Entry]) -> bool:
+        def _in_time(self, left: Counter[int]) -> bool:
             return True
 
     with pytest.raises(AssertionError, match="has a token sampled at version"):
@@ -197,6 +198,75 @@ def test_the_simulation_notices_a_buffer_that_lets_groups_begin_too_early() -> N
     runs = (simulate(seed, LaxAndSilent, may_reload=False) for seed in range(40))
     over = [outcome.oldest_age > buffer.max_age for buffer, outcome in runs]
     assert any(over)
+
+
+class Sorting(StalenessBuffer):
+    """Answers by sorting all entries each time, and compares."""
+
+    compared = 0
+
+    def by_sorting(self, but_for_scores: bool) -> tuple[list[Entry] | None, bool]:
+        """What `ready` and `is_held` give."""
+        oldest = sorted(self.entries.values(), key=lambda entry: (self.deadline(entry), entry.number))
+        complete = [e for e in oldest[: self.window] if (e.answered if but_for_scores else e.group is not None)]
+        if len(complete) < self.groups_per_step:
+            return None, False
+        batch = complete[: self.groups_per_step]
+        left = [entry for entry in oldest if entry.begun is not None and entry not in batch]
+        steps = [self.deadline(entry) - self.version for entry in left]
+        late = any(k > n * self.groups_per_step + self.surplus for k, n in enumerate(steps, 1))
+        if late and self.late == "wait":
+            return None, True
+        return sorted(batch, key=lambda entry: entry.number), False
+
+    def ready(self, but_for_scores: bool = False) -> list[Entry] | None:
+        for scores in (False, True):
+            expected, held = self.by_sorting(scores)
+            assert super().ready(scores) == expected and self.is_ready(scores) == (expected is not None)
+            assert scores or self.is_held() == held
+            Sorting.compared += held
+        values = self.entries.values()
+        assert self.answered == sum(entry.answered for entry in values)
+        assert self.complete == sum(entry.group is not None for entry in values)
+        begun = sum(entry.begun is not None for entry in values)
+        assert self.may_begin(self.version) == max(0, self._allowed(self.version) - self.consumed - begun)
+        return super().ready(but_for_scores)
+
+    def answer(self, entry: Entry) -> None:
+        super().answer(entry)
+        self.ready()
+
+    def begin(self, entry: Entry, server_version: int) -> None:
+        super().begin(entry, server_version)
+        self.ready()
+
+
+def test_a_wake_up_says_what_sorting_all_entries_says() -> None:
+    Sorting.compared = 0
+    for seed in range(60):
+        simulate(seed, Sorting)
+    assert Sorting.compared > 100, "too few steps were held by an old group"
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["asked", "some answered by their environment"])
+def test_slow_groups_of_every_age_hold_a_step_as_sorting_says(alone) -> None:
+    Sorting.compared = 0
+    for seed in range(12):
+        chance = random.Random(seed)
+        buffer = Sorting(chance.randint(2, 4), chance.randint(2, 4), 99)
+        for _ in range(15):
+            for _ in range(buffer.room(buffer.version)):
+                entry = buffer.add(prompt_of(buffer.next_number))
+                if not alone or chance.random() < 0.7:
+                    oldest = buffer.min_version(entry)
+                    buffer.begin(entry, chance.choice([oldest, chance.randint(oldest, buffer.version)]))
+            left = [entry for entry in buffer.entries.values() if entry.group is None]
+            slow = {entry.number for entry in left if chance.random() < 0.5}
+            for entry in sorted(left, key=lambda entry: (entry.number in slow, chance.random())):
+                if buffer.ready() is None:
+                    buffer.finish(entry, group_of(entry.prompt, [] if entry.begun is None else [buffer.version]))
+            buffer.take()
+    assert Sorting.compared > 100, "too few steps were held by an old group"
 
 
 def began(buffer: StalenessBuffer, server_version: int, count: int) -> list[Entry]:
@@ -380,6 +450,31 @@ def test_a_resumed_run_may_have_another_age_and_other_steps(after, late) -> None
         for entry in began_now:
             buffer.finish(entry, group_of(entry.prompt, [buffer.version]))
         assert len(buffer.take()[0]) == groups_per_step
+
+
+def test_a_resumed_run_asks_the_oldest_groups_anew_until_the_others_are_in_time() -> None:
+    for seed in range(200):
+        chance = random.Random(seed)
+        before = StalenessBuffer(chance.randint(1, 6), chance.randint(0, 6), 99)
+        for version in range(chance.randint(1, 5)):
+            finish(before, began(before, version, before.room(version)), version)
+            before.take()
+        state = before.state_dict()
+        buffer = StalenessBuffer(chance.randint(1, 6), chance.randint(0, 6), 99, chance.choice(["wait", "drop"]))
+        buffer.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
+        left = sorted((saved["begun"], saved["number"]) for saved in state["entries"] if saved["begun"] is not None)
+
+        def late(left: list[tuple[int, int]], of: StalenessBuffer = buffer) -> bool:
+            steps = [begun + of.max_age - of.version for begun, _ in left]
+            waiting = steps[of.groups_per_step :]
+            too_many = any(k > n * of.groups_per_step for k, n in enumerate(waiting, 1))
+            return bool(left) and (steps[0] < 0 or (of.late == "wait" and too_many))
+
+        while late(left):
+            del left[0]
+        kept = [(entry.begun, entry.number) for entry in buffer.entries.values() if entry.begun is not None]
+        assert sorted(kept) == left
+        assert buffer.complete == len(left)
 
 
 def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:

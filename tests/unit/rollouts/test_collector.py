@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import http.server
 import os
+import random
 import re
 import threading
 import time
@@ -12,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import TINY_QWEN3
 from tests.helpers.embedded_servers import ServerThread
@@ -26,7 +29,7 @@ from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.environments.load import load_environment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
-from torchtitan.grpo.rollouts.collector import Ask, Collector, prompt_seed
+from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.router import HOLD_S, GroupCall
@@ -1046,3 +1049,43 @@ def test_answers_with_a_reward_of_the_environment_are_not_scored(make_collector)
     [group] = make_collector(environment=judged).collect(prompts_of(1), PARAMS, "judged")
     assert [sample.rewards for sample in group] == [{}, {"length": float(len(group[1].text))}]
     assert group[0].reward == -3.0 and group[0].text
+
+
+def test_answers_are_decoded_together_and_only_if_somebody_reads_them(make_collector, tokenizer, monkeypatch) -> None:
+    async def judged(client: RolloutClient, prompt: Prompt) -> list[Sample]:
+        first, second = await single_turn(client, prompt)
+        first.reward = -3.0
+        return [first, second]
+
+    decode, alone = type(tokenizer).decode, []
+    collector = make_collector(environment=judged)
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **kw: alone.append(ids) or decode(tokenizer, ids, **kw))
+    [group] = collector.collect(prompts_of(1), PARAMS, "judged")
+    assert not alone
+    texts = [decode(tokenizer, sample.token_ids, skip_special_tokens=True) for sample in group]
+    assert [sample.text for sample in group] == [replace(sample).text for sample in group] == texts
+    assert alone == [group[0].token_ids]
+
+
+class OwnDecoding(PreTrainedTokenizerFast):
+    def _decode(self, *args, **kwargs) -> str:
+        return "own: " + super()._decode(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, OwnDecoding])
+@pytest.mark.parametrize("clean_up", [False, True])
+@pytest.mark.parametrize("model", ["tiny", "WordPiece"])
+def test_texts_are_those_that_the_tokenizer_gives(tokenizer, model, clean_up, kind) -> None:
+    backend = tokenizer.backend_tokenizer
+    if model == "WordPiece":
+        vocabulary = {"[UNK]": 0, "is": 1, "n't": 2, "it": 3, "?": 4, ",": 5, "##s": 6}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+        backend.decoder = tokenizers.decoders.WordPiece(cleanup=False)
+    own = kind(tokenizer_object=backend, clean_up_tokenization_spaces=clean_up, unk_token="[UNK]")
+    chance = random.Random(0)
+    answers = [[], *[[chance.randrange(9) for _ in range(chance.randrange(20))] for _ in range(50)]]
+    texts = decoded(own, answers)
+    assert texts == [own.decode(ids, skip_special_tokens=True) for ids in answers]
+    raw = own.backend_tokenizer.decode_batch(answers, skip_special_tokens=True)
+    assert (texts != raw) is (kind is OwnDecoding or (clean_up and model == "WordPiece"))
+    assert decoded(own, []) == []

@@ -15,9 +15,10 @@ from torchtitan.grpo.model.qwen3 import Qwen3Adapter
 from torchtitan.grpo.model.shards import canonical_name
 from torchtitan.grpo.weight_sync import snapshot
 from torchtitan.grpo.weight_sync.packer import Packer
-from torchtitan.grpo.weight_sync.published import model_weights
+from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights, model_weights
 from torchtitan.grpo.weight_sync.ranks import Ranks
-from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer, Snapshots, primary_holdings
+from torchtitan.grpo.weight_sync.snapshot import Holding, SnapshotBuffer, Snapshots, overlap, primary_holdings
+from torchtitan.grpo.weight_wire.buckets import TensorSpec, plan_buckets
 from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -328,6 +329,45 @@ def test_replicas_are_sent_once_and_gaps_are_refused():
     ]
     with pytest.raises(RuntimeError, match="w: the trainer ranks hold 12 of 20"):
         primary_holdings(held[:1], {"w": (5, 4)})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_the_overlaps_of_all_tensors_with_all_boxes(seed):
+    """Stacked parameters, sent by rows, over ranks that split one or two dimensions evenly or hold replicas."""
+    chance = random.Random(seed)
+    parameters, tensors, ranks = {}, [], chance.randint(1, 9)
+    owned: list[list[Holding]] = [[] for _ in range(ranks)]
+    for number in range(6):
+        shape = tuple(chance.randint(1, 9) for _ in range(chance.randint(0, 3)))
+        name = f"p{number}"
+        parameters[name] = torch.empty(shape)
+        whole = tuple((0, size) for size in shape)
+        rows = range(shape[0]) if shape and chance.random() < 0.5 else [None]
+        for row in rows:
+            box = whole if row is None else ((row, 1), *whole[1:])
+            spec = TensorSpec(f"{name}.{row}", torch.float32, tuple(length for _, length in box))
+            tensors.append(PublishedTensor(spec, name, box))
+        step = -(-shape[0] // ranks) if shape else 1
+        parts = [(start, min(step, shape[0] - start)) for start in range(0, shape[0], step)] if shape else []
+        boxes = [(part, *whole[1:]) for part in parts] or [()]
+        if len(shape) > 1 and shape[1] > 1 and 2 * len(boxes) <= ranks:
+            boxes = [(box[0], half, *box[2:]) for box in boxes for half in ((0, 1), (1, shape[1] - 1))]
+        for rank, box in zip(chance.sample(range(ranks), len(boxes)), boxes, strict=True):
+            owned[rank].append(Holding(name, box))
+    published = PublishedWeights(parameters, tuple(tensors))
+    buckets = plan_buckets([tensor.spec for tensor in tensors], 300)
+    expected, left = [], iter(tensors)
+    for bucket in buckets:
+        of_bucket = [next(left) for _ in bucket.tensors]
+        pairs = [[(t, h) for t in of_bucket for h in of_rank if h.name == t.parameter] for of_rank in owned]
+        parts = [[(t, overlap(h.slices, t.box)) for t, h in own] for own in pairs]
+        expected.append([[(t, Holding(t.parameter, box)) for t, box in own if box is not None] for own in parts])
+    for rank in {0, ranks - 1}:
+        packer = SimpleNamespace(_ranks=SimpleNamespace(rank=rank), buckets=buckets)
+        found = Packer._pieces(packer, published, owned)
+        assert [of_bucket[rank] for of_bucket in found] == [of_bucket[rank] for of_bucket in expected]
+        if rank == 0:
+            assert found == expected
 
 
 @pytest.mark.parametrize("limit_bytes", [600, 1 << 20])

@@ -154,13 +154,13 @@ def _fill_rows(groups: Sequence[Part], lengths: Mapping[int, int], room: int) ->
     for group in groups:
         rest = sorted(group.samples, key=lambda i: (-lengths[i], i))
         while rest:
-            taken: list[int] = []
+            taken: dict[int, None] = {}
             used = whole = 0
             for i in rest:
                 more = lengths[i] - (group.shared if taken else 0)
                 few = len(taken) < MOST_COPIES or whole + lengths[i] <= MOST_COPIES * (used + more)
                 if few and used + more <= left:
-                    taken.append(i)
+                    taken[i] = None
                     used, whole = used + more, whole + lengths[i]
             if taken:  # not all that there is room for, if that would be too many copies of the prompt
                 rows[-1].append(Part(sorted(taken), group.shared))
@@ -175,33 +175,27 @@ def _fill_rows(groups: Sequence[Part], lengths: Mapping[int, int], room: int) ->
 def _least_loaded(
     order: list[int], lengths: Mapping[int, int], loads: Mapping[int, float], budget_tokens: int, num_rows: int
 ) -> list[list[int]]:
-    """Each sample into the row with the least load of those that have room for it; [] if none has."""
+    """Each sample, longest first, into the row with the least load of those that have room for it; [] if none has."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     room = [budget_tokens] * num_rows
     heap: list[tuple[float, int]] = [(0, row) for row in range(num_rows)]  # (load, row)
+    full: list[tuple[int, float, int]] = []  # (-room, load, row): set aside until samples are short enough for it
     for i in order:
-        full = []
+        while full and -full[0][0] >= lengths[i]:
+            heapq.heappush(heap, heapq.heappop(full)[1:])
         while heap and room[heap[0][1]] < lengths[i]:
-            full.append(heapq.heappop(heap))
+            load, row = heapq.heappop(heap)
+            heapq.heappush(full, (-room[row], load, row))
         if not heap:
             return []
         load, row = heap[0]
         heapq.heapreplace(heap, (load + loads[i], row))
         rows[row].append(i)
         room[row] -= lengths[i]
-        for entry in full:
-            heapq.heappush(heap, entry)
     return rows
 
 
 def _first_fit(order: list[int], lengths: Mapping[int, int], budget_tokens: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for i in order:
-        row = next((r for r, free in enumerate(room) if free >= lengths[i]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(budget_tokens)
-        rows[row].append(i)
-        room[row] -= lengths[i]
-    return rows
+    """Each sample, longest first, into the first row that has room for it: of rows without a load that is the least."""
+    rows = _least_loaded(order, lengths, dict.fromkeys(order, 0), budget_tokens, len(order))
+    return [row for row in rows if row]

@@ -13,8 +13,9 @@ which the bound holds for every token, are this project's.
 """
 
 import copy
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -72,11 +73,21 @@ class StalenessBuffer:
         self.entries: dict[int, Entry] = {}
         """By number, in ascending order."""
         self._occurrences: Counter[int] = Counter()  # of prompts, among the numbers with the last one's `number // B`
-        self._begun = 0  # entries that have begun
-        self.answered = 0
+        self._begun: Counter[int] = Counter()  # entries by the version at which they began
+        # (deadline, number) of entries in ascending order. A change searches and shifts pointers, and sorts nothing.
+        self._all: list[tuple[int, int]] = []
+        self._answered: list[tuple[int, int]] = []
+        self._complete: list[tuple[int, int]] = []
+
+    @property
+    def answered(self) -> int:
         """Entries whose samples are complete, scored or not."""
-        self.complete = 0
+        return len(self._answered)
+
+    @property
+    def complete(self) -> int:
         """Entries that have their group."""
+        return len(self._complete)
 
     @property
     def consumed(self) -> int:
@@ -92,7 +103,7 @@ class StalenessBuffer:
         """How many entries that have not begun may begin now on a server at this version."""
         if server_version + self.max_age < self.version:
             return 0
-        return max(0, self._allowed(server_version) - self.consumed - self._begun)
+        return max(0, self._allowed(server_version) - self.consumed - self._begun.total())
 
     def add(self, prompt: Prompt) -> Entry:
         if self.next_number % self.groups_per_step == 0:
@@ -100,14 +111,17 @@ class StalenessBuffer:
         entry = Entry(self.next_number, prompt, self._occurrences[prompt.index])
         self._occurrences[prompt.index] += 1
         self.entries[entry.number] = entry
+        insort(self._all, self._key(entry))
         self.next_number += 1
         return entry
 
     def min_version(self, entry: Entry) -> int:
         """The oldest weight version that may answer a request of this group now."""
-        if entry.begun is not None:
-            return entry.begun
-        steps = -(-(self.consumed + self._begun + 1 - self.surplus) // self.groups_per_step)  # rounded up
+        return self.min_version_of_new() if entry.begun is None else entry.begun
+
+    def min_version_of_new(self) -> int:
+        """`min_version` of each group that has not begun."""
+        steps = -(-(self.consumed + self._begun.total() + 1 - self.surplus) // self.groups_per_step)  # rounded up
         # The surplus must not begin with weights that are already too old.
         return max(0, self.version - self.max_age, steps - self.max_age - 1)
 
@@ -116,19 +130,23 @@ class StalenessBuffer:
         if server_version < self.min_version(entry):
             raise AssertionError(f"group {entry.number} began at {server_version}, before {self.min_version(entry)}")
         if entry.begun is None:
+            lists = self._leave_lists(entry)
             entry.begun = server_version
-            self._begun += 1
+            self._begun[server_version] += bool(lists)
+            for keys in lists:
+                insort(keys, self._key(entry))
 
     def answer(self, entry: Entry) -> None:
         """The group's samples are complete."""
         if not entry.answered and entry.number in self.entries:
             entry.answered = True
-            self.answered += 1
+            insort(self._answered, self._key(entry))
 
     def finish(self, entry: Entry, group: Group) -> None:
         self.answer(entry)
+        if entry.group is None:
+            insort(self._complete, self._key(entry))
         entry.group = group
-        self.complete += 1
 
     def drop(self, entry: Entry) -> None:
         """Give the group up. Another may be requested in its place."""
@@ -138,21 +156,25 @@ class StalenessBuffer:
         """The last version that may train on it."""
         return (self.version if entry.begun is None else entry.begun) + self.max_age
 
-    def ready(self, but_for_scores: bool = False) -> list[Entry] | None:
-        """The groups that the next step takes, by number; None if it must wait.
+    def is_ready(self, but_for_scores: bool = False) -> bool:
+        """Whether the next step need not wait.
 
         Args:
             but_for_scores: Count groups whose answers are complete but not yet scored.
         """
-        batch, left = self._oldest_complete(but_for_scores)
-        if not batch or (self.late == "wait" and not self._in_time(left)):
+        complete = self._answered if but_for_scores else self._complete
+        return self._has_step(complete) and (self.late == "drop" or self._in_time(self._left(complete)))
+
+    def ready(self, but_for_scores: bool = False) -> list[Entry] | None:
+        """The groups that the next step takes, by number; None if it must wait. See `is_ready`."""
+        if not self.is_ready(but_for_scores):
             return None
-        return sorted(batch, key=lambda entry: entry.number)
+        complete = self._answered if but_for_scores else self._complete
+        return [self.entries[number] for number in sorted(number for _, number in complete[: self.groups_per_step])]
 
     def is_held(self) -> bool:
         """Whether the next step has enough groups, and waits only for one that would become too old."""
-        batch, left = self._oldest_complete()
-        return bool(batch) and self.late == "wait" and not self._in_time(left)
+        return self._has_step(self._complete) and not self.is_ready()
 
     def take(self) -> tuple[list[Entry], list[Entry]]:
         """End the step's wait.
@@ -173,12 +195,14 @@ class StalenessBuffer:
         late = [entry for entry in self.entries.values() if self.deadline(entry) < self.version]
         for entry in late:
             self._remove(entry)
+        self._sort()  # the deadline of those that have not begun is a version later
         return batch, late
 
     def copy(self) -> "StalenessBuffer":
         """The same groups, which may get their samples later. What is added or removed here does not change it."""
         copied = copy.copy(self)
-        copied.entries, copied._occurrences = dict(self.entries), self._occurrences.copy()
+        for name in ("entries", "_occurrences", "_begun", "_all", "_answered", "_complete"):
+            setattr(copied, name, getattr(self, name).copy())
         return copied
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,52 +253,69 @@ class StalenessBuffer:
                 group = begun_at = None
             entry = Entry(saved["number"], prompt, saved["occurrence"], begun_at, group, answered=group is not None)
             self.entries[entry.number] = entry
-        begun = self._oldest_first(entry for entry in self.entries.values() if entry.begun is not None)
-        while begun and (
-            self.deadline(begun[0]) < self.version
-            or (self.late == "wait" and not self._in_time(begun[self.groups_per_step :]))
-        ):
-            begun[0].begun, begun[0].group, begun[0].answered = None, None, False
-            del begun[0]
-        self._begun = len(begun)
-        self.answered = self.complete = sum(entry.group is not None for entry in self.entries.values())
+        begun = sorted((e for e in self.entries.values() if e.begun is not None), key=self._key, reverse=True)
+        left = Counter(self.deadline(entry) for entry in begun[: -self.groups_per_step])
+        while begun and (self.deadline(begun[-1]) < self.version or (self.late == "wait" and not self._in_time(left))):
+            entry = begun.pop()
+            entry.begun, entry.group, entry.answered = None, None, False
+            if len(begun) >= self.groups_per_step:
+                left[self.deadline(begun[-self.groups_per_step])] -= 1
+        self._sort()
 
-    def _oldest_complete(self, but_for_scores: bool = False) -> tuple[list[Entry], list[Entry]]:
-        """A step's groups and those that they leave, oldest first. None, if too few are complete."""
-        entries = self.entries.values()
-        count = self.answered if but_for_scores else self.complete
-        if count < self.groups_per_step:  # as mostly, and it is asked at the end of each group
-            return [], []
-        oldest = self._oldest_first(entries)
-        complete = [e for e in oldest[: self.window] if (e.answered if but_for_scores else e.group is not None)]
-        if len(complete) < self.groups_per_step:
-            return [], []
-        batch = complete[: self.groups_per_step]
-        taken = set(batch)
-        # Groups that have not begun need no check: they begin only if there is room for them.
-        return batch, [entry for entry in oldest if entry.begun is not None and entry not in taken]
+    def _has_step(self, complete: list[tuple[int, int]]) -> bool:
+        """Whether the window has a step's groups. If so, they are the first of all that are complete."""
+        count = self.groups_per_step
+        return len(complete) >= count and bisect_left(self._all, complete[count - 1]) < self.window
 
-    def _oldest_first(self, entries: Iterable[Entry]) -> list[Entry]:
-        return sorted(entries, key=lambda entry: (self.deadline(entry), entry.number))
+    def _left(self, complete: list[tuple[int, int]]) -> Counter[int]:
+        """How many groups that have begun a step leaves, by deadline.
+
+        Groups that have not begun need no check: they begin only if there is room for them. So there are never too many
+        of the newest either, and one among those taken that never began does not matter.
+        """
+        left: Counter[int] = Counter()
+        before = 0
+        for begun in sorted(self._begun):
+            deadline = begun + self.max_age
+            taken = min(self.groups_per_step, bisect_left(complete, (deadline + 1,)))
+            left[deadline], before = self._begun[begun] - (taken - before), taken
+        return left
+
+    def _key(self, entry: Entry) -> tuple[int, int]:
+        return self.deadline(entry), entry.number
+
+    def _leave_lists(self, entry: Entry) -> list[list[tuple[int, int]]]:
+        """Take it out of the sorted lists, and return those that had it: none, if it was removed."""
+        lists = [self._all, *[self._answered] * entry.answered, *[self._complete] * (entry.group is not None)]
+        lists = lists if entry.number in self.entries else []
+        for keys in lists:
+            del keys[bisect_left(keys, self._key(entry))]
+        return lists
+
+    def _sort(self) -> None:
+        entries = sorted(self.entries.values(), key=self._key)
+        self._all = [self._key(entry) for entry in entries]
+        self._answered = [self._key(entry) for entry in entries if entry.answered]
+        self._complete = [self._key(entry) for entry in entries if entry.group is not None]
+        self._begun = Counter(entry.begun for entry in entries if entry.begun is not None)
 
     def _remove(self, entry: Entry) -> None:
+        self._leave_lists(entry)
         del self.entries[entry.number]
-        self._begun -= entry.begun is not None
-        self.answered -= entry.answered
-        self.complete -= entry.group is not None
+        if entry.begun is not None:
+            self._begun[entry.begun] -= 1
 
     def _allowed(self, server_version: int) -> int:
         return (server_version + self.max_age + 1) * self.groups_per_step + self.surplus
 
-    def _in_time(self, left: list[Entry]) -> bool:
-        """Whether later steps can take what this step leaves (oldest first) before it is too old.
-
-        The surplus is exempt.
-        """
-        return all(
-            waiting <= (self.deadline(entry) - self.version) * self.groups_per_step + self.surplus
-            for waiting, entry in enumerate(left, 1)
-        )
+    def _in_time(self, left: Counter[int]) -> bool:
+        """Whether later steps can take so many groups, by deadline, before they are too old. The surplus is exempt."""
+        waiting = 0
+        for deadline in sorted(left):
+            waiting += left[deadline]
+            if left[deadline] > 0 and waiting > (deadline - self.version) * self.groups_per_step + self.surplus:
+                return False
+        return True
 
     def _check_ages(self, entry: Entry) -> None:
         for sample in entry.group:

@@ -10,9 +10,10 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet
@@ -31,6 +32,7 @@ CLOSE_TIMEOUT_S = 10.0
 BLOCKED_S = 60.0
 """Longest time that anything may block the event loop."""
 _TASKS_SHOWN = 8
+_CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 
 class Scorer(Protocol):
@@ -328,9 +330,12 @@ class Collector:
     def _score(self, group: Group, unrewarded: float | None) -> Group:
         """Give each sample its text, and a reward if it lacks one: `unrewarded`, or what the functions say."""
         for sample in group:
-            sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            sample.text = partial(self.tokenizer.decode, sample.token_ids, skip_special_tokens=True)
         left = [sample for sample in group if sample.reward is None and not sample.reward_failures]
         if unrewarded is None:
+            texts = decoded(self.tokenizer, [sample.token_ids for sample in left])
+            for sample, text in zip(left, texts, strict=True):
+                sample.text = text
             self.rewards.score(left)
         else:
             for sample in left:
@@ -375,6 +380,20 @@ def _awaits(task: asyncio.Task) -> str:
         names.append(awaited.__qualname__)
         awaited = awaited.cr_await
     return " > ".join(names)
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, answers: list[list[int]]) -> list[str]:
+    """What `tokenizer.decode` makes of each. A backend decodes them together, and lets other threads run meanwhile."""
+    fast, own = PreTrainedTokenizerFast, type(tokenizer)
+    if not isinstance(tokenizer, fast) or (own.decode, own._decode) != (fast.decode, fast._decode):
+        return [tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in answers]
+    texts = tokenizer.backend_tokenizer.decode_batch(answers, skip_special_tokens=True)
+    if not tokenizer.clean_up_tokenization_spaces:
+        return texts
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    if is_bpe and getattr(tokenizer, _CLEANS_BPE, True) is False:  # versions without it clean BPE too
+        return texts
+    return [tokenizer.clean_up_tokenization(text) for text in texts]
 
 
 def prompt_seed(seed: int | None, tag: str, index: int, occurrence: int) -> int | None:

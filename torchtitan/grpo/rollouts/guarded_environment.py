@@ -93,7 +93,9 @@ class GuardedEnvironment:
         try:
             async with asyncio.timeout(timeout_s or None) as limit:
                 own_limit = limit if timeout_s else None
-                call = GroupCall(group.oldest, group.begun, limit=own_limit, timeout_s=timeout_s, first=group.first)
+                call = GroupCall(
+                    group.oldest, group.begun, limit=own_limit, timeout_s=timeout_s, first=group.first, group=group
+                )
                 return await self._run(client(own, f"-sample{number}", call), prompt, call)
         except TimeoutError:
             return self._give_up(prompt, 1, f"took longer than [rollout] group_timeout_seconds = {timeout_s:g}")

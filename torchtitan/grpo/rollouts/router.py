@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import heapq
 import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from torchtitan.grpo.data.samples import Prompt
@@ -28,24 +30,66 @@ class Ticket:
 
     Attributes:
         failures: Where it has failed before.
+        since: When it came, or its group began.
+        rank: (queue, number), in the order in which requests are served.
         before: The address of the server that it should go to if it can; "" for none.
-        eligible_at: When there was last a server that it may go to.
-        eligible: Whether there is one.
-        held_at: Since when it waits for a less busy server that is about to be eligible.
         instead_of: The silent server that has the request too.
+        held_at: Since when it waits for a less busy server that is about to be eligible.
     """
 
     call: "GroupCall"
     failures: Failures
     server: asyncio.Future[Server]
-    eligible_at: float
-    eligible: bool = False
-    held_at: float | None = None
+    since: float
+    rank: tuple[int, int]
     before: str = ""
     instead_of: Server | None = None
+    held_at: float | None = None
+    lane: "Lane" = field(init=False)
 
 
-@dataclass
+class Lane:
+    """Waiting requests of one queue that accept the same weights: they become eligible together.
+
+    Attributes:
+        oldest: The oldest weights that they accept now.
+        alone: Its only request, if where that may go depends on more than its weights.
+        tickets: By rank.
+        eligible_at: When there was last a server that they may go to.
+        eligible: Whether there is one.
+    """
+
+    def __init__(self, key: tuple[int, object], oldest: Callable[[], int], alone: Ticket | None) -> None:
+        self.key, self.oldest, self.alone = key, oldest, alone
+        self.tickets: dict[tuple[int, int], Ticket] = {}
+        self.eligible_at, self.eligible = -math.inf, False
+        # Heaps of ranks, of new groups only. They may have some that are no longer in `tickets`.
+        self._order: list[tuple[int, int]] = []
+        self._never_held: list[tuple[int, int]] = []
+
+    def add(self, ticket: Ticket) -> None:
+        ticket.lane = self
+        self.tickets[ticket.rank] = ticket
+        if ticket.rank[0]:
+            heapq.heappush(self._order, ticket.rank)
+            if ticket.held_at is None:
+                heapq.heappush(self._never_held, ticket.rank)
+
+    def first(self) -> Ticket:
+        for heap in (self._order, self._never_held):
+            while heap and heap[0] not in self.tickets:
+                heapq.heappop(heap)
+        return self.tickets[self._order[0]]
+
+    def hold(self, last: tuple[float, int], now: float) -> None:
+        """Its requests up to this rank are held. Each is looked at once, however often its lane is held."""
+        while self._never_held and self._never_held[0] <= last:
+            ticket = self.tickets.get(heapq.heappop(self._never_held))
+            if ticket is not None:
+                ticket.held_at = now
+
+
+@dataclass(eq=False)
 class GroupCall:
     """The call for one group: what its requests need, the time that it may take, and two events on its way back.
 
@@ -56,6 +100,10 @@ class GroupCall:
         limit: `timeout_s` from its first request on. Waiting for the first server does not count.
         is_under_way: One of its requests has had a server.
         first: Its requests are served before the first ones of other groups.
+        unbegun: What `oldest` says until the group begins, for all groups with the same function. None: what `oldest`
+            says never changes.
+        group: The call of the whole group, if this one is for a sample of it.
+        waiting: Requests of the group that wait since before it began.
     """
 
     oldest: Callable[[], int] = lambda: -1
@@ -65,6 +113,9 @@ class GroupCall:
     timeout_s: float = 0.0
     is_under_way: bool = False
     first: bool = False
+    unbegun: Callable[[], int] | None = None
+    group: "GroupCall | None" = None
+    waiting: list[Ticket] = field(default_factory=list)
 
     def begun(self, version: int) -> None:
         self.restarts()
@@ -136,15 +187,17 @@ class Router:
         self.silence = SilenceWatch(fleet, lambda: [server for server, requests in self._running.items() if requests])
         self._busy_s: dict[str, float] = defaultdict(float)
         self._busy_since: dict[Server, float] = {}
-        self._queues: tuple[dict[Ticket, None], ...] = ({}, {}, {})
-        """Waiting requests, served in this order: of groups that were under way when they came, of groups that come
-        first, and all others."""
+        self._under_way: dict[Ticket, None] = {}
+        """Waiting requests of groups that were under way when they came: queue 0, which is served first."""
+        self._lanes: dict[tuple[int, object], Lane] = {}
+        """All waiting requests. Those of groups that come first are queue 1, and all others queue 2."""
+        self._numbers = itertools.count()
         self._hold_ends: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a server."""
-        return sum(len(queue) for queue in self._queues)
+        return sum(len(lane.tickets) for lane in self._lanes.values())
 
     def take_busy_seconds(self) -> dict[str, float]:
         """Seconds in which each server had a request of this run, since the last call."""
@@ -277,25 +330,25 @@ class Router:
             if server.lost or server.silent:
                 for request in requests:
                     request.look_at_server()
-        servers, newest = self.fleet.servers, self._newest_in_traffic()
-        for ticket in list(itertools.chain(*self._queues)):
-            error: Exception | None = ticket.failures.error() if ticket.failures.final(servers) else None
-            if ticket.instead_of is not None and not ticket.instead_of.silent:
-                error = EngineError(f"{ticket.instead_of.url} replies again")
-            if error is not None and not ticket.server.done():
-                ticket.server.set_exception(error)
-                self._forget(ticket)
-                continue
-            was, ticket.eligible = ticket.eligible, self._is_eligible(ticket, newest)
-            if was or ticket.eligible:
-                ticket.eligible_at = self._loop.time()
+        servers, newest, now = self.fleet.servers, self._newest_in_traffic(), self._loop.time()
+        for lane in list(self._lanes.values()):
+            if (ticket := lane.alone) is not None:
+                error: Exception | None = ticket.failures.error() if ticket.failures.final(servers) else None
+                if ticket.instead_of is not None and not ticket.instead_of.silent:
+                    error = EngineError(f"{ticket.instead_of.url} replies again")
+                if error is not None and not ticket.server.done():
+                    ticket.server.set_exception(error)
+                    self._forget(ticket)
+                    continue
+            was, lane.eligible = lane.eligible, self._is_eligible(lane, newest)
+            if was or lane.eligible:
+                lane.eligible_at = now
         try:
             self.fleet.check()
         except Exception as error:
-            for queue in self._queues:
-                for ticket in queue:
-                    ticket.server.set_exception(error)
-                queue.clear()
+            for ticket in [ticket for lane in self._lanes.values() for ticket in lane.tickets.values()]:
+                ticket.server.set_exception(error)
+                self._forget(ticket)
         self._dispatch()
 
     async def _acquire(
@@ -307,22 +360,18 @@ class Router:
     ) -> Server:
         """Take a place at a server; `_release` gives it back."""
         self.fleet.check()
-        failures = Failures() if failures is None else failures
-        ticket = Ticket(call, failures, self._loop.create_future(), self._loop.time(), False, None, before, instead_of)
-        self._queues[0 if call.is_under_way else 1 if call.first else 2][ticket] = None
-        ticket.eligible = self._is_eligible(ticket, self._newest_in_traffic())
-        self._dispatch()
+        ticket = self._join(call, Failures() if failures is None else failures, before, instead_of)
         if not ticket.server.done():
             call.waits()
         try:
             while not ticket.server.done():
-                left_s = ticket.eligible_at + self.request_timeout_s - self._loop.time()
+                left_s = self._eligible_at(ticket) + self.request_timeout_s - self._loop.time()
                 await asyncio.wait([ticket.server], timeout=max(left_s, 0.0))
                 if ticket.server.done():
                     break
-                if self._is_eligible(ticket, self._newest_in_traffic()):
-                    ticket.eligible_at = self._loop.time()
-                elif self._loop.time() - ticket.eligible_at >= self.request_timeout_s:
+                if self._is_eligible(ticket.lane, self._newest_in_traffic()):
+                    ticket.lane.eligible_at = self._loop.time()
+                elif self._loop.time() - self._eligible_at(ticket) >= self.request_timeout_s:
                     raise self._none_eligible(ticket)
             return ticket.server.result()
         except asyncio.CancelledError:
@@ -332,15 +381,49 @@ class Router:
         finally:
             self._forget(ticket)
 
-    def _is_eligible(self, ticket: Ticket, newest: int) -> bool:
-        """Whether a server in traffic, the newest of which has version `newest`, may get the request."""
-        min_version = ticket.call.oldest()
-        if min_version > newest or not ticket.failures:
+    def _join(self, call: GroupCall, failures: Failures, before: str = "", instead_of: Server | None = None) -> Ticket:
+        """A request joins a queue, and gets a place at once if there is one."""
+        rank = (0 if call.is_under_way else 1 if call.first else 2), next(self._numbers)
+        server: asyncio.Future[Server] = self._loop.create_future()
+        ticket = Ticket(call, failures, server, self._loop.time(), rank, before, instead_of)
+        self._line_up(ticket)
+        ticket.lane.eligible |= self._is_eligible(ticket.lane, self._newest_in_traffic())
+        self._dispatch()
+        return ticket
+
+    def _line_up(self, ticket: Ticket) -> None:
+        """Put it into its lane."""
+        queue, whole = ticket.rank[0], ticket.call.group or ticket.call
+        key: object
+        if ticket.failures or ticket.instead_of is not None or (ticket.before and queue):
+            key, oldest = ticket, ticket.call.oldest
+        elif whole.unbegun is not None and not whole.is_under_way:
+            key = oldest = whole.unbegun
+            whole.waiting.append(ticket)
+        else:
+            key = version = whole.oldest()
+            oldest = lambda: version  # noqa: E731
+        if (queue, key) not in self._lanes:
+            alone = ticket if key is ticket else None
+            self._lanes[queue, key] = Lane((queue, key), oldest, alone)
+        self._lanes[queue, key].add(ticket)
+        if queue == 0:
+            self._under_way[ticket] = None
+
+    @staticmethod
+    def _eligible_at(ticket: Ticket) -> float:
+        """When there was last a server that it may go to, or when it came."""
+        return max(ticket.since, ticket.lane.eligible_at)
+
+    def _is_eligible(self, lane: Lane, newest: int) -> bool:
+        """Whether a server in traffic, the newest of which has version `newest`, may get its requests."""
+        min_version = lane.oldest()
+        if min_version > newest or lane.alone is None:
             return min_version <= newest
-        return not all(ticket.failures.final_at(server) for server in self.fleet.eligible(min_version))
+        return not all(lane.alone.failures.final_at(server) for server in self.fleet.eligible(min_version))
 
     def _none_eligible(self, ticket: Ticket) -> EngineError:
-        min_version = ticket.call.oldest()
+        min_version = ticket.lane.oldest()
         failed = f"; the request failed {ticket.failures}" if ticket.failures else ""
         wanted = f" with weights of version {min_version} or newer" if min_version >= 0 else ""
         return EngineError(
@@ -349,15 +432,18 @@ class Router:
         )
 
     def _forget(self, ticket: Ticket) -> None:
-        for queue in self._queues:
-            queue.pop(ticket, None)
+        self._under_way.pop(ticket, None)
+        lane = ticket.lane
+        if lane.tickets.pop(ticket.rank, None) is not None and not lane.tickets:
+            del self._lanes[lane.key]
 
     def _dispatch(self) -> None:
         """Give free places to waiting requests, queue after queue, each in order of arrival.
 
-        Requests that a group sends together get their places before the next group gets its first.
+        Requests that a group sends together get their places before the next group gets its first. Of a lane of new
+        groups only its first request is looked at: if that cannot go, the others cannot either.
         """
-        if not self.waiting:
+        if not self._lanes:
             return
         in_traffic = self.fleet.eligible(-1)
         places = [server for server in in_traffic if self._has_place(server)]
@@ -365,31 +451,77 @@ class Router:
         oldest = min((server.version for server in in_traffic), default=-1)
         share = (sum(server.in_flight for server in in_traffic) + self.waiting) / max(1, len(in_traffic))
         now, held = self._loop.time(), False
-        served = []  # removed from the queues afterwards: thousands may wait, and copying them costs more
-        for ticket in itertools.chain(*self._queues):
+        passed: dict[Lane, float] = {}  # lanes whose first request cannot go, with the weights that held ones need
+        by_load: dict[int, list[tuple[int, int, Server]]] = {}  # heaps of places, by the weights that they must have
+
+        def first_ones() -> Iterator[Ticket]:
+            while able := [lane for lane in self._lanes.values() if lane.key[0] and lane not in passed]:
+                ranks = [lane.first() for lane in able if lane.oldest() <= newest]
+                if not ranks:
+                    return
+                yield min(ranks, key=lambda ticket: ticket.rank)
+
+        def hold(last: tuple[float, int]) -> None:
+            for lane, needed in passed.items():
+                if needed <= newest:
+                    lane.hold(last, now)
+
+        served = []  # of those under way, which are looked at one by one
+        for ticket in itertools.chain(self._under_way, first_ones()):
             if not places:
                 break
-            min_version = ticket.call.oldest()
+            queue, lane = ticket.rank[0], ticket.lane
+            min_version = lane.oldest()
             if min_version > newest:
-                continue  # true of most, if many wait: this check is all that they cost
-            server = self._best(places, ticket, min_version)
+                continue
+            if queue == 0 or lane.alone is not None:
+                server = self._best(places, ticket, min_version)
+            else:
+                server = self._least_busy(by_load, places, min_version)
             if server is None:  # it has failed there for good, or the server has just left traffic: a change comes
+                passed[lane] = math.inf
                 continue
             if oldest < min_version and server.in_flight >= share and server.url != ticket.before:
-                ticket.held_at = now if ticket.held_at is None else ticket.held_at
-                if now < ticket.held_at + HOLD_S:
+                if queue == 0 and ticket.held_at is None:
+                    ticket.held_at = now
+                if ticket.held_at is None or now < ticket.held_at + HOLD_S:
                     held = True
+                    passed[lane] = min_version
                     continue
+            if queue:
+                self._forget(ticket)
+            else:
+                served.append(ticket)
             self._occupy(server, ticket.call)
             ticket.server.set_result(server)
-            served.append(ticket)
             if not self._has_place(server):
+                hold(ticket.rank)
                 places.remove(server)
                 newest = max((server.version for server in places), default=-1)
+        hold((math.inf, 0))
         for ticket in served:
             self._forget(ticket)
         if held and self._hold_ends is None:
             self._hold_ends = self._loop.call_later(HOLD_S, self._end_hold)
+
+    def _least_busy(
+        self, by_load: dict[int, list[tuple[int, int, Server]]], places: list[Server], min_version: int
+    ) -> Server | None:
+        """As `_best` for a request without a past. Loads only grow meanwhile: the first of a heap is put right."""
+        if min_version not in by_load:
+            loads = [(server.in_flight, i, server) for i, server in enumerate(places) if server.serves(min_version)]
+            heapq.heapify(loads)
+            by_load[min_version] = loads
+        heap = by_load[min_version]
+        while heap:
+            load, i, server = heap[0]
+            if not self._has_place(server) or not server.serves(min_version):
+                heapq.heappop(heap)
+            elif load != server.in_flight:
+                heapq.heapreplace(heap, (server.in_flight, i, server))
+            else:
+                return server
+        return None
 
     @staticmethod
     def _best(places: list[Server], ticket: Ticket, min_version: int) -> Server | None:
@@ -415,6 +547,13 @@ class Router:
             self._busy_since[server] = self._loop.time()
         server.in_flight += 1
         call.begun(server.version)
+        whole = call.group or call
+        waiting, whole.waiting = whole.waiting, []
+        for ticket in waiting:  # the group has begun: they accept other weights than those that have not
+            if ticket.rank in ticket.lane.tickets:
+                self._forget(ticket)
+                ticket.since = self._loop.time()
+                self._line_up(ticket)
 
     def _release(self, server: Server) -> None:
         server.in_flight -= 1

@@ -149,7 +149,7 @@ class RolloutStream:
 
         async def read() -> bool:
             healthy = self._failure is None and not self._stopping
-            self._promised = healthy and self._buffer.ready() is not None
+            self._promised = healthy and self._buffer.is_ready()
             return self._promised
 
         return self._collector.call(read())
@@ -249,8 +249,8 @@ class RolloutStream:
         self._before_take = version, before
         self._wanted = version + 1
         self._fill()
-        while self._failure is None and self._buffer.ready() is None and not self._stopping:
-            began, only_scores = clock(), self._buffer.ready(but_for_scores=True) is not None
+        while self._failure is None and not self._buffer.is_ready() and not self._stopping:
+            began, only_scores = clock(), self._buffer.is_ready(but_for_scores=True)
             for_an_old_one = self._buffer.is_held()
             if self._tasks or self._pause is not None:
                 self._changed.clear()
@@ -357,6 +357,7 @@ class RolloutStream:
                 partial(self._answered, entry),
                 limit,
                 self._timeout_s,
+                unbegun=self._buffer.min_version_of_new,
             )
             return await self._collector.group(entry.prompt, params, request_id, call, cohort, self._teachers)
 

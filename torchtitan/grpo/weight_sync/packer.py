@@ -5,7 +5,9 @@ A single rank whose tensors need no rearranging takes its snapshots in that form
 Everything here runs on the push's own stream and the weight-sync groups, so a thread of its own can do it.
 """
 
+import bisect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -127,16 +129,29 @@ class Packer:
             self._finite = torch.ones(len(self.buckets), dtype=torch.bool, device=self.device)
 
     def _pieces(self, published: PublishedWeights, owned: list[list[Holding]]) -> list[list[list[Piece]]]:
-        """For each bucket and rank: what the rank gives to it, in the order of the bucket's tensors."""
-        boxes = [{holding.name: holding.slices for holding in holdings} for holdings in owned]
+        """For each bucket and rank: what the rank gives to it, in the order of the bucket's tensors.
+
+        Rank 0 has all ranks' pieces. The others have their own only.
+        """
+        boxes: defaultdict[str, list[tuple[int, int, Slices]]] = defaultdict(list)  # start, rank, box
+        for rank, holdings in enumerate(owned):
+            for holding in holdings if self._ranks.rank in (0, rank) else ():
+                boxes[holding.name].append((_first_dim(holding.slices)[0], rank, holding.slices))
+        longest = {name: max(_first_dim(box)[1] for _, _, box in of_name) for name, of_name in boxes.items()}
+        for of_name in boxes.values():
+            of_name.sort()
         tensors = iter(published.tensors)
         pieces = []
         for bucket in self.buckets:
-            of_bucket = [next(tensors) for _ in bucket.tensors]
-            of_ranks: list[list[Piece]] = []
-            for of_rank in boxes:
-                shared = [(tensor, _held_part(tensor, of_rank)) for tensor in of_bucket]
-                of_ranks.append([Piece(tensor, held) for tensor, held in shared if held is not None])
+            of_ranks: list[list[Piece]] = [[] for _ in owned]
+            for tensor in (next(tensors) for _ in bucket.tensors):
+                of_name = boxes[tensor.parameter]
+                start, length = _first_dim(tensor.box)
+                # Only boxes that may overlap it: a parameter of E experts has E tensors and as many boxes as ranks.
+                first = bisect.bisect_left(of_name, (start - longest.get(tensor.parameter, 0) + 1,))
+                for _, rank, box in of_name[first : bisect.bisect_left(of_name, (start + length,))]:
+                    if (shared := overlap(box, tensor.box)) is not None:
+                        of_ranks[rank].append(Piece(tensor, Holding(tensor.parameter, shared)))
             pieces.append(of_ranks)
         return pieces
 
@@ -157,6 +172,7 @@ class Packer:
         allocate: Callable[[int, torch.device], torch.Tensor],
     ) -> None:
         """Slices of the snapshots and of the gathered shards, and the copies that put shards into wire buffers."""
+        # Only rank 0 needs the other ranks' counts.
         self._counts = [[sum(piece.held.numel for piece in rank) for rank in ranks] for ranks in pieces]
         own_counts = [counts[self._ranks.rank] for counts in self._counts]
         flats = [buffer.flat for buffer in self.snapshots.buffers]
@@ -275,8 +291,5 @@ class Packer:
         return sum(bucket.payload_bytes for bucket in self.buckets)
 
 
-def _held_part(tensor: PublishedTensor, boxes: dict[str, Slices]) -> Holding | None:
-    """The part of a tensor that lies in a rank's boxes (by parameter)."""
-    box = boxes.get(tensor.parameter)
-    shared = overlap(box, tensor.box) if box is not None else None
-    return Holding(tensor.parameter, shared) if shared is not None else None
+def _first_dim(box: Slices) -> tuple[int, int]:
+    return box[0] if box else (0, 1)
