@@ -1,12 +1,29 @@
 """The rooms of `torchtitan/grpo`: imports between them form no circle."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 
 from tests.helpers import ROOT
 
 PACKAGE = "torchtitan.grpo"
 ROOMS = ROOT / "torchtitan" / "grpo"
+ROLLOUTS = (
+    "data.load",
+    "engines.registry",
+    "rollouts.stream",
+    "rollouts.record",
+    "rollouts.sampler_check",
+    "rollouts.teachers.connect",
+    "environments.load",
+    "rewards.runner",
+    "endpoint.server",
+    "reporting.sample_log",
+    "reporting.step_metrics",
+    "policy.batch",
+    "policy.packing",
+)
 
 
 def imported(source: str) -> Iterator[str]:
@@ -47,3 +64,11 @@ def test_every_room_says_what_is_in_it():
         text = ast.get_docstring(ast.parse(init.read_text())) or ""
         missing = [p.name for p in init.parent.glob("*.py") if p.name != "__init__.py" and p.stem not in text]
         assert not missing, f"{init.relative_to(ROOT)} says nothing of {', '.join(missing)}"
+
+
+def test_from_a_prompt_to_packed_rows_nothing_imports_torch():
+    """So rollouts can have a process that starts at once. The tokenizers of transformers do without torch."""
+    modules = [f"{PACKAGE}.{room}" for room in ROLLOUTS]
+    code = f"import sys, importlib\nsys.modules['torch'] = None\nfor name in {modules}: importlib.import_module(name)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]

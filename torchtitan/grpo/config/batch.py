@@ -1,10 +1,15 @@
 """Sizes of a step's batch: ranks, packed rows and tokens."""
 
-import math
+from __future__ import annotations
 
-from torchtitan.config import JobConfig
+import math
+from typing import TYPE_CHECKING
+
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.config.jobs import Job
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 
 def data_ranks(config: JobConfig, world_size: int) -> int:

@@ -4,12 +4,14 @@ Each check yields all its messages, so that a user corrects a file once. A messa
 allowed and what to change.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import row_tokens
 from torchtitan.grpo.config.data_contradictions import (
     check_data,
@@ -29,6 +31,9 @@ from torchtitan.grpo.config.server_contradictions import (
 )
 from torchtitan.grpo.config.tables import validation_metric_names
 from torchtitan.grpo.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 
 def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:

@@ -1,16 +1,21 @@
 """What the keys of data, rewards and supervised fine-tuning must satisfy together."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, TEMPLATE_OWN, Data, HeldOutSet
 from torchtitan.grpo.config.keys import LARGEST, Mismatch, check_value, keys, label, show, unread
 from torchtitan.grpo.config.ranges import ImportPath
 from torchtitan.grpo.config.tables import titled_tables, training_sources
 from torchtitan.grpo.errors import did_you_mean
 from torchtitan.grpo.sources.table import SOURCES, Source
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 BUILT_IN = ("exact_match", "numeric_match", "math_verify", "reasoning_gym")
 """Reward functions without a module: those of `rewards/functions.py`."""

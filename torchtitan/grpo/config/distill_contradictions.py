@@ -1,14 +1,19 @@
 """What the keys of distillation must satisfy together, and with those that it changes the meaning of."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.config.urls import teachers_by_source, url_problem
 from torchtitan.grpo.errors import did_you_mean
 from torchtitan.grpo.process.server_commands import COMMANDS
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 
 def check_distill(config: JobConfig) -> Iterator[str]:

@@ -1,10 +1,14 @@
 """A configuration that no longer changes: who needs other values makes a copy that has them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import JobConfig
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
 
 _MARK = "_is_frozen"
 

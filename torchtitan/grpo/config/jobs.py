@@ -1,15 +1,19 @@
 """The two jobs, and which keys each reads. One TOML file may serve both."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.job_config import Data, Reward
 from torchtitan.grpo.config.keys import TABLES, keys, label, show
 from torchtitan.grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 Job = Literal["grpo", "sft"]
 """`grpo_train.py`, or supervised fine-tuning by `sft_train.py`."""

@@ -4,6 +4,8 @@ torchtitan's ConfigManager builds dataclasses from TOML without looking at types
 fail somewhere in the first step. Here each value is checked against its annotation first.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 import inspect
@@ -13,13 +15,15 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.config.ranges import ImportPath, Needs, Range
 from torchtitan.grpo.config.torchtitan_keys import TORCHTITAN_TEXTS
 from torchtitan.grpo.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 MODULE = job_config.__name__
 """Value of `job.custom_config_module`."""
@@ -88,6 +92,8 @@ def label(path: str) -> str:
 @functools.cache
 def keys() -> dict[str, Key]:
     """All keys by path (`grpo.group_size`): torchtitan's sections in its order, then ours."""
+    from torchtitan.config import ConfigManager, JobConfig  # only now: they import torch
+
     upstream = {path: value for path, _, value in _leaves(JobConfig())}
     merged = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
     docs = _docs() | TORCHTITAN_TEXTS

@@ -3,13 +3,17 @@
 It holds no secret: keys name the environment variables that do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.keys import TABLES, toml
 from torchtitan.grpo.config.unsupported import honoured_keys
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 NOT_IN_A_FILE = ("job.config_file",)
 """Keys that a TOML file cannot hold."""

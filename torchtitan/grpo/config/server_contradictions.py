@@ -1,10 +1,12 @@
 """What the keys of servers and weight sync must satisfy together."""
 
+from __future__ import annotations
+
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.data_contradictions import check_function
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data, HeldOutSet
 from torchtitan.grpo.config.keys import show
@@ -12,6 +14,9 @@ from torchtitan.grpo.config.tables import titled_tables
 from torchtitan.grpo.config.urls import url_problem
 from torchtitan.grpo.process.server_commands import COMMANDS, is_loopback
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 _INSTEAD = {
     "api-key": "ps shows it to everyone; name its variable in [rollout] api_key_env",

@@ -6,17 +6,21 @@ What else a held-out set leaves out comes from [validation] and [rollout]. A tab
 inherits from takes over no key that says which rows there are.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.hints import GONE
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import Mismatch, check_value, keys, range_problem, shortened, show, table_keys
 from torchtitan.grpo.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 PATH_KEYS = ("path", "validation_path")
 """Keys of [data] whose values may start with `~`, the home folder."""

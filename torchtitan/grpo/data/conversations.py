@@ -1,5 +1,6 @@
 """Conversations to learn from: the rows of `[data]` for supervised fine-tuning."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from torchtitan.grpo.data.samples import Conversation, Document, Prompt
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.sources.rows import DatasetRow
 from torchtitan.grpo.sources.table import SOURCES
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 
 class ConversationSource(PromptSource):

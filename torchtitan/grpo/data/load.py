@@ -1,12 +1,14 @@
 """All prompts of a configuration: those to train on, and the held-out sets."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import HeldOutSet
 from torchtitan.grpo.config.tables import held_out_rows, held_out_sets, source_of, table_title, training_sources
 from torchtitan.grpo.data.held_out import HeldOut
@@ -15,6 +17,9 @@ from torchtitan.grpo.data.prompts import PromptSource
 from torchtitan.grpo.data.rows import row_keys
 from torchtitan.grpo.errors import renamed
 from torchtitan.grpo.sources.rows import DatasetRow
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 Prompts = PromptSource | Mixture
 """What a run trains on."""

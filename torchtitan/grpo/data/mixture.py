@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import logging
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from torchtitan.grpo.config.job_config import MixtureSource
 from torchtitan.grpo.data.prompts import NothingToAsk, PromptSource
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.errors import UserError
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -20,7 +21,8 @@ from torchtitan.grpo.errors import UserError, did_you_mean
 from torchtitan.grpo.process.import_path import is_async, load_function, source
 from torchtitan.grpo.sources.rows import DatasetRow
 from torchtitan.grpo.sources.table import SOURCES
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 RENDER_BATCH = 1024
 """Rows that are rendered and tokenized at once."""

@@ -5,6 +5,7 @@ seeds train and validate on the same questions. It only orders them, see `prompt
 """
 
 import json
+import logging
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.sources.rows import DatasetRow, DatasetRows, Key
 from torchtitan.grpo.sources.table import SOURCES, Wanted
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 
 def load_rows(

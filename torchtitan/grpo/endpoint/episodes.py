@@ -1,6 +1,7 @@
 """`[rollout] environment = "endpoint"`: a harness outside takes episodes, plays them, and posts their rewards."""
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.runner import REWARD_MAX
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torchtitan.grpo.endpoint.server import Endpoint

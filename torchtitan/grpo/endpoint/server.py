@@ -1,17 +1,19 @@
 """The HTTP server of a run: model calls of sessions, and episodes for a harness outside."""
 
+from __future__ import annotations
+
 import contextlib
 import hmac
 import json
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.tables import training_sources
 from torchtitan.grpo.data.samples import Prompt
 from torchtitan.grpo.endpoint import requests
@@ -24,7 +26,11 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import http_url
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
-from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "X-Session-ID"
 _FREE_BYTES = 2**20

@@ -1,12 +1,13 @@
 """From `[rollout] environment`, and those of held-out sets, to `Environments`."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT, Data
 from torchtitan.grpo.config.tables import table_title
 from torchtitan.grpo.errors import UserError, did_you_mean, renamed
@@ -14,6 +15,9 @@ from torchtitan.grpo.process.import_path import import_function, load_function
 from torchtitan.grpo.process.stopping import Stopped
 from torchtitan.grpo.rollouts.environment import ENDPOINT, KEY, Environment, single_turn
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment, place
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 
 @contextlib.contextmanager

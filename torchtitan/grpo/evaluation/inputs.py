@@ -1,17 +1,19 @@
 """Which model is evaluated, by which configuration, and that it has not trained on what is asked."""
 
+from __future__ import annotations
+
 import copy
 import json
+import logging
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, read_run_config
 from torchtitan.grpo.config.contradictions import check_contradictions
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
@@ -25,7 +27,11 @@ from torchtitan.grpo.data.rows import row_keys
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.model.hf_config import adapters_alone
-from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+logger = logging.getLogger(__name__)
 
 OF_THE_RUN = (
     "grpo",

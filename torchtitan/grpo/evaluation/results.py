@@ -1,17 +1,21 @@
 """The files of an evaluation, and its table."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.resolved import toml_lines
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.reporting.estimates import estimates, final_answer, is_right
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 ANSWERS, RESULT, CONFIG = "answers.jsonl", "result.json", "config.toml"
 _PACKAGES = ("torchtitan-grpo", "torchtitan", "torch", "transformers", "math-verify", "reasoning-gym")

@@ -1,4 +1,5 @@
-"""JSON values and flat tensors between ranks over gloo, without pickle. Who calls bounds the waits, and names them."""
+"""JSON values and flat tensors between ranks over gloo, without pickle. Who calls bounds the waits, and names them.
+And sums on the device."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -51,6 +52,23 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, wait: Wait) -> list
     rows = [torch.empty_like(own) for _ in range(group.size())]
     wait(dist.all_gather(rows, own, group=group, async_op=True))
     return [_value(row) for row in rows]
+
+
+def sum_over_ranks(
+    sums: dict[str, torch.Tensor], device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Each summed over the group's ranks: a number, a list for a vector, and lists for a matrix. One copy from the
+    device for all.
+
+    Args:
+        group: The data-parallel ranks; None if this rank is the only one.
+    """
+    values = [torch.as_tensor(value, device=device).double() for value in sums.values()]
+    total = torch.cat([value.flatten() for value in values])
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    parts = total.cpu().split([value.numel() for value in values])
+    return {name: part.view(value.shape).tolist() for name, value, part in zip(sums, values, parts, strict=True)}
 
 
 def _padded(part: bytes, size: int) -> torch.Tensor:

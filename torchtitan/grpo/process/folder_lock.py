@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 _POLL_S = 0.1

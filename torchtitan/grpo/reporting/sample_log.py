@@ -1,16 +1,21 @@
 """Answers of a run in files that scripts/show_samples.py and scripts/report.py read."""
 
+from __future__ import annotations
+
 import itertools
 import operator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import Group, Sample
-from torchtitan.grpo.reporting.writers import MetricsLogger, StepLines
+from torchtitan.grpo.reporting.step_lines import StepLines
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+    from torchtitan.grpo.reporting.writers import MetricsLogger
 
 TABLE_STEPS = 20
 """Steps between tables of answers at Weights & Biases, which stores each one as a file."""

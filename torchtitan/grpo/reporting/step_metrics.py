@@ -5,9 +5,6 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import TEACHER, Group, Sample
@@ -126,23 +123,6 @@ def validation_metrics(answers: list[HeldOutAnswers], reward: Reward) -> dict[st
 def _rewards(samples: Iterable[Sample]) -> list[float]:
     """Of the samples that have one."""
     return [sample.reward for sample in samples if sample.reward is not None]
-
-
-def sum_over_ranks(
-    sums: dict[str, torch.Tensor], device: torch.device, group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """Each summed over the group's ranks: a number, a list for a vector, and lists for a matrix. One copy from the
-    device for all.
-
-    Args:
-        group: The data-parallel ranks; None if this rank is the only one.
-    """
-    values = [torch.as_tensor(value, device=device).double() for value in sums.values()]
-    total = torch.cat([value.flatten() for value in values])
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    parts = total.cpu().split([value.numel() for value in values])
-    return {name: part.view(value.shape).tolist() for name, value, part in zip(sums, values, parts, strict=True)}
 
 
 def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[str, float]:

@@ -5,6 +5,7 @@ module. Its environment has no hidden key, from its first moment on.
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,8 @@ from pathlib import Path
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.functions import is_safe
 from torchtitan.grpo.rewards.worker import FAILURE_CHARS, Call, Score, too_slow
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a worker process to import its functions."""

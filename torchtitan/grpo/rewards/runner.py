@@ -12,6 +12,7 @@ computes them and no worker starts.
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import queue
@@ -28,7 +29,8 @@ from torchtitan.grpo.process.import_path import is_async, source
 from torchtitan.grpo.rewards.functions import is_instant, is_safe, resolve, takes_group
 from torchtitan.grpo.rewards.process import RewardWorker, WorkerLog
 from torchtitan.grpo.rewards.worker import SECRET, Call, Function, Score
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 LOG = "rewards.log"
 REWARD_MAX = 1e38

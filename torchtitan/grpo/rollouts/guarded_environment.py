@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import re
 import sysconfig
@@ -18,7 +19,8 @@ from torchtitan.grpo.errors import UserError, renamed
 from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
 from torchtitan.grpo.rollouts.router import GroupCall
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 MakeClient = Callable[[SamplingParams, str, GroupCall], RolloutClient]
 """(parameters, name within the group, call) -> the servers, for a group or one of its samples."""

@@ -3,10 +3,13 @@
 Pure bookkeeping: no clock, no network.
 """
 
+import logging
+
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rewards.failures import check_failures, described
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 WAIT_MIN_S, WAIT_MAX_S = 1.0, 60.0
 ROW_MIN = 4

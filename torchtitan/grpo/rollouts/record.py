@@ -13,14 +13,17 @@ CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay a
     about                                       JSON as bytes: rewards, texts, and which answer is of which group
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json
+import logging
 import zlib
 from collections.abc import Container, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
@@ -28,8 +31,11 @@ import numpy as np
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.reporting.ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
 FORMAT = 1

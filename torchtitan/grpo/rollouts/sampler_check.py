@@ -1,5 +1,6 @@
 """Whether each server samples from the policy that is trained: its log-probabilities against the trainer's."""
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,8 @@ from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.engines.fleet import Fleet
 from torchtitan.grpo.errors import UserError
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 TOKENS_MIN = 256
 """Fewer tokens of a server are not judged, except before the first optimizer step. They add up over steps."""

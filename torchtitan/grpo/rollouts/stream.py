@@ -1,6 +1,7 @@
 """The flow of rollouts: groups are requested as far ahead as staleness allows, and each step takes its own."""
 
 import asyncio
+import logging
 import math
 import secrets
 from collections import Counter
@@ -24,7 +25,8 @@ from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
 from torchtitan.grpo.rollouts.router import Cohort, GroupCall
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 ASKED_MAX = 4
 """Groups that a step asks for, in multiples of its own, if those without a signal are replaced."""

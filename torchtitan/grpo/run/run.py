@@ -24,10 +24,10 @@ from torchtitan.grpo.policy.finite import check_finite
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.grpo.process.collectives import sum_over_ranks
 from torchtitan.grpo.process.joining import store_of_this_attempt
 from torchtitan.grpo.process.stopping import FAILED_S, end_within, leave_process_groups
 from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.grpo.reporting.step_metrics import sum_over_ranks
 from torchtitan.grpo.reporting.usage import Usage
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.run.broadcast import Broadcaster, patience_s

@@ -1,9 +1,11 @@
 """Which servers are started: the command, the GPUs and the environment of each."""
 
+from __future__ import annotations
+
 import os
 import shlex
+from typing import TYPE_CHECKING
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.engines.registry import ENGINES
@@ -11,6 +13,9 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.server_commands import ALL_LINEAR, COMMANDS, ServerCommand, ServerCommandError
 from torchtitan.grpo.servers.kept_server import Launch
 from torchtitan.grpo.servers.ports import PORTS
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 MODEL_FOLDER = "served_model"
 LOG_FOLDER = "servers"

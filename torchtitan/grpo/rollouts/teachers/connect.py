@@ -1,13 +1,16 @@
 """The start: find the teachers, and refuse what cannot teach this model."""
 
+from __future__ import annotations
+
 import asyncio
+import logging
 import os
 import pkgutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.config import JobConfig
 from torchtitan.grpo.config.urls import teachers_by_source
 from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.engines.protocol import EngineError
@@ -17,7 +20,11 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.teachers.scorers import Scorer
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers, about_teachers
 from torchtitan.grpo.weight_wire.model_identity import ModelIdentity
-from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
+
+logger = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 60.0
 PROBED_TOKENS = 1024

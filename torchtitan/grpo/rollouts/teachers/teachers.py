@@ -1,6 +1,7 @@
 """The teachers of a run: they score a group's answers while its rewards are computed."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable
 from statistics import fmean
 
@@ -8,7 +9,8 @@ from torchtitan.grpo.data.samples import TEACHER, Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import EngineError
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.teachers.scorers import Asked, Scorer, Scores
-from torchtitan.tools.logging import logger
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Pause after each teacher has failed once."""
