@@ -20,7 +20,19 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-ODD = [None, 1.5, '\n\u00e9"', [], {}, [[]], {"a": {}}, [1, (2, "x")], {'a"': [1, {"b": None}], "c": [], "d": [1e999]}]
+ODD = [
+    None,
+    1.5,
+    '\n\u00e9"',
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    [1, (2, "x")],
+    {'a"': [1, {"b": None}], "c": [], "d": [1e999]},
+    [0.1] * 2500,
+    [1] * 1000,
+]
 
 
 @pytest.mark.parametrize("value", ODD)
@@ -28,9 +40,10 @@ def test_the_pieces_are_the_text(value):
     assert "".join(json_pieces(value)) == json.dumps(value)
 
 
-def test_pieces_are_small_where_groups_are_many():
+def test_pieces_are_small_where_groups_are_many_or_answers_long():
     longest = max(map(len, json_pieces({"entries": [{"samples": [{"ids": [1] * 100, "text": "x"}] * 8}] * 64})))
     assert longest < 1000
+    assert max(map(len, json_pieces({"ids": [1] * 100_000}))) < 3100
 
 
 class WithGroups(TinyTrainer):
