@@ -37,6 +37,7 @@ class Fleet:
         wrong: What did not hold.
         injections: The faults.
         watch: What the trainer said.
+        pause_s: Shortest and longest time between two faults of one server.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class Fleet:
     gpu: str = ""
     transport: str = "auto"
     faults: int | None = None
+    pause_s: tuple[float, float] = (0.5, 2.0)
     wrong: list[str] = field(default_factory=list)
     injections: list[Injection] = field(default_factory=list)
 
@@ -73,7 +75,7 @@ class Fleet:
                 enough = self.faults is not None and len(self.injections) >= self.faults
                 return enough or time.monotonic() > ends_at
 
-            torment = Torment(self.hit(members), watch, random.Random(self.seed), over, kinds=self.kinds)
+            torment = Torment(self.hit(members), watch, random.Random(self.seed), over, self.pause_s, self.kinds)
             self.injections = torment.injections
             try:
                 torment.run(self.seconds + 400.0)

@@ -183,6 +183,7 @@ class Garbage(Fleet):
 
     def __init__(self, folder: Path, seed: int, rounds: int = 1) -> None:
         super().__init__(folder, "embedded", 2, SECONDS, seed, faults=rounds * len(KINDS))
+        self.pause_s = (0.0, 0.3)  # a spoiled reply leaves nothing to recover from
         draw = random.Random(seed)
         self.kinds = [Kind(name, spoiled(name, draw), NAMED_S, (0.0, 0.0), by_proxy=True) for name in KINDS]
 

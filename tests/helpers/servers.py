@@ -1,7 +1,6 @@
 """Real inference servers for the integration tests."""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ import torch
 from process_group import ProcessGroup
 
 from tests.helpers import ROOT
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import Ranks, free_port
 from tests.helpers.tiny_models import with_biases
-from tests.helpers.trainer_runs import processes_of
+from tests.helpers.trainer_runs import environment, processes_of
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.process.server_commands import COMMANDS
 from torchtitan.grpo.servers.plan import launches
@@ -48,7 +47,7 @@ class RunningServer:
 
     url: str
     model_dir: Path
-    process: ProcessGroup
+    process: ProcessGroup | Ranks
     log_path: Path
 
 
@@ -140,14 +139,20 @@ def serve_command(
 
 
 @contextmanager
-def serve_embedded(folder: Path, model_dir: Path, *flags: str, port: int = 0) -> Iterator[RunningServer]:
-    """An embedded server by itself. `folder` is for its log."""
-    port = port or free_port()
-    command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", model_dir, "--port", port]
-    command += ["--max-sequences", 16, "--parent-pid", os.getpid(), *flags]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
-    with serve_command(command, folder, model_dir, port, **environment) as server:
+def serve_embedded(folder: Path, model_dir: Path, *flags: str) -> Iterator[RunningServer]:
+    """An embedded server by itself, forked: its imports take most of its start. `folder` is for its log."""
+    port = free_port()
+    words = ["--model", model_dir, "--port", port, "--max-sequences", 16, *flags]
+    variables = environment() | {"PYTHONPATH": str(ROOT)}
+    process = Ranks(
+        1, "torchtitan.grpo.engines.embedded", *words, log=folder / "server.log", environment=variables, found=False
+    )
+    server = RunningServer(f"http://127.0.0.1:{port}", model_dir, process, process.log_path)
+    try:
+        VllmControl(server.url).wait_healthy(START_S, process)
         yield server
+    finally:
+        process.kill()
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def test_servers_answer_as_the_trainer_does_and_a_resumed_run_is_the_same(folder
     keys = {"parallelism.expert_parallel_degree": "2", "optimizer.lr": "3e-3", "checkpoint.interval": "2"}
     with embedded_server(folder, tmp_path / "server.log") as url:
         whole = run(folder, tmp_path / "whole", url, 2, **keys, **{"training.steps": "3"})
-        run(folder, tmp_path / "cut", url, 2, **keys, **{"training.steps": "2"})
+        shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+        shutil.rmtree(tmp_path / "cut" / "checkpoint" / "step-3")
         cut = run(folder, tmp_path / "cut", url, 2, **keys, **{"training.steps": "3", "checkpoint.resume": "auto"})
     assert all(line["policy/mismatch_abs"] < 1e-4 for line in whole), "the server has the trainer's experts"
     assert whole[-1]["policy/kl"] > 1e-5, "the policy has moved"

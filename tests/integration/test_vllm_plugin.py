@@ -6,7 +6,6 @@ test_vllm.py has a whole server with the backend.
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ PROGRAM = """
 import json, logging, sys
 from types import SimpleNamespace
 
-model, backend = sys.argv[1:]
 OURS = "torchtitan.grpo.inside_vllm.", "torchtitan.grpo.weight_wire"
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -120,17 +118,44 @@ REPLACED = {
 }
 
 
-def look(tmp_path: Path, backend: str, program: str) -> tuple[dict, str]:
-    """What a process of vLLM's environment says of itself, and its log."""
+# Two processes are forked from one that has imported vLLM, and no plug-in.
+FORKING = """
+import os, sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.v1.engine import async_llm
+assert not any(name.startswith("torchtitan.grpo") for name in sys.modules), "the plug-in came with an import"
+program, model, *files = sys.argv[1:]
+for backend, before, file in zip(("", "torchtitan_grpo"), ("", "import vllm; vllm.__version__ = '0.99.0'"), files):
+    if os.fork() == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        exec(before)
+        exec(program)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"{file} ended badly")
+"""
+
+
+@pytest.fixture(scope="module")
+def looks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, str]]:
+    """What a process of vLLM's environment says of itself, and its log, without our backend ("vllm") and with it
+    ("ours", under a version that is too new)."""
     if not os.environ.get("VLLM_PYTHON"):
         pytest.skip("set VLLM_PYTHON to a Python that has vLLM (CPU build) to run this")
+    tmp_path = tmp_path_factory.mktemp("plugin")
     model = save_tiny_qwen3(tmp_path / "model")
     paths = os.pathsep.join([str(ROOT), str(plugin_path(tmp_path / "plugin"))])
     environment = os.environ | {"PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    command = [os.environ["VLLM_PYTHON"], "-c", program, str(model), backend]
+    files = {name: tmp_path / name for name in ("vllm", "ours")}
+    command = [os.environ["VLLM_PYTHON"], "-c", FORKING, PROGRAM, str(model), *map(str, files.values())]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+    logs = {name: file.read_text() if file.exists() else "" for name, file in files.items()}
+    assert done.returncode == 0, f"{done.stderr[-4000:]}{str(logs)[-4000:]}"
+    return {name: (json.loads(log.splitlines()[-1]), log) for name, log in logs.items()}
 
 
 def _pauses(rest: list[float]) -> list:
@@ -138,8 +163,8 @@ def _pauses(rest: list[float]) -> list:
     return ["cleared", ["keep", True], *rest, ["wait", False], *rest, "cleared", ["abort", True], 0.02]
 
 
-def test_without_our_backend_vllm_is_its_own(tmp_path: Path) -> None:
-    found, log = look(tmp_path, "", PROGRAM)
+def test_without_our_backend_vllm_is_its_own(looks: dict[str, tuple[dict, str]]) -> None:
+    found, log = looks["vllm"]
     assert found["started"]
     assert found["replaced"] == [] and not found["bundled"]
     assert found["pause"] == _pauses(rest=[0.02])
@@ -147,8 +172,8 @@ def test_without_our_backend_vllm_is_its_own(tmp_path: Path) -> None:
     assert "outside the range" not in log
 
 
-def test_with_our_backend_a_server_is_set_up_when_it_starts(tmp_path: Path) -> None:
-    found, log = look(tmp_path, "torchtitan_grpo", "import vllm; vllm.__version__ = '0.99.0'\n" + PROGRAM)
+def test_with_our_backend_a_server_is_set_up_when_it_starts(looks: dict[str, tuple[dict, str]]) -> None:
+    found, log = looks["ours"]
     assert found["started"]
     assert found["loaded_early"] == ENTRY
     assert set(found["replaced"]) >= REPLACED and found["bundled"]

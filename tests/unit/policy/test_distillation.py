@@ -110,7 +110,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_exact_reverse_kl_and_a_step_low
     generator = torch.Generator().manual_seed(0)
     student = torch.randn(V, V, generator=generator).requires_grad_()
     teacher = torch.randn(V, V, generator=generator)
-    n, first = 20_000, 4
+    n, first = 6_000, 4
     tokens = torch.empty(n, ANSWER, dtype=torch.int64)
     before = torch.full((n,), first)
     for t in range(ANSWER):
@@ -133,7 +133,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_exact_reverse_kl_and_a_step_low
     kl = exact_reverse_kl(student, teacher, first)
     kl.backward()
     exact = DISTILL.coef * student.grad
-    assert (found - exact).norm() < 0.05 * exact.norm()  # 60,000 tokens
+    assert (found - exact).norm() < 0.05 * exact.norm()  # 18,000 tokens; 0.025 of it
     assert sum(map(reverse_kl_sum, group)) / (n * ANSWER) == pytest.approx(kl.item(), rel=0.05)
     with torch.no_grad():
         assert exact_reverse_kl(student - 0.5 * found, teacher, first) < kl - 0.01

@@ -105,7 +105,8 @@ def counted(text, prompt):
     return 1.0
 
 def modules(text, prompt):
-    return float("pytest" in sys.modules or "torch" in sys.modules or hasattr(sys.modules["__main__"], "__file__"))
+    heavy = {"pytest", "torch", "numpy"} & set(sys.modules)
+    return float(bool(heavy) or hasattr(sys.modules["__main__"], "__file__"))
 
 def sees(text, prompt):
     in_shell = subprocess.run("env", capture_output=True, text=True).stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 
 SCRIPTS = ROOT / "scripts"
 RECIPE = ["--job.config_file", "train_configs/quickstart.toml"]
@@ -105,11 +106,11 @@ def test_flags_of_a_user_win_over_the_quickstarts(given, own, folder, tmp_path):
     assert f"The run is in {folder}." in words[1]
 
 
-def test_the_plain_loop_runs():
+def test_the_plain_loop_runs(tmp_path):
     sizes = ["--steps", "1", "--sft-steps", "2", "--prompts", "4", "--answers", "2"]
-    result = run(sys.executable, SCRIPTS / "plain_grpo.py", *sizes)
-    assert result.returncode == 0, result.stderr
-    (line,) = result.stdout.splitlines()
+    loop = Ranks(1, SCRIPTS / "plain_grpo.py", *sizes, log=tmp_path / "log", found=False)
+    loop.check(60)
+    (line,) = loop.log.splitlines()
     assert line.startswith("step 1/1  reward 0.") and "held-out 0." in line
 
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
 from torchtitan.grpo.weight_wire.rendezvous import Rendezvous
 from torchtitan.grpo.weight_wire.shared_buffers import allocate
 from torchtitan.grpo.weight_wire.transport import Group, in_thread, wait
@@ -53,23 +51,29 @@ print(table.tolist(), flush=True)
 """
 
 
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reader's. The process that readers are forked from has imported everything, which no rendezvous waits for."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "nothing.py").touch()
+    Ranks(1, folder / "nothing.py", log=folder / "log", found=False).check()
+    (folder / "reader.py").write_text(READER)
+    return folder / "reader.py"
+
+
 @pytest.fixture
-def meet() -> Iterator[Callable[..., tuple[Rendezvous, subprocess.Popen]]]:
+def meet(script: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Rendezvous, Ranks]]]:
     """A rendezvous with a reader in a process of its own."""
     readers = []
 
-    def meet(buckets: int, act: str = "") -> tuple[Rendezvous, subprocess.Popen]:
+    def meet(buckets: int, act: str = "") -> tuple[Rendezvous, Ranks]:
         rendezvous = Rendezvous("ipc", 2, CPU, 20.0, LOCALHOST)
-        command = [sys.executable, "-c", READER, str(rendezvous.port), str(buckets), act]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        reader = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        readers.append(reader)
-        return rendezvous, reader
+        readers.append(Ranks(1, script, rendezvous.port, buckets, act, log=tmp_path / "said", found=False))
+        return rendezvous, readers[-1]
 
     yield meet
     for reader in readers:
         reader.kill()
-        reader.communicate()
 
 
 def finish(group: Group, work) -> None:
@@ -88,7 +92,8 @@ def test_buckets_are_read_where_they_are(meet):
     finish(group, group.broadcast(torch.full((100,), 9, dtype=torch.uint8)))
     table = torch.zeros(2, 2, dtype=torch.int64)
     finish(group, group.all_reduce(table))
-    said = reader.communicate(timeout=20)[0].splitlines()
+    reader.check(20)
+    said = reader.log.splitlines()
     sizes = [(BYTES - index, index * (BYTES - index)) for index in range(4)] + [(100, 900)]
     assert said == [f"{size} {total} {files}" for (size, total), files in zip(sizes, [1, 2, 2, 2, 3], strict=True)] + [
         "[[0, 0], [1, -9223372036854775808]]"
@@ -101,7 +106,7 @@ def test_a_reader_that_is_killed_is_noticed_at_once_and_keeps_nothing(meet):
     rendezvous, reader = meet(1, "hold")
     group = rendezvous.group()
     work = group.broadcast(allocate(BYTES, CPU))
-    reader.stdout.readline()
+    reader.wait_until("the bucket is held", lambda: reader.log.endswith("\n"), 20)
     reader.send_signal(signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="the other end has closed the connection"):
@@ -120,12 +125,14 @@ def test_a_reader_forgets_a_trainer_that_is_gone(meet):
     group = rendezvous.group()
     finish(group, group.broadcast(allocate(BYTES, CPU)))
     group.abort()
-    assert reader.communicate(timeout=30)[0].splitlines()[1:] == ["nothing is mapped"]
+    reader.check(30)
+    assert reader.log.splitlines()[1:] == ["nothing is mapped"]
 
 
 def test_a_reader_on_another_machine_is_refused_with_both_named(meet):
     rendezvous, reader = meet(1, "elsewhere")
-    errors = reader.communicate(timeout=20)[1]
+    assert reader.wait(20) == 1
+    errors = reader.log
     rendezvous.give_up(in_thread(lambda: None, "served"))
     assert 'ValueError: transport "ipc" cannot reach this server: it is on host there, device cpu, and the' in errors
     assert f"trainer on host {os.uname().nodename}, device cpu" in errors

@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -90,15 +91,20 @@ def label(path: str) -> str:
 
 
 @functools.cache
+def merged_config() -> type[JobConfig]:
+    """torchtitan's JobConfig with this project's sections. Making its dataclasses takes longer than checking a file."""
+    return ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
+
+
+@functools.cache
 def keys() -> dict[str, Key]:
     """All keys by path (`grpo.group_size`): torchtitan's sections in its order, then ours."""
     from torchtitan.config import ConfigManager, JobConfig  # only now: they import torch
 
     upstream = {path: value for path, _, value in _leaves(JobConfig())}
-    merged = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
     docs = _docs() | TORCHTITAN_TEXTS
     table = {}
-    for path, annotation, value in _leaves(merged()):
+    for path, annotation, value in _leaves(merged_config()()):
         section, _, name = path.rpartition(".")
         doc = docs.get(path, "")
         table[path] = Key(section, name, *_split(annotation), value, doc, path in upstream, upstream.get(path))
@@ -146,14 +152,22 @@ def _split(annotation: Any) -> tuple[Any, Range | None, tuple[Needs, ...]]:
     return Literal[names] if names else bare, allowed, tuple(mark for mark in marks if isinstance(mark, Needs))
 
 
+@functools.cache
 def _docs() -> dict[str, str]:
     """The string below each field of the sections in config/job_config.py, by path."""
     of_path: dict[str, Any] = {section.name: section.type for section in fields(job_config.JobConfig)}
     of_path |= {"data.mixture": job_config.MixtureSource, "validation.sets": job_config.HeldOutSet}
+    # Each file once: `inspect.getsource` of a class parses the whole file.
+    bodies = {
+        (module, node.name): node.body
+        for module in {section.__module__ for section in of_path.values()}
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body
+        if isinstance(node, ast.ClassDef)
+    }
     docs = {}
     for path, section in of_path.items():
         name = None
-        for node in ast.parse(inspect.getsource(section)).body[0].body:  # type: ignore[attr-defined]
+        for node in bodies[section.__module__, section.__name__]:
             if isinstance(node, ast.AnnAssign):
                 name = node.target.id
             elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -29,6 +29,7 @@ from torchtitan.grpo.config.keys import (
     check_value,
     keys,
     label,
+    merged_config,
     sections,
     shortened,
     show,
@@ -174,7 +175,7 @@ def _merge(given: dict[str, Any]) -> JobConfig:
         table[name] = value
     manager = ConfigManager()
     # Not `parse_args`: it would parse the command line again, and exit the process on an error.
-    return manager._dict_to_dataclass(manager._maybe_add_custom_config([], tables), tables)
+    return manager._dict_to_dataclass(merged_config(), tables)
 
 
 def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+if TYPE_CHECKING:  # reward workers import this file too, and start twice as fast without numpy
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 IMPOSSIBLE = -1000.0
@@ -50,8 +51,8 @@ class Document:
         trained: bool [T], True for tokens to learn.
     """
 
-    token_ids: np.ndarray
-    trained: np.ndarray
+    token_ids: "np.ndarray"
+    trained: "np.ndarray"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +77,13 @@ class TopTokens:
         logprobs: float32 [T, K], and -inf for none.
     """
 
-    ids: np.ndarray
-    logprobs: np.ndarray
+    ids: "np.ndarray"
+    logprobs: "np.ndarray"
 
     @staticmethod
     def none(positions: int, k: int) -> "TopTokens":
+        import numpy as np
+
         return TopTokens(np.full((positions, k), -1, np.int32), np.full((positions, k), -np.inf, np.float32))
 
 
@@ -137,7 +140,7 @@ class Sample:
     teacher_logprobs: list[float] | None = None
     teacher_top: TopTokens | None = field(default=None, compare=False)  # arrays have no single truth
     servers: list[tuple[int, str]] = field(default_factory=list)
-    routes: np.ndarray | None = field(default=None, compare=False)
+    routes: "np.ndarray | None" = field(default=None, compare=False)
 
     @property
     def sampled_tokens(self) -> int:
