@@ -93,13 +93,15 @@ def label(path: str) -> str:
 @functools.cache
 def merged_config() -> type[JobConfig]:
     """torchtitan's JobConfig with this project's sections. Making its dataclasses takes longer than checking a file."""
+    from torchtitan.config import ConfigManager, JobConfig  # only now: they import torch
+
     return ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
 
 
 @functools.cache
 def keys() -> dict[str, Key]:
     """All keys by path (`grpo.group_size`): torchtitan's sections in its order, then ours."""
-    from torchtitan.config import ConfigManager, JobConfig  # only now: they import torch
+    from torchtitan.config import JobConfig
 
     upstream = {path: value for path, _, value in _leaves(JobConfig())}
     docs = _docs() | TORCHTITAN_TEXTS
