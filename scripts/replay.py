@@ -21,6 +21,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.frozen import changed
 from torchtitan.grpo.config.jobs import of_replay
 from torchtitan.grpo.data.samples import Group
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import check_functions
 from torchtitan.grpo.policy.packing import Layout
@@ -30,7 +31,6 @@ from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rollouts.replay import Replay
 from torchtitan.grpo.run.rollouts import Absent, Rollouts, RowsByRank, Taken, packed
-from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.tools.logging import logger
 
 

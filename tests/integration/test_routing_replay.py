@@ -36,7 +36,6 @@ from torchtitan.grpo.model.source import load_hf_weights, resolve_model
 from torchtitan.grpo.policy.losses import route_sums
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.rows import PackedSample
-from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.rollouts.buffer import StalenessBuffer
 from torchtitan.grpo.rollouts.environment import Turns, checked
 from torchtitan.grpo.rollouts.record import RolloutRecord, read_step
@@ -273,7 +272,7 @@ def test_samples_keep_their_routes_in_checkpoints_and_records(tmp_path):
     buffer.finish(entry, group)
     resumed = StalenessBuffer(1, 1, 1)
     resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())), lambda numbers: [prompt for _ in numbers])
-    record = RolloutRecord(Rollout(record_gib=1.0), tmp_path, Ledger(torch.device("cpu")))
+    record = RolloutRecord(Rollout(record_gib=1.0), tmp_path)
     record.write(1, [group])
     _, (read,) = read_step(tmp_path / "rollouts" / "step-000001.npz")
     for found in (resumed.entries[0].group, read):

@@ -8,6 +8,7 @@ from torchtitan.grpo.config.tables import validation_metric_names
 from torchtitan.grpo.data.held_out import HeldOut, HeldOutAnswers
 from torchtitan.grpo.data.samples import Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.reporting.step_metrics import (
     policy_metrics,
     rollout_metrics,
@@ -15,7 +16,6 @@ from torchtitan.grpo.reporting.step_metrics import (
     sync_metrics,
     validation_metrics,
 )
-from torchtitan.grpo.weight_sync.report import SyncReport
 
 PROMPT = Prompt(index=0, token_ids=[1, 2], text="1+1=", answer="2")
 

@@ -9,6 +9,7 @@ from tests.helpers import TINY_QWEN3
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.http_control import HttpControl
+from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
 from torchtitan.grpo.policy.rows import PackedSample
@@ -26,7 +27,7 @@ def usage() -> Usage:
     config = load_config(["--model.hf_assets_path", str(TINY_QWEN3)])
     with torch.device("meta"):
         model = resolve_model(config.model, 64).build()
-    return Usage(config, model.to_empty(device="cpu"), ranks=2)
+    return Usage(config, TrainingFlops.of(model), torch.device("cpu"), ranks=2)
 
 
 def packed(*lengths: tuple[int, int], pad_multiple: int = 8) -> list:

@@ -11,7 +11,6 @@ import pytest
 from torchtitan.grpo.config.job_config import JobConfig, Rollout
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.rollouts import record
 from torchtitan.grpo.rollouts.record import RolloutRecord, read_step, recorded_steps
 from torchtitan.grpo.rollouts.replay import Replay
@@ -32,7 +31,7 @@ def groups_of(step: int = 1, tokens: int = 3) -> list[Group]:
 
 
 def recorder(folder: Path, gib: float = 1.0) -> RolloutRecord:
-    return RolloutRecord(Rollout(record_gib=gib, temperature=0.7), folder, Ledger("cpu"))
+    return RolloutRecord(Rollout(record_gib=gib, temperature=0.7), folder)
 
 
 def config_of(**rollout) -> JobConfig:

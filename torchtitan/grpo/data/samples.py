@@ -12,6 +12,8 @@ FinishReason = Literal["stop", "length", "abort"]
 IMPOSSIBLE = -1000.0
 """No token that was sampled has so low a log-probability, at any temperature: its probability would be 0 in float32.
 Servers write -9999 for -inf, and vLLM for NaN too."""
+REWARD_MAX = 1e38
+"""Largest weighted sum of an answer's scores. Advantages are float32, and the difference of two rewards must fit."""
 ANY_VOCAB = 1 << 31
 """Every token id is below this."""
 TEACHER = "teacher"

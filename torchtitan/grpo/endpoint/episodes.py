@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import chat_messages
-from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import REWARD_MAX, Prompt, Sample
 from torchtitan.grpo.endpoint.requests import BadRequest
 from torchtitan.grpo.endpoint.sessions import Session
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.runner import REWARD_MAX
 from torchtitan.grpo.rollouts.environment import ENDPOINT, RolloutClient
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import TEACHER, Group, Sample
 from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.policy.advantages import zero_variance
 from torchtitan.grpo.policy.distillation import reverse_kl_sum
 from torchtitan.grpo.reporting.estimates import estimates
-from torchtitan.grpo.weight_sync.report import SyncReport
 
 OWN_REWARD_METRICS = {
     f"reward/{name}" for name in ("mean", "std", "zero_variance_fraction", "failures", "failed_fraction")

@@ -2,16 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.engines.fleet import Fleet
-from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.policy.rows import PackedRow
 from torchtitan.tools.utils import device_module, get_peak_flops
 
@@ -24,14 +22,21 @@ class Usage:
     """Tokens, FLOPs, memory and GPU hours of the steps. For rank 0, but for `peaks`. Nothing here waits for a device.
 
     Args:
-        model: The policy, sharded or not, on this rank's device. Memory, MFU and GPU hours are of GPUs only.
+        flops: Of documents' lengths, the number of answer tokens, and what documents share, see `model/flops.py`.
+        device: This rank's. Memory, MFU and GPU hours are of GPUs only.
         ranks: Trainer processes, each with a device.
         spent_gpu_hours: By earlier runs that this one continues.
     """
 
-    def __init__(self, config: JobConfig, model: nn.Module, ranks: int, spent_gpu_hours: float = 0.0) -> None:
-        self._flops = TrainingFlops.of(model)
-        self._device, self._ranks = next(model.parameters()).device, ranks
+    def __init__(
+        self,
+        config: JobConfig,
+        flops: Callable[[Sequence[int], int, Sequence[int]], float],
+        device: torch.device,
+        ranks: int,
+        spent_gpu_hours: float = 0.0,
+    ) -> None:
+        self._flops, self._device, self._ranks = flops, device, ranks
         self._on_gpu = self._device.type != "cpu"
         name = device_module.get_device_name(self._device) if self._on_gpu else ""
         self._peak_flops = get_peak_flops(name) if self._on_gpu else 0.0

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchtitan.grpo.config.job_config import Distill, Reward, Rollout
-from torchtitan.grpo.data.samples import Prompt, Sample
+from torchtitan.grpo.data.samples import REWARD_MAX, Prompt, Sample
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.import_path import is_async, source
 from torchtitan.grpo.rewards.functions import is_instant, is_safe, resolve, takes_group
@@ -33,8 +33,6 @@ from torchtitan.grpo.rewards.worker import SECRET, Call, Function, Score
 logger = logging.getLogger(__name__)
 
 LOG = "rewards.log"
-REWARD_MAX = 1e38
-"""Largest weighted sum of an answer's scores. Advantages are float32, and the difference of two rewards must fit."""
 CHUNK_SAMPLES = 16
 """Maximum number of samples in one message to a worker, unless functions take a group or are awaited."""
 ODD_ANSWERS = ("", "I do not know.")

@@ -13,11 +13,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.grpo.data.routes import RouteShape
-from torchtitan.grpo.data.samples import ANY_VOCAB, Group, Prompt, Sample
+from torchtitan.grpo.data.samples import ANY_VOCAB, REWARD_MAX, Group, Prompt, Sample
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
 from torchtitan.grpo.engines.stop_strings import cut_at_stop
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.rewards.runner import REWARD_MAX
 
 ENDPOINT = "endpoint"
 """The `[rollout] environment` that is a harness outside, see `endpoint/episodes.py`."""

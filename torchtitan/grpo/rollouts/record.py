@@ -13,8 +13,6 @@ CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay a
     about                                       JSON as bytes: rewards, texts, and which answer is of which group
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -23,7 +21,7 @@ import zlib
 from collections.abc import Container, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
@@ -31,9 +29,6 @@ import numpy as np
 from torchtitan.grpo.config.job_config import Rollout
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 from torchtitan.grpo.errors import UserError
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.reporting.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +55,19 @@ class RolloutRecord:
     Args:
         rollout: `record_gib` bounds the record: the oldest steps are removed, but never the newest. 0 writes nothing.
         dump_folder: `[job] dump_folder`.
-        ledger: It gets the seconds, as the stage `record`.
     """
 
-    def __init__(self, rollout: Rollout, dump_folder: str | Path, ledger: Ledger) -> None:
+    def __init__(self, rollout: Rollout, dump_folder: str | Path) -> None:
         self._limit_bytes = int(rollout.record_gib * 2**30)
         self._temperature = rollout.temperature
-        self._folder, self._ledger = Path(dump_folder) / FOLDER, ledger
+        self._folder = Path(dump_folder) / FOLDER
         self._bytes: dict[int, int] | None = None
         """Of each step that is there, oldest first. None: this run has written none yet."""
 
     def write(self, step: int, groups: list[Group]) -> None:
-        if self._limit_bytes:
-            with self._ledger.stage("record"):
-                self._write(step, _path(self._folder, step), groups)
-
-    def _write(self, step: int, path: Path, groups: list[Group]) -> None:
+        if not self._limit_bytes:
+            return
+        path = _path(self._folder, step)
         unfinished = path.with_suffix(".tmp")
         try:
             if self._bytes is None:

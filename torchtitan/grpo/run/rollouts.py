@@ -21,6 +21,7 @@ from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.endpoint.server import serve
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.engines.registry import make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.model.source import ModelSource, write_hf_config
@@ -41,7 +42,6 @@ from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.rollouts.teachers.connect import connect_teachers
 from torchtitan.grpo.servers.own import OwnServers
-from torchtitan.grpo.weight_sync.report import SyncReport
 
 RowsByRank = list[list[PackedRow]]
 
@@ -176,7 +176,7 @@ class Rollouts(Absent):
     def connect(self, ledger: Ledger, layout: Layout, metrics: MetricsLogger, newest: Callable[[], int]) -> None:
         config, rollout, dump = self.config, self.config.rollout, self.config.job.dump_folder
         self.ledger, self.layout = ledger, layout
-        self.record = RolloutRecord(rollout, dump, ledger)
+        self.record = RolloutRecord(rollout, dump)
         self.samples = SampleLog(config, dump, metrics, self.tokenizer)
         self.resources.callback(self.samples.close)
         self.fleet = self.own_servers.fleet(partial(self._server, newest))
@@ -223,7 +223,9 @@ class Rollouts(Absent):
             groups = self.stream.take(step - 1)
             self.sleep()
         self.ledger.add("reward", self.stream.take_scoring_seconds(), out_of="rollout")
-        self.record.write(step, groups)
+        if self.config.rollout.record_gib:
+            with self.ledger.stage("record"):
+                self.record.write(step, groups)
         self._groups[step] = groups
         with self.ledger.stage("pack"):
             return packed(groups, step - 1, self.config, self.check, self.layout)

@@ -18,6 +18,7 @@ from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
 from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.parallelize import parallel_dims
 from torchtitan.grpo.model.source import resolve_and_check
 from torchtitan.grpo.policy.finite import check_finite
@@ -250,7 +251,8 @@ class Run:
         self.garbage_collection = GarbageCollection(gc_freq=config.training.gc_freq)
         self.metrics = MetricsLogger(config, dump, self.is_rank0, config.training.steps)
         self.resources.callback(self.metrics.close)
-        self.usage = Usage(config, policy.model, self.dims.world_size, self.metrics.last("cost/gpu_hours"))
+        flops, spent = TrainingFlops.of(policy.model), self.metrics.last("cost/gpu_hours")
+        self.usage = Usage(config, flops, self.device, self.dims.world_size, spent)
 
     def watch(self, *parts: Callable[[], str]) -> None:
         """Begin to watch for a standstill. A report asks each of `parts` what it waits for, and rank 0's last word."""

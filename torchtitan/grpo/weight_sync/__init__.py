@@ -12,5 +12,4 @@ A version flows downwards:
     board.py           what the workers and rank 0's sync thread share
     link.py            one server's update from pause to resume; sglang_link.py, disk.py and
                        sglang_adapter_link.py are the other ways
-    report.py          what a push was like, for the metrics
 """

@@ -7,9 +7,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.weight_sync.link import Pause
 from torchtitan.grpo.weight_sync.push import Push, VersionCopy
-from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_wire.buckets import Bucket
 
 if TYPE_CHECKING:  # workers import the board

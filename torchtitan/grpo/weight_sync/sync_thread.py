@@ -12,11 +12,11 @@ import torch
 
 from torchtitan.grpo.config import job_config
 from torchtitan.grpo.engines.fleet import Server
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.weight_sync.board import Board, Closing
 from torchtitan.grpo.weight_sync.packer import Packer
 from torchtitan.grpo.weight_sync.push import Push
 from torchtitan.grpo.weight_sync.ranks import Ranks
-from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_sync.snapshot import SnapshotBuffer
 from torchtitan.grpo.weight_sync.worker import ServerWorker
 from torchtitan.grpo.weight_wire.buckets import Bucket

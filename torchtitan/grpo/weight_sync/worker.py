@@ -13,11 +13,11 @@ import torch
 from torchtitan.grpo.engines.fleet import Server
 from torchtitan.grpo.engines.http_control import NoReply
 from torchtitan.grpo.engines.protocol import EngineError, LocalError
+from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.weight_sync.board import Board, Closing, Mode
 from torchtitan.grpo.weight_sync.link import ServerLink, WeightSyncError
 from torchtitan.grpo.weight_sync.push import Dropped, Push, VersionCopy
-from torchtitan.grpo.weight_sync.report import SyncReport
 from torchtitan.grpo.weight_wire.transports import TRANSPORTS
 from torchtitan.grpo.weight_wire.version_names import origin, version_of
 
