@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--prompts", type=int, default=128, help="per step")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt: its group")
-    parser.add_argument("--sft-steps", type=int, default=400, help="supervised steps before, on right answers")
+    parser.add_argument("--sft-steps", type=int, default=600, help="supervised steps before, on right answers")
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--temperature", type=float, default=1.2)
     parser.add_argument("--seed", type=int, default=0)
