@@ -2,7 +2,7 @@
 
     functions.py   built-in functions: exact_match, numeric_match, math_verify,
                    reasoning_gym; resolve finds them, or a `module:function`
-    final_number.py   what numeric_match compares
+    final_number.py   what numeric_match compares: LaTeX, fractions, powers
     runner.py      RewardRunner.check(prompts) tries each function when a run starts;
                    score(samples) fills in each sample's reward
       Here         instant functions, in the calling thread
