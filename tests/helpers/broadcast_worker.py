@@ -84,6 +84,7 @@ def stop(broadcaster: Broadcaster) -> None:
         assert asked.get(timeout=20) == "no memory"
         broadcaster.stop_all()
         broadcaster.stop_all(UserError("too few servers"))
+        broadcaster.stop_all()
     else:
         threading.Timer(0.2, broadcaster.request_stop, ["no memory"]).start()
         for why in ("", "too few servers"):
@@ -92,7 +93,11 @@ def stop(broadcaster: Broadcaster) -> None:
                 os._exit(4)
             except StopRequested as stop:
                 assert stop.why == why and stop.refused == bool(why)
-        assert asked.get(timeout=20) == ""
+        try:
+            broadcaster.rows(None, 0)
+            os._exit(5)
+        except StopRequested:
+            assert asked.get(timeout=20) == ""
     assert broadcaster.json("after") == "after"
 
 

@@ -210,6 +210,7 @@ BAD_TOML = {
         "[grpo] minibatches = 5",
         "does not divide",
         "prompts_per_step = 32",
+        "minibatches = 4",
     ),
     "rows of ranks": (
         "[training]\nseq_len = 2047\n[parallelism]\ntensor_parallel_degree = 2",
@@ -234,6 +235,11 @@ BAD_TOML = {
         "[grpo] ratio_clip_c",
         'only, not "gspo"',
     ),
+    "importance order": (
+        "[grpo]\nimportance_min = 3.0\nimportance_correction = 'none'",
+        "[grpo] importance_min = 3.0",
+        "importance_max = 2.0",
+    ),
     "importance without 1": ("[grpo]\nimportance_max = 0.5", "[grpo] importance_max = 0.5", "must have 1 between"),
     "k1 in the loss": ("[grpo]\nkl_coef = 0.1\nkl_estimator = 'k1'", "[grpo] kl_estimator", 'kl_placement = "reward"'),
     "FA4 in float32": (
@@ -248,6 +254,7 @@ BAD_TOML = {
     "url query": ("[rollout]\nurls = ['http://a:1/?k=v']", "[rollout] urls, entry 0", "write http://host:port"),
     "url fragment": ("[rollout]\nurls = ['http://a:1/#v']", "[rollout] urls, entry 0", "write http://host:port"),
     "servers": ("[rollout]\nurls = ['http://a:1']\nmin_servers = 2", "[rollout] min_servers = 2", "servers, 1"),
+    "list of servers": ("[rollout]\nurls_file = '/no/such'", '[rollout] urls_file = "/no/such"', "does not exist"),
     "replicas and urls": ("[rollout]\nreplicas = 1\nurls = ['http://a:1']", "replicas = 1 and [rollout] urls are both"),
     "replicas and file": (
         "[rollout]\nreplicas = 2\nurls_file = '/no/such'",
@@ -272,6 +279,7 @@ BAD_TOML = {
     ),
     "url twice": ("[rollout]\nurls = ['http://a:1', 'http://a:1/']", "[rollout] urls", "2 times"),
     "stop string": ("[rollout]\nstop = ['a', '']", '[rollout] stop has ""', "in every answer"),
+    "stop string twice": ("[rollout]\nstop = ['a', 'a']", '[rollout] stop has "a" 2 times'),
     "stop strings": (f"[rollout]\nstop = {list(map(str, range(33)))}", "[rollout] stop has 33 texts", "32 at most"),
     "stop token": ("[rollout]\nstop_token_ids = [-1]", "[rollout] stop_token_ids has -1", "0 or more"),
     "jsonl without path": ("[data]\nsource = 'jsonl'", "[data] path is missing", "needs a file"),
@@ -352,6 +360,11 @@ BAD_TOML = {
     ),
     "template": ("[data]\nprompt_template = 'Q:'", "[data] prompt_template", "lacks {prompt}"),
     "system prompt": ("[data]\nchat_template = false\nsystem_prompt = 'x'", "[data] system_prompt", "prompt_template"),
+    "answer column": (
+        "[data]\nsource = 'jsonl'\npath = 'x'\nanswer_column = ''",
+        "[data] answer_column",
+        "exact_match",
+    ),
     "pattern": ("[data]\nanswer_pattern = '(('", "[data] answer_pattern", "no regular expression"),
     "pattern too deep": (f"[data]\nanswer_pattern = '{'(' * 5000}'", "[data] answer_pattern", "no regular expression"),
     "pattern too long": ("[data]\nanswer_pattern = '(a{99999999999})'", "[data] answer_pattern", "too large"),
@@ -362,8 +375,14 @@ BAD_TOML = {
     ),
     "pattern with two": ("[reward]\nanswer_pattern = '(a)(b)'", "[reward] answer_pattern", "has 2 groups"),
     "data pattern with two": ("[data]\nanswer_pattern = '(a)(b)'", "[data] answer_pattern", "has 2 groups"),
+    "pattern for own functions": (
+        "[reward]\nfunctions = ['a:b']\nanswer_pattern = '(.)'",
+        "[reward] answer_pattern",
+        "built-in functions only",
+    ),
     "weight not finite": ("[reward]\nweights = [nan]", "[reward] weights", "entry 0: nan is not a finite number"),
     "weights": ("[reward]\nweights = [1.0, 2.0]", "[reward] weights has 2 entries for 1", "one for each"),
+    "zero weights": ("[reward]\nweights = [0.0]", "[reward] weights", "every reward would be 0"),
     "a teacher's key without one": ("[distill]\ncoef = 2.0", "[distill] coef = 2.0", "[distill] teacher_urls only"),
     "a teacher's address": ("[distill]\nteacher_urls = ['host:1']", "[distill] teacher_urls", "no base address"),
     "a teacher twice": ("[distill]\nteacher_urls = ['http://a:1', 'http://a:1/']", "has http://a:1 twice"),
@@ -460,6 +479,7 @@ BAD_TOML = {
     ),
     "secret that is not set": ("[reward]\nsecrets = ['NO_SUCH_KEY']", "[reward] secrets", '"NO_SUCH_KEY"', "export it"),
     "function twice": ("[reward]\nfunctions = ['a:b', 'a:b']", "[reward] functions", "give it a weight"),
+    "scorer of another source": ("[reward]\nfunctions = ['reasoning_gym']", "[reward] functions", 'not "arithmetic"'),
     "keep less than none": ("[checkpoint]\nkeep_latest_k = -1", "[checkpoint] keep_latest_k = -1", "at least 0"),
     "load what": ("[checkpoint]\nload_step = 5", "[checkpoint] load_step = 5", "resume = true"),
     "load again": ("[checkpoint]\nload_step = 5\nresume = 'auto'", "[checkpoint] load_step = 5", "every start"),
@@ -516,6 +536,7 @@ LONG = "x" * 5000
         (["--rollout.urls", LONG], "is no base address"),
         (["--grpo.group_size", LONG], "is text, not int"),
         (["--grpo.group_size", "9" * 4000], "and at most 65536"),
+        (["--rollout.stop_token_ids", ",".join(["7"] * 5000)], "has 7 5000 times"),
         (["--" + LONG, LONG], "unknown flag"),
         ([LONG], "unexpected argument"),
         ([LONG + ".toml"], "unexpected argument"),
@@ -736,6 +757,32 @@ def test_machine(flags, world_size, gpus, expected, monkeypatch):
     assert len(messages) == bool(expected), messages
     for part in expected:
         assert part in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hard", "said"),
+    [
+        ([], 1024, None),
+        ([], 700, "max_concurrent_requests = 256 on 1 server may need 768 open files, and this machine allows 700"),
+        ([*VLLM[:-1], "http://a:1,http://b:1"], 1024, None),
+        ([*VLLM[:-1], "http://a:1,http://b:1"], 1023, "on 2 servers may need 1024 .*ulimit -Hn"),
+        (["--rollout.max_concurrent_requests", "1000000"], resource.RLIM_INFINITY, None),
+    ],
+)
+def test_open_files(flags, hard, said, monkeypatch):
+    monkeypatch.setattr("torchtitan.grpo.config.machine.resource.getrlimit", lambda _: (256, hard))
+    if said is None:
+        load_config([*MODEL, *flags])
+        return
+    with pytest.raises(UserError, match=said):
+        load_config([*MODEL, *flags])
+
+
+def test_servers_of_a_file_are_counted(tmp_path, monkeypatch):
+    (tmp_path / "urls").write_text("# two\nhttp://a:1\nhttp://b:1\n")
+    monkeypatch.setattr("torchtitan.grpo.config.machine.resource.getrlimit", lambda _: (256, 1000))
+    with pytest.raises(UserError, match="on 2 servers"):
+        load_config([*MODEL, "--rollout.engine", "vllm", "--rollout.urls_file", str(tmp_path / "urls")])
 
 
 def test_the_limit_of_open_files_is_raised():

@@ -100,6 +100,11 @@ BAD = {
         'did you mean "exact_match"?',
         "list it there",
     ),
+    "function of other rows": (
+        MIXTURE + '[reward]\nfunctions = ["reasoning_gym"]',
+        '[[data.mixture]] "a" source = "reasoning_gym"',
+        "name others in",
+    ),
     "prompts longer than [data]'s": (MIXTURE + "max_prompt_tokens = 600", "over [data] max_prompt_tokens = 512"),
     "a set of nothing": (MIXTURE + '[[validation.sets]]\nname = "b"', "neither rows of its own", "['a']"),
     "rows of a set": ('[[validation.sets]]\nname = "b"\npath = "x"', '[[validation.sets]] "b" path = "x" is read with'),

@@ -154,9 +154,14 @@ CONFIGURATION = {
     ),
     "YAML": wrong(
         {"--job.config_file": "run.toml"},
-        "run.toml: is not valid TOML: ",
-        "like those in train_configs",
+        "run.toml: is YAML: write it as TOML",
         spoil=write("run.toml", "grpo:\n  a: 1"),
+    ),
+    "a YAML list": wrong({"--job.config_file": "run.yml"}, "run.yml: is YAML", spoil=write("run.yml", "- grpo")),
+    "JSON": wrong(
+        {"--job.config_file": "run.toml"},
+        "run.toml: is JSON: write it as TOML",
+        spoil=write("run.toml", '{\n "grpo": {}}'),
     ),
     "the file without its flag": Wrong({}, ("--job.config_file run.toml?",), argv=("run.toml",)),
     "key without section": flag("--group_size", "4", "did you mean --grpo.group_size?"),
@@ -192,8 +197,22 @@ CONFIGURATION = {
     "answers longer than a row": flag(
         "--rollout.max_answer_tokens", "100", "[training] seq_len = 64", "16 + 100 = 116"
     ),
-    "minibatches": flag("--grpo.minibatches", "3", "[grpo] minibatches = 3 does not divide"),
+    "minibatches": flag("--grpo.minibatches", "3", "[grpo] minibatches = 3 does not divide", "set minibatches = 2"),
     "placement without KL": flag("--grpo.kl_placement", "reward", "[grpo] kl_placement", "kl_coef over 0"),
+    "a tab at a path's end": wrong(
+        JSONL | {"--data.path": "rows.jsonl\t"}, r'[data] path = "rows.jsonl\t" has a tab', "remove it", spoil=rows()
+    ),
+    "a backslash of a path": wrong(
+        {"--job.config_file": "run.toml"},
+        r'[rollout] urls_file = "C:\t',
+        'write "/"',
+        spoil=write("run.toml", '[rollout]\nurls_file = "C:\\temp"'),
+    ),
+    "a space at the end of a table's path": wrong(
+        {"--job.config_file": "run.toml"},
+        '[[data.mixture]] "sums" path = "rows.jsonl " has',
+        spoil=write("run.toml", '[[data.mixture]]\nname = "sums"\npath = "rows.jsonl "'),
+    ),
     "the best of no metric": wrong(
         {"--validation.enable": None, "--checkpoint.keep_best": "validation/gredy_reward"},
         '[checkpoint] keep_best = "validation/gredy_reward" is no metric of this validation',
@@ -368,7 +387,7 @@ DATA = {
         "[data] chat_template_file",
         spoil=edit("model/tokenizer_config.json", chat_template=None),
     ),
-    "chat template file": flag("--data.chat_template_file", "no.jinja", "[data] chat_template_file", "cannot be read"),
+    "chat template file": flag("--data.chat_template_file", "no.jinja", "[data] chat_template_file", "is no file"),
     "torn chat template": wrong(
         {"--data.chat_template_file": "t.jinja"}, "t.jinja refuses", spoil=write("t.jinja", "{% for m in messages %}")
     ),
@@ -417,10 +436,7 @@ FUNCTIONS = {
     "no rewards": flag("--reward.functions", "", "[reward] functions is empty"),
     "weights": flag("--reward.weights", "1,2", "[reward] weights has 2 entries for 1"),
     "references without a column": wrong(
-        JSONL | {"--data.answer_column": ""},
-        "the prompt has no reference answer: set [data] answer_column",
-        "exact_match",
-        spoil=rows(),
+        JSONL | {"--data.answer_column": ""}, "[data] answer_column is empty", "exact_match", spoil=rows()
     ),
     "environment of no module": flag("--rollout.environment", "no_such:play", "[rollout] environment", "'no_such'"),
     "environment as a path": flag("--rollout.environment", "play.py", 'must be "module:function"'),
@@ -447,7 +463,7 @@ ADDRESSES = {
         "both set",
         spoil=write("urls", "http://a:1"),
     ),
-    "no list": wrong(VLLM | {"--rollout.urls_file": "urls"}, "[rollout] urls_file: urls: No such file"),
+    "no list": wrong(VLLM | {"--rollout.urls_file": "urls"}, '[rollout] urls_file = "urls" does not exist'),
 }
 
 FOLDERS = {

@@ -1,5 +1,6 @@
 """The router's lanes against the plain rule, which looks at every waiting request at each event."""
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable
@@ -196,3 +197,33 @@ def test_requests_go_where_they_go_if_each_is_looked_at_every_time(block) -> Non
             held += new._hold_ends is not None
         routed_in_all += sum(map(bool, worlds[0].routed()))
     assert routed_in_all > 250 and held > 20
+
+
+def test_a_sample_that_waits_since_before_its_group_began_has_its_whole_time_without_a_server():
+    """Its time counts from when there was last a server for it, not from the beginning of its group."""
+
+    async def two_samples_of_a_group() -> None:
+        loop, limit_s = asyncio.get_running_loop(), 0.6
+        fleet = Fleet(["http://a"], lambda url: Server(url, None))
+        router = Router(fleet, 1, limit_s, loop)
+        (server,) = fleet.servers
+        fleet.admit(server, 0)
+        begun: list[int] = []
+        whole = GroupCall(lambda: begun[0] if begun else 0, begun.append, unbegun=lambda: 0)
+        await router._acquire(GroupCall(lambda: 0))  # the one place
+        calls = [GroupCall(whole.oldest, whole.begun, group=whole) for _ in range(2)]
+        first, second = [loop.create_task(router._acquire(call)) for call in calls]
+        await asyncio.sleep(0.05)
+        router._release(server)
+        await first
+        await asyncio.sleep(0.8 * limit_s)
+        fleet.withdraw(server, "busy", lost=False)
+        router.look_at_fleet()
+        await asyncio.sleep(0.6 * limit_s)
+        assert not second.done()
+        fleet.admit(server, 0)
+        router.look_at_fleet()
+        router._release(server)
+        assert await second is server
+
+    asyncio.run(two_samples_of_a_group())

@@ -6,6 +6,7 @@ allowed and what to change.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -76,7 +77,8 @@ def _check_batch(config: JobConfig) -> Iterator[str]:
     if grpo.prompts_per_step % grpo.minibatches:
         yield (
             f"[grpo] minibatches = {grpo.minibatches} does not divide [grpo] prompts_per_step = "
-            f"{grpo.prompts_per_step}: each optimizer step takes the same number of groups"
+            f"{grpo.prompts_per_step}: each optimizer step takes the same number of groups, so set minibatches = "
+            f"{_nearest_divisor(grpo.prompts_per_step, grpo.minibatches)}, or change prompts_per_step"
         )
     if 0 < training.tokens_per_microbatch < training.seq_len:
         yield (
@@ -90,6 +92,11 @@ def _check_batch(config: JobConfig) -> Iterator[str]:
             f"[training] {key} = {row} is not a multiple of [parallelism] tensor_parallel_degree = {tensor}: those "
             f"ranks split each packed row evenly, so set {-(-row // tensor) * tensor}"
         )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min([*small, *(number // d for d in small)], key=lambda divisor: abs(divisor - wanted))
 
 
 def _check_lengths(config: JobConfig) -> Iterator[str]:
@@ -131,6 +138,8 @@ def _check_losses(config: JobConfig) -> Iterator[str]:
             f"{show(grpo.importance_correction)} would correct twice: the ratio holds the sampler already, so set "
             'importance_correction = "none"'
         )
+    if grpo.importance_min > grpo.importance_max:
+        yield f"[grpo] importance_min = {grpo.importance_min} is over [grpo] importance_max = {grpo.importance_max}"
 
 
 def _check_offload(config: JobConfig) -> Iterator[str]:
@@ -192,6 +201,8 @@ def _check_lora_job(config: JobConfig) -> Iterator[str]:
 def _check_torchtitan(config: JobConfig) -> Iterator[str]:
     if not config.model.hf_assets_path:
         yield "[model] hf_assets_path is missing: give the Hugging Face folder with config.json, tokenizer and weights"
+    if config.model.hf_assets_path.endswith("tokenizer.model"):
+        yield f"[model] hf_assets_path = {show(config.model.hf_assets_path)} is a file: give the folder that holds it"
     if config.optimizer.name not in ("Adam", "AdamW"):
         yield f"[optimizer] name = {show(config.optimizer.name)} must be AdamW or Adam"
     if config.training.flash_attention == "FA4" and config.training.mixed_precision_param == "float32":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -71,8 +72,14 @@ def _check_rows(data: Data) -> Iterator[str]:
         yield from (f"[data] source_args {problem}" for problem in _check_arguments(data, source))
     if source.path and not data.path:
         yield f"[data] path is missing: source = {show(data.source)} needs {source.path}"
+    if source.path and not data.prompt_column:
+        yield "[data] prompt_column is empty: name the column with the question"
+    if "split" in source.keys and not data.split:
+        yield '[data] split is empty: name one, usually "train"'
     if "{prompt}" not in data.prompt_template:
         yield f"[data] prompt_template = {show(data.prompt_template)} lacks {{prompt}}, which stands for the question"
+    if data.chat_template_file and not os.path.isfile(data.chat_template_file):
+        yield f"[data] chat_template_file = {show(data.chat_template_file)} is no file: give a Jinja template"
     for name in data.chat_template_kwargs:
         if not name.isidentifier() or name in TEMPLATE_OWN:
             yield f"[data] chat_template_kwargs has {show(name)}: name variables that the run does not set itself"
@@ -136,8 +143,26 @@ def check_reward(config: JobConfig) -> Iterator[str]:
             f"[reward] weights has {len(reward.weights)} entries for {len(reward.functions)} [reward] functions: "
             "give one for each, or leave it out for 1 each"
         )
+    if reward.weights and not any(reward.weights):
+        yield "[reward] weights are all 0: every reward would be 0"
     if any(abs(weight) > LARGEST for weight in reward.weights):
         yield f"[reward] weights = {show(reward.weights)} must be at most {LARGEST} in size, as every number"
+    for title, functions, data in _scored(config):
+        own = "" if title == "[data]" else f", or name others in {title} functions"
+        if "reasoning_gym" in functions and data.source != "reasoning_gym":
+            yield (
+                f'[reward] functions has "reasoning_gym", which scores tasks of {title} source = "reasoning_gym", not '
+                f"{show(data.source)}: leave it out{own}"
+            )
+        compared = {"exact_match", "numeric_match", "math_verify"} & set(functions)
+        if compared and SOURCES[data.source].path and not data.answer_column:
+            names = ", ".join(sorted(compared))
+            yield f"{title} answer_column is empty, but [reward] functions {names} compare with it: name it{own}"
+    if reward.answer_pattern and reward.functions and all(":" in function for function in reward.functions):
+        yield (
+            f"[reward] answer_pattern = {show(reward.answer_pattern)} is read by built-in functions only, and "
+            "[reward] functions has none: leave it out (a function of your own gets the whole answer)"
+        )
     yield from _check_pattern("reward.answer_pattern", reward.answer_pattern)
 
 
@@ -172,6 +197,19 @@ def check_sft(config: JobConfig) -> Iterator[str]:
             f"[checkpoint] keep_best = {show(config.checkpoint.keep_best)} would keep the highest loss: use "
             '"validation/token_accuracy"'
         )
+
+
+def _scored(config: JobConfig) -> Iterator[tuple[str, list[str], Data]]:
+    """For [data] or each table: its name in messages, the functions that score its rows, and its rows' keys.
+
+    Not where each row names its functions, or comes from a held-out set's own environment, which may give rewards.
+    """
+    if not config.data.mixture and not config.data.reward_column:
+        yield "[data]", config.reward.functions, config.data
+    for title, table in titled_tables(config):
+        own = isinstance(table, HeldOutSet) and table.rows_environment and table.data.source == "environment"
+        if not (table.data.reward_column or own):
+            yield title, table.functions or config.reward.functions, table.data
 
 
 def _check_pattern(path: str, pattern: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ dataclass is built. One error reports all problems, with the nearest known name 
 import contextlib
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ from torchtitan.grpo.config.keys import (
     type_name,
 )
 from torchtitan.grpo.config.machine import check_machine
-from torchtitan.grpo.config.tables import fill_tables, read_tables
+from torchtitan.grpo.config.tables import PATH_KEYS, fill_tables, read_tables, table_title
 from torchtitan.grpo.config.target import NAMES, find_target
 from torchtitan.grpo.config.unsupported import check_unsupported, honoured_keys
 from torchtitan.grpo.errors import UserError, did_you_mean
@@ -47,6 +48,7 @@ CONFIG_FILE = "job.config_file"
 CUSTOM_MODULE = "job.custom_config_module"
 PATHS = ("job.dump_folder", "model.hf_assets_path", "data.path", "data.validation_path", "data.chat_template_file")
 """Keys whose values may start with `~`, the home folder."""
+OTHER_PATHS = ("checkpoint.folder", "rollout.server_python", "rollout.urls_file", "weight_sync.disk_folder")
 
 HELP = f"""usage: grpo_train.py [--job.config_file FILE.toml] [--dry_run [TARGET]] [--SECTION.KEY VALUE ...]
        sft_train.py  the same
@@ -101,7 +103,7 @@ def load_config(
             given.setdefault(each.path, defaults[each.path])
     left_out = list(flags_only(given))
     given = {key: value for key, value in given.items() if key in flags or not covering(key, left_out)}
-    problems += [*check_unsupported(given), *check_job(given, job)]
+    problems += [*check_unsupported(given), *check_job(given, job), *_check_paths(given)]
     _raise(problems, path)
     given, unread = without_unread(given, job)
     is_rank0 = os.environ.get("RANK", "0") == "0"
@@ -122,6 +124,24 @@ def load_config(
     target = None if dry_run is None else find_target(dry_run, config)
     _raise([*check_contradictions(config, job), *check_machine(config, world_size, target=target, job=job)], path)
     return config
+
+
+def _check_paths(given: dict[str, Any]) -> Iterator[str]:
+    """Paths with white space that nobody sees. In a TOML text, the backslashes of C:\\temp begin a tab."""
+    paths = [(label(name), given.get(name)) for name in (*PATHS, *OTHER_PATHS)]
+    for name in TABLES:
+        tables = enumerate(given.get(name, []), start=1)
+        paths += [
+            (f"{table_title(name, table.get('name', ''), i)} {key}", table.get(key))
+            for i, table in tables
+            for key in PATH_KEYS
+        ]
+    for title, path in paths:
+        if isinstance(path, str) and (path != path.strip() or re.search(r"[\0-\x1f]", path)):
+            yield (
+                f"{title} = {show(path)} has a tab, a line break or a space at its end: remove it (in a TOML text, "
+                'write "/" or "\\\\" for a backslash)'
+            )
 
 
 def take_dry_run(argv: list[str]) -> tuple[str | None, list[str]]:
@@ -180,17 +200,29 @@ def _merge(given: dict[str, Any]) -> JobConfig:
 
 def _read_toml(path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield (path, checked value) of each valid key of a TOML file; append the others to `problems`."""
+    text = ""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:  # Windows' editors begin a file with a BOM
-            tables = tomllib.loads(file.read())
+            text = file.read()
+        tables = tomllib.loads(text)
     except OSError as error:
         raise UserError(
             f"--job.config_file {shortened(path)}: cannot be read ({error.strerror}): give the path of a TOML file"
         ) from None
     except (ValueError, RecursionError) as error:  # bad TOML, bytes that are not UTF-8, or brackets by the thousand
-        why = f"is not valid TOML: {error}: write it like those in train_configs"
+        other = _other_format(path, text)
+        why = f"is {other}: write it as TOML, like those in train_configs" if other else f"is not valid TOML: {error}"
         raise UserError(f"--job.config_file {shortened(path)}: {why}") from None
     yield from _read_table(tables, "", problems)
+
+
+def _other_format(path: str, text: str) -> str:
+    """The format of a file that is no TOML, if its name or its first line tells; "" if not."""
+    first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "")
+    if path.endswith(".json") or first.startswith("{"):
+        return "JSON"
+    is_yaml = path.endswith((".yaml", ".yml")) or re.match(r"---\s*$|[\w.-]+:(\s|$)", first)
+    return "YAML" if is_yaml else ""
 
 
 def _read_table(table: dict[str, Any], section: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

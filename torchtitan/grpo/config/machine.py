@@ -13,16 +13,19 @@ from importlib.util import find_spec
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import data_ranks, step_samples
+from torchtitan.grpo.config.batch import data_ranks, requests_at_once, step_samples
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import show
 from torchtitan.grpo.config.target import Target
-from torchtitan.grpo.errors import UserErrorOfAllRanks
+from torchtitan.grpo.config.urls import read_urls
+from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
 from torchtitan.grpo.process.server_commands import COMMANDS, ServerCommandError
 from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 
 LOOPBACK = "127.0.0.1"
 """Where `[metrics] prometheus_port` is."""
+_OTHER_FILES = 512
+"""Files of the process besides its requests' connections: devices, libraries, other ranks, weight sync, rewards."""
 
 
 def check_machine(
@@ -56,6 +59,7 @@ def check_machine(
     messages = [
         *check_ranks(config, world_size, job),
         *_check_devices(config, world_size, gpus),
+        *_check_files(config),
         *_check_dashboards(config),
         *_check_endpoint(config, job),
         *([] if target is not None else _check_servers_python(config, gpus)),  # a dry run starts none
@@ -312,3 +316,22 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _check_files(config: JobConfig) -> Iterator[str]:
+    rollout = config.rollout
+    servers = rollout.replicas or max(1, len(rollout.urls))
+    if rollout.urls_file:
+        try:
+            servers = len(read_urls(rollout.urls_file))
+        except UserError:
+            return  # the fleet refuses it
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    at_once = requests_at_once(rollout)
+    wanted = servers * at_once + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        yield (
+            f"[rollout] max_concurrent_requests = {at_once} on {servers} "
+            f"server{'s' if servers > 1 else ''} may need {wanted} open files, and this machine allows {hard}: raise "
+            "the limit (ulimit -Hn), or lower max_concurrent_requests"
+        )

@@ -40,6 +40,8 @@ def check_servers(config: JobConfig) -> Iterator[str]:
     yield from _check_replicas(config)
     if rollout.urls and rollout.urls_file:
         yield "[rollout] urls and [rollout] urls_file are both set: keep the addresses in one of them"
+    if rollout.urls_file and not os.path.isfile(rollout.urls_file):
+        yield f"[rollout] urls_file = {show(rollout.urls_file)} does not exist: write one base address a line into it"
     servers = rollout.replicas or max(1, len(rollout.urls))
     if rollout.min_servers > servers and not rollout.urls_file:
         more = "raise [rollout] replicas" if rollout.replicas else "add servers to [rollout] urls"
@@ -59,11 +61,13 @@ def check_servers(config: JobConfig) -> Iterator[str]:
     for entry, url in enumerate(rollout.urls):
         if problem := url_problem(url):
             yield f"[rollout] urls, entry {entry}: {problem}"
-    for token in rollout.stop_token_ids:
-        if not 0 <= token < 2**31:
-            yield f"[rollout] stop_token_ids has {show(token)}: ids are 0 or more, and under 2**31"
-    if "" in rollout.stop:
-        yield '[rollout] stop has "", which is in every answer'
+    for token, times in Counter(rollout.stop_token_ids).items():
+        if not 0 <= token < 2**31 or times > 1:
+            wrong = f" {times} times" if times > 1 else ": ids are 0 or more, and under 2**31"
+            yield f"[rollout] stop_token_ids has {show(token)}{wrong}"
+    for text, times in Counter(rollout.stop).items():
+        if not text or times > 1:
+            yield f"[rollout] stop has {show(text)}{f' {times} times' if text else ', which is in every answer'}"
     if len(rollout.stop) > _STOP_STRINGS_MAX:
         yield f"[rollout] stop has {len(rollout.stop)} texts: servers take {_STOP_STRINGS_MAX} at most"
     yield from _check_environment(config)

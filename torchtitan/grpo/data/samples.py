@@ -1,6 +1,5 @@
 """Prompts and samples, which prompts, engines, rewards and packing exchange; conversations for supervised training."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,21 +88,6 @@ class TopTokens:
         return TopTokens(np.full((positions, k), -1, np.int32), np.full((positions, k), -np.inf, np.float32))
 
 
-class Text:
-    """Set to a text, or to what makes it when it is first read."""
-
-    def __get__(self, sample: Any, owner: type | None = None) -> str:
-        if sample is None:
-            return ""  # the default
-        made = sample.__dict__["text"]
-        if not isinstance(made, str):
-            made = sample.__dict__["text"] = made()
-        return made
-
-    def __set__(self, sample: Any, value: str | Callable[[], str]) -> None:
-        sample.__dict__["text"] = value
-
-
 @dataclass
 class Sample:
     """One answer to a prompt. `token_ids`, `logprobs` and `versions` have one entry per answer token.
@@ -113,7 +97,7 @@ class Sample:
         logprobs: The sampler's log-probability of each token at the sampling temperature. 0 outside `loss_mask`.
         versions: The weight version that sampled each token. Outside `loss_mask`, the version of the token before.
         finish_reason: "stop" (a stop token), "length" (the limit) or "abort" (an environment gave it up).
-        text: The decoded answer, without special tokens. It may be decoded when it is first read.
+        text: The decoded answer, without special tokens.
         rewards: The score of each reward function that did not fail.
         reward: Their weighted sum. None before the answer is scored, and if a function failed on it: then the answer is
             left out of its group, as it is if a teacher failed on it. It is not trained on, and enters no baseline. If
@@ -135,7 +119,7 @@ class Sample:
     versions: list[int]
     finish_reason: FinishReason
     loss_mask: list[bool] | None = None
-    text: Text = Text()
+    text: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float | None = None
     reward_failures: dict[str, str] = field(default_factory=dict)

@@ -28,14 +28,11 @@ def broadcast_json(value: Any, is_source: bool, group: dist.ProcessGroup, wait: 
     return _value(broadcast(_tensor(value) if is_source else None, torch.uint8, group, wait))
 
 
-def scatter(parts: Sequence[bytes] | None, group: dist.ProcessGroup, wait: Wait) -> torch.Tensor:
-    """This rank's of rank 0's parts, one for each rank, as uint8 with zeros up to the longest one's size. The others
-    give None."""
-    longest = torch.tensor(0 if parts is None else max(map(len, parts)))
-    wait(dist.broadcast(longest, src=0, group=group, async_op=True))
-    own, padded = torch.empty(int(longest), dtype=torch.uint8), None
+def scatter(parts: Sequence[bytes] | None, size: int, group: dist.ProcessGroup, wait: Wait) -> torch.Tensor:
+    """This rank's of rank 0's parts, one for each rank, as uint8 with zeros up to `size`. The others give None."""
+    own, padded = torch.empty(size, dtype=torch.uint8), None
     if parts is not None:
-        same = {id(part): _padded(part, int(longest)) for part in parts}  # ranks may share one
+        same = {id(part): _padded(part, size) for part in parts}  # ranks may share one
         padded = [same[id(part)] for part in parts]
     wait(dist.scatter(own, padded, src=0, group=group, async_op=True))
     return own

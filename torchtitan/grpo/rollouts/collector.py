@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -329,13 +328,10 @@ class Collector:
 
     def _score(self, group: Group, unrewarded: float | None) -> Group:
         """Give each sample its text, and a reward if it lacks one: `unrewarded`, or what the functions say."""
-        for sample in group:
-            sample.text = partial(self.tokenizer.decode, sample.token_ids, skip_special_tokens=True)
+        for sample, text in zip(group, decoded(self.tokenizer, [sample.token_ids for sample in group]), strict=True):
+            sample.text = text
         left = [sample for sample in group if sample.reward is None and not sample.reward_failures]
         if unrewarded is None:
-            texts = decoded(self.tokenizer, [sample.token_ids for sample in left])
-            for sample, text in zip(left, texts, strict=True):
-                sample.text = text
             self.rewards.score(left)
         else:
             for sample in left:

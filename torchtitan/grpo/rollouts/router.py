@@ -554,6 +554,7 @@ class Router:
                 self._forget(ticket)
                 ticket.since = self._loop.time()
                 self._line_up(ticket)
+                ticket.lane.eligible |= self._is_eligible(ticket.lane, self._newest_in_traffic())
 
     def _release(self, server: Server) -> None:
         server.in_flight -= 1

@@ -121,14 +121,18 @@ class Broadcaster:
         """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere).
 
         No rank gets another one's. Ranks of one data-parallel rank, as with tensor parallelism, get the same.
+
+        Raises:
+            StopRequested: Rank 0 has called `stop_all` instead.
         """
-        self._messages += 1
         if rows_by_rank is not None and self.ranks == 1:
+            self._messages += 1
             return rows_by_rank[rank]
+        parts = None if rows_by_rank is None else [to_bytes(rows) for rows in rows_by_rank]
+        longest = self.json(None if parts is None else max(map(len, parts)))  # or rank 0's word that the run stops
         if not self._data_ranks:
             self._data_ranks = gather_json(rank, *self._how)
-        parts = None if rows_by_rank is None else [to_bytes(rows) for rows in rows_by_rank]
-        own = scatter(None if parts is None else [parts[r] for r in self._data_ranks], *self._how)
+        own = scatter(None if parts is None else [parts[r] for r in self._data_ranks], longest, *self._how)
         return from_bytes(own.numpy().data) if rows_by_rank is None else rows_by_rank[rank]
 
     def _wait(self, work: dist.Work) -> None:
