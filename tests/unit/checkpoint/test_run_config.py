@@ -19,7 +19,7 @@ def test_each_changed_key_is_named_with_both_values_and_the_one_that_holds():
         "[debug] seed = 7, in the checkpoint 0: order of the data and random states come from the checkpoint, answers "
         "are sampled by the new seed",
         "[reward] weights = [2.0], in the checkpoint []: the new value is used",
-        "[sft] steps = 0, in the checkpoint 400: the warm start is done",
+        "[sft] steps = 0, in the checkpoint 600: the warm start is done",
     ]
     assert changes(old, resolved(load_config(QUICKSTART))) == []
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers import ROOT, TINY_QWEN3
 from torchtitan.config import JobConfig
+from torchtitan.grpo.checkpoint.marker import Marker
 from torchtitan.grpo.config.jobs import of_replay
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.dry_run.disk import check_disk, disk_lines, free_bytes
@@ -36,8 +37,7 @@ def saved(run: Path, step: int) -> None:
     """A complete checkpoint."""
     folder = run / "checkpoint" / f"step-{step}"
     folder.mkdir(parents=True)
-    entries = {"step": step, "world_size": 1, "saved_at": float(step), "states": [], "files": {}}
-    (folder / "complete.json").write_text(json.dumps(entries))
+    Marker(step, 1, float(step), [], {}, step, {}).write(folder)
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(tmp_path):
