@@ -26,9 +26,9 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.collector import Collector
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
+from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
 from torchtitan.grpo.rollouts.pace import LOST_STEPS
-from torchtitan.grpo.rollouts.router import GroupCall
 from torchtitan.grpo.rollouts.stream import RolloutStream
 from torchtitan.grpo.weight_wire.version_names import version_name
 

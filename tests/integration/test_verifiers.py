@@ -35,8 +35,8 @@ from torchtitan.grpo.environments.verifiers_client import Conversation
 from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
-from torchtitan.grpo.rollouts.router import GroupCall
 
 TASKS = "tests.helpers.verifiers_tasks"
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,), seed=1)

@@ -31,8 +31,9 @@ from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.collector import Ask, Collector, decoded, prompt_seed
 from torchtitan.grpo.rollouts.environment import Environment, RolloutClient, Turns, single_turn
+from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
-from torchtitan.grpo.rollouts.router import HOLD_S, GroupCall
+from torchtitan.grpo.rollouts.router import HOLD_S
 from torchtitan.grpo.rollouts.silence import LOOK_S, REPLY_S
 
 VERSION = 4

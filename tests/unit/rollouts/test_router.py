@@ -11,8 +11,9 @@ import pytest
 
 from torchtitan.grpo.engines.fleet import Fleet, Server
 from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.rollouts.group_call import GroupCall, Ticket
 from torchtitan.grpo.rollouts.request_failures import Failures
-from torchtitan.grpo.rollouts.router import HOLD_S, GroupCall, Router, Ticket
+from torchtitan.grpo.rollouts.router import HOLD_S, Router
 
 SERVERS = 5
 

@@ -8,11 +8,11 @@ can hold it once: the first document is whole, and those right behind it begin w
 predicts each one's first. They attend to the prompt's other positions in the first document.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.samples import TopTokens
@@ -20,7 +20,6 @@ from torchtitan.grpo.data.samples import TopTokens
 PADDING_DOCUMENT_TOKENS = 256
 """Padding is cut into documents of this length. A longer one costs attention; a shorter one costs memory, because
 FlashAttention's backward pass allocates room for 128 extra tokens per document."""
-_ALIGNED = 8
 
 
 @dataclass
@@ -139,32 +138,14 @@ class PackedRow:
 
 
 def to_bytes(rows: Sequence[PackedRow]) -> bytes:
-    """The rows for another process or rank: their arrays' names, types and shapes as JSON, then their bytes."""
+    """The rows for another process or rank: type, shape and bytes of each array, as MessagePack."""
     arrays = [{f.name: x for f in fields(row) if (x := getattr(row, f.name)) is not None} for row in rows]
-    layout = [{name: [array.dtype.str, array.shape] for name, array in row.items()} for row in arrays]
-    header = json.dumps(layout).encode()
-    parts = [len(header).to_bytes(_ALIGNED, "little"), _aligned(header)]
-    return b"".join(parts + [_aligned(array.tobytes()) for row in arrays for array in row.values()])
+    return msgspec.msgpack.encode([{k: (x.dtype.str, x.shape, x.tobytes()) for k, x in row.items()} for row in arrays])
 
 
 def from_bytes(data: bytes | memoryview) -> list[PackedRow]:
-    """Inverse of `to_bytes`. The rows are views of the data."""
-    at = _ALIGNED + int.from_bytes(data[:_ALIGNED], "little")
-    layout, at = json.loads(bytes(data[_ALIGNED:at])), _end(at)
-    rows = []
-    for named in layout:
-        arrays = {}
-        for name, (dtype, shape) in named.items():
-            count = int(np.prod(shape, dtype=np.int64))
-            arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape)
-            at = _end(at + count * np.dtype(dtype).itemsize)
-        rows.append(PackedRow(**arrays))
-    return rows
-
-
-def _aligned(data: bytes) -> bytes:
-    return data + b"\0" * (_end(len(data)) - len(data))
-
-
-def _end(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    """Inverse of `to_bytes`. The arrays cannot be written."""
+    rows = msgspec.msgpack.decode(data, type=list[dict[str, tuple[str, list[int], bytes]]])
+    return [
+        PackedRow(**{k: np.frombuffer(x, dtype).reshape(shape) for k, (dtype, shape, x) in r.items()}) for r in rows
+    ]

@@ -9,6 +9,7 @@
     guarded_environment.py  `GuardedEnvironment`: one that fails or hangs costs its group or sample, not the run;
                      `Environments`: which one answers
     router.py        `Router`: which server a request goes to, waiting, retries
+    group_call.py    `GroupCall`: what a group's requests need, and the way back; lanes of those that wait
     request_failures.py  `Failures`: where one request has failed, and whether it is sent there again
     silence.py       `SilenceWatch`: which server owes answers and says nothing, while the trainer waits
     held_out.py      answers to held-out sets, for validation and evaluation

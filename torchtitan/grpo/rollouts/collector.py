@@ -20,8 +20,9 @@ from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingPa
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rollouts.environment import RolloutClient
+from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import Environments, GuardedEnvironment
-from torchtitan.grpo.rollouts.router import Cohort, GroupCall, Router
+from torchtitan.grpo.rollouts.router import Cohort, Router
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from torchtitan.grpo.engines.protocol import EngineError, Refused, SamplingParam
 from torchtitan.grpo.errors import UserError, renamed
 from torchtitan.grpo.process.import_path import source
 from torchtitan.grpo.rollouts.environment import KEY, Environment, RolloutClient, checked, rows_of, single_turn
-from torchtitan.grpo.rollouts.router import GroupCall
+from torchtitan.grpo.rollouts.group_call import GroupCall
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,10 @@ from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 from torchtitan.grpo.rollouts.collector import Collector, prompt_seed
+from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.outage import Outage
 from torchtitan.grpo.rollouts.pace import Pace
-from torchtitan.grpo.rollouts.router import Cohort, GroupCall
+from torchtitan.grpo.rollouts.router import Cohort
 from torchtitan.grpo.rollouts.teachers.teachers import Teachers
 
 logger = logging.getLogger(__name__)

@@ -129,11 +129,11 @@ class Broadcaster:
             self._messages += 1
             return rows_by_rank[rank]
         parts = None if rows_by_rank is None else [to_bytes(rows) for rows in rows_by_rank]
-        longest = self.json(None if parts is None else max(map(len, parts)))  # or rank 0's word that the run stops
+        sizes = self.json(None if parts is None else [*map(len, parts)])  # or rank 0's word that the run stops
         if not self._data_ranks:
             self._data_ranks = gather_json(rank, *self._how)
-        own = scatter(None if parts is None else [parts[r] for r in self._data_ranks], longest, *self._how)
-        return from_bytes(own.numpy().data) if rows_by_rank is None else rows_by_rank[rank]
+        own = scatter(None if parts is None else [parts[r] for r in self._data_ranks], max(sizes), *self._how)
+        return from_bytes(own.numpy().data[: sizes[rank]]) if rows_by_rank is None else rows_by_rank[rank]
 
     def _wait(self, work: dist.Work) -> None:
         began = time.monotonic()
