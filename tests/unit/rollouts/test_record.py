@@ -24,7 +24,7 @@ def groups_of(step: int = 1, tokens: int = 3) -> list[Group]:
     first, second, third = (Prompt(i, [5, 6 + i], f"q{i} é", "4", {"level": i, "tags": ["a"]}) for i in range(3))
     masked = Sample(first, [7, 8, 9], [LOGPROB, 0.0, -2.5], [step - 1, step - 1, step], "stop", [True, False, True])
     masked.text, masked.rewards, masked.reward, masked.reward_failures = "a\ud800b", {"f": 0.1}, 1 / 3, {"g": "why"}
-    masked.servers = [[0, "http://a:1"], [2, "http://b:1"]]
+    masked.servers = [(0, "http://a:1"), (2, "http://b:1")]
     masked.teacher_logprobs = [LOGPROB, 0.0, -4.0]
     plain = Sample(second, [1] * tokens, [LOGPROB] * tokens, [step - 1] * tokens, "length")
     return [[masked, plain], [Sample(third, [], [], [], "abort"), Sample(third, [2], [-1.0], [0], "stop", reward=1.0)]]

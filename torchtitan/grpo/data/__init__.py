@@ -10,5 +10,7 @@ prompts.py     PromptSource: renders rows, skips long ones, shuffles by the seed
 conversations.py ConversationSource: rows to learn from, for supervised fine-tuning
   chat.py      which tokens of a rendered conversation the assistant says
 routes.py      RouteShape: which experts computed a token, checked, and as text
+group_arrays.py  groups of samples as arrays, and a group as bytes
+  array_bytes.py arrays as bytes
 samples.py     Prompt, Sample, Group and Conversation, which every other room uses
 """

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-import msgspec
 import numpy as np
 
+from torchtitan.grpo.data import array_bytes
 from torchtitan.grpo.data.samples import TopTokens
 
 PADDING_DOCUMENT_TOKENS = 256
@@ -139,13 +139,11 @@ class PackedRow:
 
 def to_bytes(rows: Sequence[PackedRow]) -> bytes:
     """The rows for another process or rank: type, shape and bytes of each array, as MessagePack."""
-    arrays = [{f.name: x for f in fields(row) if (x := getattr(row, f.name)) is not None} for row in rows]
-    return msgspec.msgpack.encode([{k: (x.dtype.str, x.shape, x.tobytes()) for k, x in row.items()} for row in arrays])
+    return array_bytes.to_bytes(
+        [{f.name: x for f in fields(row) if (x := getattr(row, f.name)) is not None} for row in rows]
+    )
 
 
 def from_bytes(data: bytes | memoryview) -> list[PackedRow]:
     """Inverse of `to_bytes`. The arrays cannot be written."""
-    rows = msgspec.msgpack.decode(data, type=list[dict[str, tuple[str, list[int], bytes]]])
-    return [
-        PackedRow(**{k: np.frombuffer(x, dtype).reshape(shape) for k, (dtype, shape, x) in r.items()}) for r in rows
-    ]
+    return [PackedRow(**arrays) for arrays in array_bytes.from_bytes(data)]

@@ -14,12 +14,9 @@ CRC-32 each: numpy.load opens it, and nothing in it is pickled. The arrays lay a
 """
 
 import contextlib
-import itertools
 import json
 import logging
 import zlib
-from collections.abc import Container, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
@@ -27,21 +24,14 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, is_zipfile
 import numpy as np
 
 from torchtitan.grpo.config.job_config import Rollout
-from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
+from torchtitan.grpo.data.group_arrays import from_arrays, to_arrays
+from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
 FORMAT = 1
-PER_TOKEN = {
-    "token_ids": np.int32,
-    "logprobs": np.float32,
-    "versions": np.int32,
-    "loss_mask": np.bool_,
-    "teacher_logprobs": np.float32,
-}
-"""Fields of `Sample` with an entry per token. The trainer too computes with float32 log-probabilities."""
 _COMPRESSION = 1
 """zlib's level: higher ones take several times as long and save a few percent."""
 
@@ -72,7 +62,8 @@ class RolloutRecord:
         try:
             if self._bytes is None:
                 self._bytes = self._continue_at(step)
-            _save(unfinished, _arrays(step, self._temperature, groups))
+            about = {"format": FORMAT, "step": step, "temperature": self._temperature}
+            _save(unfinished, to_arrays(groups, about))
             unfinished.replace(path)
             self._bytes[step] = path.stat().st_size
             self._drop_oldest(self._bytes)
@@ -127,109 +118,12 @@ def read_step(path: Path) -> tuple[dict[str, Any], list[Group]]:
         about = json.loads(arrays["about"].tobytes())
         if about["format"] != FORMAT:
             raise UserError(f"{path} has format {about['format']}, and this version of the project reads {FORMAT}")
-        return about, _groups(about, arrays)
+        return about, from_arrays(about, arrays)
     except UserError:
         raise
     except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, BadZipFile, zlib.error) as error:
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{path} is damaged ({what}): remove it, and the replay leaves the step out") from error
-
-
-def _arrays(step: int, temperature: float, groups: list[Group]) -> dict[str, np.ndarray]:
-    samples = [sample for group in groups for sample in group]
-    prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
-    number = {id(prompt): i for i, prompt in enumerate(prompts)}
-
-    def described(sample: Sample) -> dict[str, Any]:
-        known = _fields(sample, but=(*PER_TOKEN, "teacher_top", "routes"))
-        taught = {"taught": True} if sample.teacher_logprobs is not None else {}
-        return known | {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None} | taught
-
-    about = {
-        "format": FORMAT,
-        "step": step,
-        "temperature": temperature,
-        "prompts": [_fields(prompt, but=("token_ids",)) for prompt in prompts],
-        "groups": [[described(sample) for sample in group] for group in groups],
-    }
-    columns = {name: [getattr(sample, name) for sample in samples] for name in PER_TOKEN}
-    columns["loss_mask"] = [sample.loss_mask or [True] * len(sample.token_ids) for sample in samples]
-    if all(sample.teacher_logprobs is None for sample in samples):
-        del columns["teacher_logprobs"]
-    else:
-        columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
-    taught = [sample.teacher_top for sample in samples if sample.teacher_top is not None]
-    top: dict[str, np.ndarray] = {}
-    if taught:
-        k = taught[0].ids.shape[1]
-        parts = [sample.teacher_top or TopTokens.none(len(sample.token_ids), k) for sample in samples]
-        top["top_ids"] = np.concatenate([part.ids for part in parts])
-        top["top_logprobs"] = np.concatenate([part.logprobs for part in parts])
-    prompt_ids = [prompt.token_ids for prompt in prompts]
-    routes = [sample.routes for sample in samples if sample.routes is not None]
-    routed: dict[str, np.ndarray] = {}
-    if routes:
-        lengths = [0 if sample.routes is None else len(sample.routes) for sample in samples]
-        routed = {"routes": np.concatenate(routes), "route_lengths": np.array(lengths, np.int64)}
-    return {
-        **routed,
-        **top,
-        **{name: _laid(lists, PER_TOKEN[name]) for name, lists in columns.items()},
-        "answer_lengths": np.array([len(ids) for ids in columns["token_ids"]], np.int64),
-        "prompt_ids": _laid(prompt_ids, np.int32),
-        "prompt_lengths": np.array([len(ids) for ids in prompt_ids], np.int64),
-        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
-    }
-
-
-def _fields(record: Any, but: Container[str]) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in fields(record) if f.name not in but}
-
-
-def _groups(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]:
-    prompt_ids = _cut(arrays["prompt_ids"], arrays["prompt_lengths"])
-    prompts = [
-        Prompt(token_ids=ids, **known | {"functions": tuple(known["functions"])})
-        for ids, known in zip(prompt_ids, about["prompts"], strict=True)
-    ]
-    names = [name for name in PER_TOKEN if name in arrays or name != "teacher_logprobs"]
-    routes: Iterator[np.ndarray | None] = itertools.repeat(None)
-    if "routes" in arrays:
-        parts = _split(arrays["routes"], arrays["route_lengths"])
-        routes = iter([part if len(part) else None for part in parts])
-    tops: Iterator[TopTokens | None] = itertools.repeat(None)
-    if "top_ids" in arrays:
-        pairs = (_split(arrays[name], arrays["answer_lengths"]) for name in ("top_ids", "top_logprobs"))
-        tops = itertools.starmap(TopTokens, zip(*pairs, strict=True))
-    per_token = zip(*(_cut(arrays[name], arrays["answer_lengths"]) for name in names), strict=True)
-
-    def sample(known: dict[str, Any]) -> Sample:
-        values = known | dict(zip(names, next(per_token), strict=True)) | {"prompt": prompts[known["prompt"]]}
-        if not values.pop("masked"):
-            values["loss_mask"] = None
-        top = next(tops)
-        if not values.pop("taught", False):
-            values["teacher_logprobs"] = top = None
-        return Sample(**values, teacher_top=top, routes=next(routes))
-
-    return [[sample(known) for known in group] for group in about["groups"]]
-
-
-def _laid(lists: list[list[Any]], dtype: Any) -> np.ndarray:
-    """The lists' values end to end."""
-    return np.fromiter(itertools.chain.from_iterable(lists), dtype)
-
-
-def _cut(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
-    """The reverse: the values as one list for each length."""
-    return [part.tolist() for part in _split(values, lengths)]
-
-
-def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """The same as arrays."""
-    if len(values) != lengths.sum():
-        raise ValueError(f"{len(values)} values for {lengths.sum()} tokens or positions")
-    return np.split(values, lengths.cumsum()[:-1]) if len(lengths) else []
 
 
 def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:

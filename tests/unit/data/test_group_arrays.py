@@ -1,0 +1,110 @@
+"""A group comes back from its bytes as it was, in every field, and takes few of them."""
+
+import math
+import random
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
+from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
+
+TEXTS = ["", "plain", "é 日本\n\t", "a\ud800b", 'quo"te\\', "\x00"]
+JSON_VALUES = [None, True, 0, -(2**60), 0.1, 1e300, "é\udfff", [1, [2.5, None]], {"a": {"b": []}}]
+
+
+def some_prompt(chance: random.Random) -> Prompt:
+    columns = {chance.choice(TEXTS): chance.choice(JSON_VALUES) for _ in range(chance.randint(0, 3))}
+    ids = [chance.randrange(2**31) for _ in range(chance.randint(0, 5))]
+    functions = tuple(chance.sample(["f", "g", "pkg.mod:h"], chance.randint(0, 3)))
+    text, answer, source = (chance.choice(TEXTS) for _ in range(3))
+    return Prompt(chance.randrange(2**40), ids, text, answer, columns, source, functions)
+
+
+def some_logprobs(chance: random.Random, tokens: int) -> list[float]:
+    """float32 numbers as servers send them, or any: of a text with few digits, or computed by an environment."""
+    exact = chance.random() < 0.5
+    values = [chance.choice([-chance.random(), 0.0, -0.0, -9999.0, -1e-40, -1e300, -math.inf]) for _ in range(tokens)]
+    with np.errstate(over="ignore"):
+        return [float(np.float32(value)) for value in values] if exact else values
+
+
+def some_sample(chance: random.Random, prompt: Prompt, k: int) -> Sample:
+    tokens = chance.choice([0, 1, 2, 7, 40])
+    ids = [chance.randrange(2**31) for _ in range(tokens)]
+    first = chance.choice([0, 7, 70_000, 2**31 - 2])
+    one_version, all_sampled = chance.random() < 0.5, chance.random() < 0.5
+    versions = [first + (0 if one_version else chance.randint(0, 1)) for _ in ids]
+    sample = Sample(prompt, ids, some_logprobs(chance, tokens), versions, chance.choice(["stop", "length", "abort"]))
+    if chance.random() < 0.5:
+        sample.loss_mask = [all_sampled or chance.random() < 0.5 for _ in ids]
+    sample.text = chance.choice(TEXTS)
+    sample.rewards = {chance.choice(TEXTS): chance.choice([0.1, 1, True, 1e38]) for _ in range(chance.randint(0, 2))}
+    sample.reward = chance.choice([None, 1 / 3, -0.0, 1, 1e38])
+    sample.reward_failures = {"g": chance.choice(TEXTS)} if chance.random() < 0.3 else {}
+    sample.servers = [(i, f"http://{chance.choice('ab')}:1") for i in range(0, tokens, 3)]
+    if k and chance.random() < 0.6:
+        sample.teacher_logprobs = some_logprobs(chance, tokens)
+    if k and chance.random() < 0.6:
+        shape = (tokens, k)
+        draw = np.random.default_rng(chance.randrange(2**32))
+        top_logprobs = np.where(draw.random(shape) < 0.2, -np.inf, -draw.random(shape)).astype(np.float32)
+        sample.teacher_top = TopTokens(draw.integers(-1, 2**31 - 1, shape, np.int32), top_logprobs)
+    return sample
+
+
+def assert_same(found: Group, group: Group) -> None:
+    assert found == group
+    for ours, theirs in zip(found, group, strict=True):
+        # Equality takes 1 for 1.0 and True, and 0.0 for -0.0; it passes over arrays.
+        for field in fields(Sample):
+            value, expected = getattr(ours, field.name), getattr(theirs, field.name)
+            if field.compare:
+                assert repr(value) == repr(expected), field.name
+        tops = [(each.ids, each.logprobs) if each else () for each in (ours.teacher_top, theirs.teacher_top)]
+        routes = [() if each is None else (each,) for each in (ours.routes, theirs.routes)]
+        for mine, their in (tops, routes):
+            assert len(mine) == len(their)
+            for array, expected in zip(mine, their, strict=True):
+                assert array.dtype == expected.dtype and np.array_equal(array, expected)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_group_is_the_same_again(seed):
+    chance = random.Random(seed)
+    group: Group = []
+    prompts = [some_prompt(chance) for _ in range(chance.randint(1, 2))]  # an environment may give another beginning
+    k, routed, dtype = chance.choice([0, 1, 3]), chance.random() < 0.3, chance.choice([np.uint8, np.int16])
+    for _ in range(chance.randint(0, 5)):
+        sample = some_sample(chance, chance.choice(prompts), k)
+        if routed and chance.random() < 0.7:
+            positions = max(0, len(sample.prompt.token_ids) + len(sample.token_ids) - 1)
+            draw = np.random.default_rng(chance.randrange(2**32))
+            sample.routes = draw.integers(0, 100, (positions, 3, 2)).astype(dtype)
+        group.append(sample)
+    data = to_bytes(group)
+    found = from_bytes(memoryview(data))
+    assert_same(found, group)
+    assert to_bytes(found) == data
+    for ours, theirs in zip(found, group, strict=True):  # one object where it was one
+        same = [each for each, of in zip(found, group, strict=True) if of.prompt is theirs.prompt]
+        assert all(each.prompt is ours.prompt for each in same)
+
+
+@pytest.mark.parametrize(("digits", "most"), [(None, 14), (6, 18)], ids=["float32", "any"])
+def test_a_plain_sample_takes_few_bytes(digits, most):
+    draw = np.random.default_rng(0)
+    logprobs = draw.normal(size=8192).astype(np.float32).tolist()
+    logprobs = logprobs if digits is None else [round(value, digits) for value in logprobs]
+    versions = [3] * 5000 + [4] * 3192
+    servers = [(0, "http://node-1:8000"), (5000, "http://node-2:8000")]
+    prompt = Prompt(1, [1] * 200, "what is " * 100)
+    group = [
+        Sample(prompt, draw.integers(0, 150_000, 8192).tolist(), logprobs, versions, "stop", None, "four" * 8192)
+        for _ in range(8)
+    ]
+    for sample in group:
+        sample.servers, sample.reward = servers, 1.0
+    assert len(to_bytes(group)) / (8 * 8192) < most
+    assert from_bytes(to_bytes(group)) == group

@@ -1,0 +1,179 @@
+"""Groups as arrays, and a group as bytes.
+
+The arrays lay all answers end to end, see `rollouts/record.py`. Python's lists take some 100 bytes a token, and their
+JSON some 40. The bytes of a group take 8 to 12 a token, and its text.
+"""
+
+import itertools
+import json
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from torchtitan.grpo.data import array_bytes
+from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
+
+PER_TOKEN = {
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "loss_mask": np.bool_,
+    "teacher_logprobs": np.float32,
+}
+"""Fields of `Sample` with an entry per token. The trainer too computes with float32 log-probabilities."""
+_FLOATS = [name for name, dtype in PER_TOKEN.items() if dtype is np.float32]
+_IN_RUNS = "versions", "loss_mask"
+
+
+def to_bytes(group: Group) -> bytes:
+    """One group as bytes, from which `from_bytes` makes an equal one.
+
+    A log-probability takes 4 bytes if all of a column are float32 numbers, as those of servers are, else 8.
+    """
+    arrays = to_arrays([group], {}, exact=True)
+    packed = {name: _narrowed(arrays[name]) for name in _FLOATS if name in arrays}
+    return array_bytes.to_bytes([arrays | packed | {name: _runs(arrays[name]) for name in _IN_RUNS}])
+
+
+def from_bytes(data: bytes | memoryview) -> Group:
+    """Inverse of `to_bytes`. The group's arrays cannot be written."""
+    (arrays,) = array_bytes.from_bytes(data)
+    arrays |= {name: _without_runs(arrays[name]).astype(PER_TOKEN[name]) for name in _IN_RUNS}
+    (group,) = from_arrays(json.loads(arrays["about"].tobytes()), arrays)
+    return group
+
+
+def to_arrays(groups: Sequence[Group], about: dict[str, Any], exact: bool = False) -> dict[str, np.ndarray]:
+    """Groups as named arrays.
+
+    Args:
+        about: JSON values that stand beside those of the groups in the array of this name.
+        exact: Log-probabilities are float64, and what no step needs is kept too.
+    """
+    samples = [sample for group in groups for sample in group]
+    prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
+    number = {id(prompt): i for i, prompt in enumerate(prompts)}
+
+    def described(sample: Sample) -> dict[str, Any]:
+        known = _fields(sample, but=(*PER_TOKEN, "teacher_top", "routes"))
+        is_taught, has_top = sample.teacher_logprobs is not None, sample.teacher_top is not None
+        taught = {"taught": True} if is_taught else {}
+        if exact and has_top != is_taught:
+            taught["top"] = has_top
+        if exact and sample.routes is not None and not len(sample.routes):
+            taught["routed"] = True
+        return known | {"prompt": number[id(sample.prompt)], "masked": sample.loss_mask is not None} | taught
+
+    about = about | {
+        "prompts": [_fields(prompt, but=("token_ids",)) for prompt in prompts],
+        "groups": [[described(sample) for sample in group] for group in groups],
+    }
+    columns = {name: [getattr(sample, name) for sample in samples] for name in PER_TOKEN}
+    columns["loss_mask"] = [sample.loss_mask or [True] * len(sample.token_ids) for sample in samples]
+    if all(sample.teacher_logprobs is None for sample in samples):
+        del columns["teacher_logprobs"]
+    else:
+        columns["teacher_logprobs"] = [s.teacher_logprobs or [0.0] * len(s.token_ids) for s in samples]
+    dtypes = PER_TOKEN | (dict.fromkeys(_FLOATS, np.float64) if exact else {})
+    taught = [sample.teacher_top for sample in samples if sample.teacher_top is not None]
+    top: dict[str, np.ndarray] = {}
+    if taught:
+        k = taught[0].ids.shape[1]
+        parts = [sample.teacher_top or TopTokens.none(len(sample.token_ids), k) for sample in samples]
+        top["top_ids"] = np.concatenate([part.ids for part in parts])
+        top["top_logprobs"] = np.concatenate([part.logprobs for part in parts])
+    prompt_ids = [prompt.token_ids for prompt in prompts]
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    routed: dict[str, np.ndarray] = {}
+    if routes:
+        lengths = [0 if sample.routes is None else len(sample.routes) for sample in samples]
+        routed = {"routes": np.concatenate(routes), "route_lengths": np.array(lengths, np.int64)}
+    return {
+        **routed,
+        **top,
+        **{name: _laid(lists, dtypes[name]) for name, lists in columns.items()},
+        "answer_lengths": np.array([len(ids) for ids in columns["token_ids"]], np.int64),
+        "prompt_ids": _laid(prompt_ids, np.int32),
+        "prompt_lengths": np.array([len(ids) for ids in prompt_ids], np.int64),
+        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
+    }
+
+
+def from_arrays(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]:
+    """Inverse of `to_arrays`.
+
+    Args:
+        about: What the array of this name holds.
+    """
+    prompt_ids = _cut(arrays["prompt_ids"], arrays["prompt_lengths"])
+    prompts = [
+        Prompt(token_ids=ids, **known | {"functions": tuple(known["functions"])})
+        for ids, known in zip(prompt_ids, about["prompts"], strict=True)
+    ]
+    names = [name for name in PER_TOKEN if name in arrays or name != "teacher_logprobs"]
+    routes: Iterator[np.ndarray | None] = itertools.repeat(None)
+    if "routes" in arrays:
+        routes = iter(_split(arrays["routes"], arrays["route_lengths"]))
+    tops: Iterator[TopTokens | None] = itertools.repeat(None)
+    if "top_ids" in arrays:
+        pairs = (_split(arrays[name], arrays["answer_lengths"]) for name in ("top_ids", "top_logprobs"))
+        tops = itertools.starmap(TopTokens, zip(*pairs, strict=True))
+    per_token = zip(*(_cut(arrays[name], arrays["answer_lengths"]) for name in names), strict=True)
+
+    def sample(known: dict[str, Any]) -> Sample:
+        values = known | dict(zip(names, next(per_token), strict=True)) | {"prompt": prompts[known["prompt"]]}
+        values["servers"] = [(first, server) for first, server in known.get("servers", [])]
+        if not values.pop("masked"):
+            values["loss_mask"] = None
+        is_taught = values.pop("taught", False)
+        if not is_taught:
+            values["teacher_logprobs"] = None
+        top, own_routes = next(tops), next(routes)
+        if not values.pop("top", is_taught):
+            top = None
+        if not (values.pop("routed", False) or (own_routes is not None and len(own_routes))):
+            own_routes = None
+        return Sample(**values, teacher_top=top, routes=own_routes)
+
+    return [[sample(known) for known in group] for group in about["groups"]]
+
+
+def _fields(record: Any, but: Container[str]) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record) if f.name not in but}
+
+
+def _laid(lists: list[list[Any]], dtype: Any) -> np.ndarray:
+    """The lists' values end to end. One list at a time, for no other thread runs meanwhile."""
+    return np.concatenate([np.empty(0, dtype), *(np.fromiter(values, dtype, len(values)) for values in lists)])
+
+
+def _cut(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
+    """The reverse: the values as one list for each length."""
+    return [part.tolist() for part in _split(values, lengths)]
+
+
+def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """The same as arrays."""
+    if len(values) != lengths.sum():
+        raise ValueError(f"{len(values)} values for {lengths.sum()} tokens or positions")
+    return np.split(values, lengths.cumsum()[:-1]) if len(lengths) else []
+
+
+def _narrowed(values: np.ndarray) -> np.ndarray:
+    """float64 numbers as float32 if that loses nothing."""
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    return narrow if np.array_equal(narrow, values, equal_nan=True) else values
+
+
+def _runs(values: np.ndarray) -> np.ndarray:
+    """Equal values in a row as int32 [runs, 2], value and length, if that takes less room."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] ^ 1))
+    runs = np.stack([values[starts], np.diff(starts, append=len(values))], axis=1).astype(np.int32)
+    return runs if runs.nbytes < values.nbytes else values
+
+
+def _without_runs(values: np.ndarray) -> np.ndarray:
+    return np.repeat(values[:, 0], values[:, 1]) if values.ndim == 2 else values
