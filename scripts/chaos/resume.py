@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from chaos.aimed import Aim
 from chaos.parallel import in_processes
 from chaos.processes import GONE_S, TINY, Broken, Flags, Server, Trainer, metric_lines
@@ -414,7 +416,7 @@ class Campaign:
                 raise Broken(f"step {sample['step']} trained on tokens of version {oldest}, bound {MAX_AGE}")
         if dict(by_step) != dict.fromkeys(range(1, STEPS + 1), PROMPTS * SAMPLES):
             raise Broken(f"samples by step: {dict(by_step)}")
-        state = json.loads((run / "checkpoint" / f"step-{STEPS}" / "trainer.json").read_text())["rollouts"]
+        state = msgspec.msgpack.decode((run / "checkpoint" / f"step-{STEPS}" / "rollouts.msgpack").read_bytes())
         waiting = [entry["prompt"] for entry in state["buffer"]["entries"]]
         if set(waiting) & trained.keys() or any(count != SAMPLES for count in trained.values()):
             twice = [index for index, count in trained.items() if count != SAMPLES]

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -87,6 +88,7 @@ def _contents(checkpoint: Path) -> dict[str, Any]:
         # Python's and NumPy's generators are not seeded before the first checkpoint, and nothing here draws from them.
         found |= dict(_flat(path.name, {name: states[name] for name in states.keys() - {"python", "numpy"}}))
     found |= dict(_flat("trainer", json.loads((checkpoint / "trainer.json").read_text())))
+    found |= dict(_flat("rollouts", msgspec.msgpack.decode((checkpoint / "rollouts.msgpack").read_bytes())))
     return found | {"export": (checkpoint / "hf" / "model.safetensors").read_bytes()}
 
 

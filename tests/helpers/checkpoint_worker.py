@@ -106,6 +106,7 @@ class TinyTrainer:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
         self.step = 0
         self.losses: list[float] = []
+        self.drawn = b""
         self.checkpointer = Checkpointer(
             checkpoint_section(**checkpoint),
             str(dump),
@@ -120,14 +121,17 @@ class TinyTrainer:
         )
 
     def state_dict(self) -> dict:
-        return {"step": self.step, "losses": list(self.losses)}
+        return {"step": self.step, "losses": list(self.losses), "drawn": self.drawn}
 
     def load_state_dict(self, state: dict) -> None:
         self.step, self.losses = state["step"], state["losses"]
+        assert (state["drawn"] is None) == (dist.get_rank() > 0), "rank 0 alone has what is large"
+        self.drawn = state["drawn"] or b""
 
     def train_step(self) -> None:
         """One AdamW step on a sample that is drawn from the three random generators."""
         answer = torch.randint(3, 61, (20,)).tolist()
+        self.drawn += bytes(answer)
         sample = PackedSample([random.randrange(3, 61)], answer, float(np.random.randn()), 0.05, [0.0] * 20)
         row = Microbatch.of(pack([sample], 64, 1)[0][0], "cpu")
         self.optimizers.zero_grad()

@@ -39,7 +39,7 @@ def one_rank() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------- torn checkpoints
 
-FILES = ["complete.json", "dcp/.metadata", "dcp/__0_0.distcp", "rng-rank-0.pt", "trainer.json"]
+FILES = ["complete.json", "dcp/.metadata", "dcp/__0_0.distcp", "drawn.msgpack", "rng-rank-0.pt", "trainer.json"]
 UNREAD = [
     "hf/config.json",
     "hf/model.safetensors",
@@ -220,6 +220,7 @@ def fails_then_succeeds(
         ("hf/config.json", "writing {}/hf"),
         ("rng-rank-0.pt", "writing {}/rng-rank-0.pt"),
         ("trainer.json", "writing {}/trainer.json"),
+        ("drawn.msgpack", "writing {}/trainer.json and the files beside it"),
         ("complete.json", "completing "),
     ],
 )

@@ -271,7 +271,7 @@ def test_samples_keep_their_routes_in_checkpoints_and_records(tmp_path):
     buffer.begin(entry, 0)
     buffer.finish(entry, group)
     resumed = StalenessBuffer(1, 1, 1)
-    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())), lambda numbers: [prompt for _ in numbers])
+    resumed.load_state_dict(buffer.state_dict(), lambda numbers: [prompt for _ in numbers])
     record = RolloutRecord(Rollout(record_gib=1.0), tmp_path)
     record.write(1, [group])
     _, (read,) = read_step(tmp_path / "rollouts" / "step-000001.npz")

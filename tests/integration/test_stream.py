@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import math
 import random
 import re
@@ -10,12 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.helpers import TINY_QWEN3
+from tests.helpers.earlier_state import earlier_state
 from tests.helpers.embedded_servers import ServerThread
 from torchtitan.grpo.config.job_config import AsyncGrpo, Data, Grpo, Rollout
+from torchtitan.grpo.data.group_arrays import from_bytes
 from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
 from torchtitan.grpo.engines.fleet import Fleet, FleetError, Server
@@ -53,6 +56,10 @@ class OddIndices:
             sample.reward = 0.0 if self.dull(sample.prompt.index) else float(number)
             if self.fails(sample.prompt.index) or (self.fails_second and number == 1):
                 sample.reward, sample.reward_failures = None, {"judge": "raised OSError: down"}
+
+
+def buffer_of(state: bytes) -> dict[str, Any]:
+    return msgspec.msgpack.decode(state)["buffer"]
 
 
 def has_signal(group: Group) -> bool:
@@ -264,7 +271,7 @@ def test_a_stop_ends_the_wait_for_answers_and_keeps_the_state_of_before(make_run
     held = Held()
     run = make_run(environment=held.rollout)
     run.stream.take(0)
-    before = json.loads(json.dumps(run.stream.state_dict(1)))
+    before = run.stream.state_dict(1)
     held.after = lambda index: index == run.order[B]
     run.publish(1)
 
@@ -648,7 +655,7 @@ def test_a_stop_is_heard_in_an_outage_and_keeps_the_state_of_before(make_run) ->
     tool = Tool()
     run = make_run(environment=tool.rollout)
     run.stream.take(0)
-    before = json.loads(json.dumps(run.stream.state_dict(1)))
+    before = run.stream.state_dict(1)
     run.publish(1)
     tool.back_at, stopped_at = math.inf, []
 
@@ -718,8 +725,9 @@ def test_an_environment_of_single_samples_loses_those_that_crash_or_hang(make_ru
 # Resumes
 
 
+@pytest.mark.parametrize("made", ["now", "earlier"])
 @pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(2)], ids=["sync", "ahead"])
-def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead) -> None:
+def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead, made) -> None:
     held = Held()
     first = make_run(ahead=ahead, environment=held.rollout)
     held.after = lambda index: index in first.order[B:]
@@ -728,7 +736,10 @@ def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead) -> None:
     if ahead.enabled:
         wait_until(lambda: first.count("groups_ready") == 2 * B - 2)
         assert first.count("groups_in_flight") == 2
-    state = json.loads(json.dumps(first.stream.state_dict(1)))
+    state = first.stream.state_dict(1)
+    assert first.stream.state_now() == state
+    if made == "earlier":
+        state = earlier_state(state, first.prompts.at)
     first.collector.close()
 
     second = make_run(ahead=ahead, environment=Held().rollout, admitted=False)
@@ -745,11 +756,33 @@ def test_a_resumed_run_loses_and_repeats_no_group(make_run, ahead) -> None:
     assert all(group in taken for group in complete), "what was complete is trained on as it was"
 
 
+@pytest.mark.parametrize("ahead", [AsyncGrpo(), ahead_by(2)], ids=["sync", "ahead"])
+def test_the_state_right_after_a_take_is_what_the_next_step_resumes_from(make_run, ahead) -> None:
+    run = make_run(ahead=ahead)
+    trained = set(indices(run.stream.take(0)))
+    now = run.stream.state_now()
+    wait_until(run.rests)
+    saved = buffer_of(run.stream.state_dict(1))
+    for state in (buffer_of(now), saved):
+        pending = [entry["prompt"] for entry in state["entries"]]
+        assert state["version"] == 1 and state["next_number"] == B + len(pending)
+        assert trained | set(pending) == set(run.order[: B + len(pending)]) and not trained & set(pending)
+    whole = [entry["group"] for entry in saved["entries"] if entry["group"]]
+    assert len(whole) == (2 * B if ahead.enabled else 0)
+    run.publish(1)
+    taken = run.stream.take(1)
+    failed = buffer_of(run.stream.state_dict(1))  # of a run that fails before it trains on what it has taken
+    assert [entry["group"] for entry in failed["entries"] if entry["group"]][: len(whole)] == whole
+    assert failed["version"] == 1 and buffer_of(run.stream.state_now())["version"] == 2
+    if ahead.enabled:
+        assert contents(map(from_bytes, whole[:B])) == contents(taken)
+
+
 def test_a_resumed_run_asks_again_for_groups_that_do_not_fit_it(make_run, caplog) -> None:
     first = make_run(ahead=ahead_by(2))
     first.stream.take(0)
     wait_until(lambda: first.rests() and first.count("groups_ready") == 2 * B)
-    state = json.loads(json.dumps(first.stream.state_dict(1)))
+    state = first.stream.state_dict(1)
     first.collector.close()
     lengths = [len(e.prompt.token_ids) for e in first.stream._buffer.entries.values()]
     row = max(lengths) + PARAMS.max_tokens - 1
@@ -917,11 +950,11 @@ def test_a_stop_does_not_take_back_that_a_step_is_ready(make_run) -> None:
     run.stream.stop()
     taken = indices(run.stream.take(1))
     assert len(taken) == B and not run.stream.is_ready()
-    saved = run.stream.state_dict(2)["buffer"]
+    saved = buffer_of(run.stream.state_dict(2))
     assert saved["version"] == 2 and saved["entries"], "groups that wait for a later step are saved"
-    before = run.stream.state_dict(1)["buffer"]  # of a run that fails before it trains on what it has taken
-    whole = [entry["prompt"] for entry in before["entries"] if entry["samples"]]
+    before = buffer_of(run.stream.state_dict(1))  # of a run that fails before it trains on what it has taken
+    whole = [entry["prompt"] for entry in before["entries"] if entry["group"]]
     assert before["version"] == 1 and set(taken) <= set(whole)
     with pytest.raises(StopRequested):
         run.stream.take(2)
-    assert run.stream.state_dict(2)["buffer"]["version"] == 2
+    assert buffer_of(run.stream.state_dict(2))["version"] == 2

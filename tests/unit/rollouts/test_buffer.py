@@ -1,13 +1,15 @@
 """The staleness buffer against a log of its own, over many simulated runs: no servers, no clock."""
 
-import json
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import pytest
 
+from tests.helpers.earlier_state import earlier_buffer
+from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
 from torchtitan.grpo.data.samples import Prompt, Sample, TopTokens
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
 
@@ -21,6 +23,15 @@ def group_of(prompt: Prompt, versions: list[int]) -> list[Sample]:
 
 def prompt_of(index: int) -> Prompt:
     return Prompt(index, [1, 2, index], f"prompt {index}")
+
+
+def prompts_at(indices: list[int]) -> list[Prompt]:
+    return [prompt_of(index) for index in indices]
+
+
+def as_saved(buffer: StalenessBuffer) -> dict:
+    """Its state, from a file and back."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(buffer.state_dict()))
 
 
 @dataclass
@@ -126,10 +137,10 @@ class Simulation:
             self.restart()
 
     def restart(self) -> None:
-        state = json.loads(json.dumps(self.buffer.state_dict()))
+        state = as_saved(self.buffer)
         old = self.buffer
         self.buffer = type(old)(old.groups_per_step, old.max_age, old.window, old.late, old.surplus)
-        self.buffer.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
+        self.buffer.load_state_dict(state, prompts_at)
         assert self.buffer.state_dict() == state
         self.due = {}  # what was under way is asked anew
         for number, entry in self.buffer.entries.items():
@@ -423,7 +434,7 @@ def test_a_prompt_that_was_dropped_still_counts() -> None:
     first, _ = buffer.add(prompt_of(7)), buffer.add(prompt_of(7))
     buffer.drop(first)
     resumed = StalenessBuffer(4, 0, 4)
-    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())), lambda indices: [*map(prompt_of, indices)])
+    resumed.load_state_dict(as_saved(buffer), prompts_at)
     assert [each.add(prompt_of(7)).occurrence for each in (buffer, resumed)] == [2, 2]
 
 
@@ -439,7 +450,7 @@ def test_a_resumed_run_may_have_another_age_and_other_steps(after, late) -> None
         before.take()
     groups_per_step, max_age = after
     buffer = StalenessBuffer(groups_per_step, max_age, 9 * groups_per_step, late)
-    buffer.load_state_dict(before.state_dict(), lambda indices: [prompt_of(index) for index in indices])
+    buffer.load_state_dict(before.state_dict(), prompts_at)
     assert len(buffer.entries) == len(before.entries)
     for _ in range(12):
         for entry in list(buffer.entries.values()):
@@ -461,7 +472,7 @@ def test_a_resumed_run_asks_the_oldest_groups_anew_until_the_others_are_in_time(
             before.take()
         state = before.state_dict()
         buffer = StalenessBuffer(chance.randint(1, 6), chance.randint(0, 6), 99, chance.choice(["wait", "drop"]))
-        buffer.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
+        buffer.load_state_dict(state, prompts_at)
         left = sorted((saved["begun"], saved["number"]) for saved in state["entries"] if saved["begun"] is not None)
 
         def late(left: list[tuple[int, int]], of: StalenessBuffer = buffer) -> bool:
@@ -477,29 +488,79 @@ def test_a_resumed_run_asks_the_oldest_groups_anew_until_the_others_are_in_time(
         assert buffer.complete == len(left)
 
 
-def test_state_keeps_complete_groups_whole_and_asks_the_others_anew() -> None:
+def made_by(make: str, buffer: StalenessBuffer) -> dict:
+    """A state as this version saves it, or an earlier one."""
+    return as_saved(buffer) if make == "now" else earlier_buffer(as_saved(buffer), prompts_at)
+
+
+@pytest.mark.parametrize("made", ["now", "earlier"])
+def test_state_keeps_complete_groups_whole_and_asks_the_others_anew(made) -> None:
     buffer = StalenessBuffer(2, 1, 4)
     entries = began(buffer, 0, 3)
     sample = Sample(entries[0].prompt, [5, 6], [-1.5, 0.0], [0, 0], "stop", [True, False], "ab", {"f": 1.0}, 1.0)
-    sample.teacher_logprobs = [-0.25, 0.0]
+    sample.teacher_logprobs, sample.servers = [-0.25, 0.0], [(0, "http://a:1"), (1, "http://b:1")]
+    sample.routes = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
     sample.teacher_top = TopTokens(np.array([[5, 9], [-1, 6]], np.int32), np.array([[-0.1, -3], [-np.inf, 0]], "f4"))
     unscored = replace(sample, reward=None, reward_failures={"g": "raised OSError: down"})
     compacted = replace(sample, prompt=replace(sample.prompt, token_ids=[7, 8, 9], text="a summary"))
     buffer.finish(entries[0], [sample, unscored, compacted])
     buffer.answer(entries[1])
-    state = json.loads(json.dumps(buffer.state_dict()))
+    state = made_by(made, buffer)
     refused = StalenessBuffer(2, 1, 4)
-    refused.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices], lambda group: False)
+    refused.load_state_dict(state, prompts_at, lambda group: False)
     assert [(entry.begun, entry.group) for entry in refused.entries.values()] == [(None, None)] * 3
     assert refused.complete == 0
     restored = StalenessBuffer(2, 1, 4)
-    restored.load_state_dict(state, lambda indices: [prompt_of(index) for index in indices])
+    restored.load_state_dict(state, prompts_at)
     first, second, third = restored.entries.values()
     assert (first.number, first.begun, first.group) == (0, 0, [sample, unscored, compacted])
     for name in ("ids", "logprobs"):
         kept, own = (getattr(each.teacher_top, name) for each in (first.group[0], sample))
         assert kept.dtype == own.dtype and np.array_equal(kept, own)
+    kept, own = first.group[0].routes, sample.routes
+    assert kept.dtype == own.dtype and np.array_equal(kept, own)
     assert [(entry.begun, entry.group) for entry in (second, third)] == [(None, None)] * 2
     assert restored.room(0) == buffer.room(0)
     assert restored.min_version(third) == 0
     assert restored.add(prompt_of(9)).number == 3
+
+
+def test_a_group_is_made_to_bytes_once(monkeypatch) -> None:
+    made: list[int] = []
+
+    def counted(group: list[Sample]) -> bytes:
+        made.append(group[0].prompt.index)
+        return to_bytes(group)
+
+    monkeypatch.setattr("torchtitan.grpo.rollouts.buffer.to_bytes", counted)
+    buffer = StalenessBuffer(2, 2, 6)
+    entries = began(buffer, 0, 4)
+    finish(buffer, entries[:2], 0)
+    first = as_saved(buffer)
+    assert made == [0, 1] and as_saved(buffer.copy()) == first == as_saved(buffer) and made == [0, 1]
+    finish(buffer, entries[2:], 0)
+    assert as_saved(buffer)["entries"][:2] == first["entries"][:2] and made == [0, 1, 2, 3]
+    buffer.take()
+    resumed = StalenessBuffer(2, 2, 6)
+    resumed.load_state_dict(as_saved(buffer), prompts_at)
+    assert as_saved(resumed) == as_saved(buffer) and made == [0, 1, 2, 3]
+
+
+def test_a_group_that_is_asked_again_has_new_bytes() -> None:
+    buffer = StalenessBuffer(1, 1, 2)
+    finish(buffer, began(buffer, 0, 1), 0)
+    resumed = StalenessBuffer(1, 1, 2)
+    resumed.load_state_dict(as_saved(buffer), prompts_at, lambda group: False)
+    [entry] = resumed.entries.values()
+    assert as_saved(resumed)["entries"][0]["group"] is None
+    resumed.begin(entry, 0)
+    resumed.finish(entry, group_of(entry.prompt, [0, 1, 1]))
+    assert from_bytes(as_saved(resumed)["entries"][0]["group"]) == entry.group
+
+
+def test_a_state_may_leave_groups_out_that_were_completed_later() -> None:
+    buffer = StalenessBuffer(2, 0, 2)
+    entries = began(buffer, 0, 2)
+    finish(buffer, entries, 0)
+    saved = buffer.state_dict(complete={0})["entries"]
+    assert [(entry["begun"], entry["group"] is None) for entry in saved] == [(0, False), (None, True)]

@@ -5,7 +5,8 @@ There is one folder per checkpoint under `[job] dump_folder`/`[checkpoint] folde
     step-20/
       dcp/              weights, optimizer and learning-rate schedule, sharded (torch.distributed.checkpoint)
       rng-rank-0.pt     random states of each rank
-      trainer.json      the trainer's other state: data position, weight version, counters
+      trainer.json      the trainer's other state
+      rollouts.msgpack  its part that is bytes: data position, counters, complete groups that wait for their step
       run_config.json   every key of the configuration
       validation.json   the metrics of the validation after this step, if there was one
       hf/               Hugging Face folder for inference (`[checkpoint] export_hf`)
@@ -19,6 +20,7 @@ All files are written into `step-20.tmp`, and one rename makes it `step-20`. A f
     writing.py         what is saved of one step, and its files: stage by stage, the marker last
     states.py          what DCP writes and reads: weights, optimizer state, learning-rate schedule
     loading.py         which checkpoint a run continues from, and its state
+    trainer_state.py   trainer.json and the files beside it
     parallel_writer.py   DCP's files, several at the same time
     export.py          the Hugging Face folder from DCP's files
     adapters.py        `[lora]`: adapters as they are saved, and which frozen weights they belong to

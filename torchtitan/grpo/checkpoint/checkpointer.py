@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
-from torchtitan.grpo.checkpoint.loading import Loader, TrainerState
+from torchtitan.grpo.checkpoint.loading import Loader
 from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
 from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
-from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread, json_pieces
+from torchtitan.grpo.checkpoint.trainer_state import TrainerState, files_of
+from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread
 from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.source import ModelSource
 from torchtitan.tools.logging import logger
@@ -278,19 +278,19 @@ class Checkpointer:
     def _take(self, step: int, to_host: bool) -> Taken:
         """Everything that is written of this step."""
         content = io.BytesIO()
-        texts: dict[str, Iterable[str]] = {}
+        files: dict[str, bytes | memoryview] = {}
 
         def rest() -> None:
             torch.save(random_states(self.device), content)
             if self.rank == 0:
-                texts[TRAINER_STATE] = json_pieces(self.trainer_state.state_dict())  # text as it is written
-                texts[RUN_CONFIG] = [json.dumps(self.run_config, indent=1)]
+                files.update(files_of(self.trainer_state.state_dict()))
+                files[RUN_CONFIG] = json.dumps(self.run_config, indent=1).encode()
                 if self._validated[0] == step:
-                    texts[VALIDATION] = [json.dumps(self._validated[1])]
+                    files[VALIDATION] = json.dumps(self._validated[1]).encode()
 
         states = collect(self.states, self.together, self._copy if to_host else None)
         self.together.locally("collecting random states and the trainer's state", rest)
-        return Taken(step, states, to_host, content.getvalue(), texts)
+        return Taken(step, states, to_host, content.getvalue(), files)
 
     def _write(self, taken: Taken) -> float:
         """Write a checkpoint, drop older ones, and say so.

@@ -1,10 +1,9 @@
 """Finding the checkpoint to continue from, and restoring it."""
 
 import functools
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,21 +15,12 @@ from torchtitan.grpo.checkpoint.adapters import BASE
 from torchtitan.grpo.checkpoint.hyperparameters import kept
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, candidates, damages, is_read_back, step_of
 from torchtitan.grpo.checkpoint.random_states import seed_all, set_random_states
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, changes, read_run_config
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, changes, read_run_config
 from torchtitan.grpo.checkpoint.states import collect
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
+from torchtitan.grpo.checkpoint.trainer_state import TrainerState, read_state
 from torchtitan.grpo.errors import UserError
 from torchtitan.tools.logging import logger
-
-
-class TrainerState(Protocol):
-    """The other state of a run, as data that JSON preserves: string keys, lists, no tuples."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it is now. The run may go on before it is written, and changes nothing in it."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Loader:
@@ -160,8 +150,8 @@ class Loader:
     def _restore(self, path: Path, marker: Marker, states: dict[str, Stateful], read: dict[str, Any]) -> None:
         for name, content in read.items():
             states[name].load_state_dict(content)
-        self._trainer_state.load_state_dict(json.loads((path / TRAINER_STATE).read_text(encoding="utf-8")))
         rank, world_size = self._together.rank, self._together.world_size
+        self._trainer_state.load_state_dict(read_state(path, marker.files, rank == 0))
         if marker.world_size == world_size:  # last, so that nothing draws random numbers in between
             set_random_states(torch.load(path / f"rng-rank-{rank}.pt", weights_only=True), self._device)
         else:

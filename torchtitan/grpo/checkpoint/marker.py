@@ -13,7 +13,7 @@ from torchtitan.grpo.errors import UserError
 
 MARKER = "complete.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
-_READ_BACK = re.compile(r"dcp/|rng-rank-|trainer\.json$")
+_READ_BACK = re.compile(r"dcp/|rng-rank-|trainer\.json$|[^/]+\.msgpack$")
 """Weights and states. What else is in a checkpoint is for its reader, and a run goes on without it."""
 _WRITER = re.compile(r"(?:dcp/__(\d+)_\d+(?:_\d+)?\.distcp|rng-rank-(\d+)\.pt)")
 _PIECE_BYTES = 16 << 20

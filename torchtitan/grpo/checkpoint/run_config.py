@@ -9,8 +9,6 @@ from torchtitan.grpo.sources.table import SOURCES
 
 RUN_CONFIG = "run_config.json"
 """In a checkpoint: `config.resolved.resolved`."""
-TRAINER_STATE = "trainer.json"
-"""In a checkpoint: what the trainer saves besides tensors."""
 
 OF_ONE_START = ("job", "ray", "checkpoint.resume", "checkpoint.load_step")
 """Sections and keys that say how a run is started, and nothing of what it does."""

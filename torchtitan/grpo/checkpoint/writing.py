@@ -1,10 +1,7 @@
 """Writing one checkpoint."""
 
-import itertools
-import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,10 @@ from torchtitan.grpo.checkpoint.export import read_full, read_hf
 from torchtitan.grpo.checkpoint.marker import MARKER, Marker, flush, markers, measured
 from torchtitan.grpo.checkpoint.parallel_writer import ParallelWriter
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
+from torchtitan.grpo.checkpoint.trainer_state import TRAINER_STATE
 from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.peft_folder import gather_adapter, write_adapter
 from torchtitan.grpo.model.source import ModelSource, gather_hf, write_hf
-
-_PIECE = 1000
-"""Items of a list that are encoded at once, in a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -35,42 +30,20 @@ class Taken:
         states: What DCP writes.
         on_host: Its tensors are copies on the host, so training may go on.
         random_states: The content of this rank's file.
-        texts: Further files: name and pieces of the content. Empty on ranks other than 0.
+        files: Further files: name and content. Empty on ranks other than 0.
     """
 
     step: int
     states: dict[str, Any]
     on_host: bool
     random_states: bytes
-    texts: dict[str, Iterable[str]]
+    files: dict[str, bytes | memoryview]
 
 
 def enter_thread(device: torch.device) -> None:
     """Call it first in each thread that writes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread begins with device 0
-
-
-def json_pieces(value: Any) -> Iterator[str]:
-    """The text of `json.dumps(value)`. Training goes on beside it: no other thread runs while json encodes a piece.
-
-    A piece is a value without lists or dictionaries in it, or a part of a long list. The keys of dictionaries are
-    strings.
-    """
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    if not any(isinstance(item, dict | list | tuple) for item in items):
-        if not isinstance(value, list | tuple) or len(value) <= _PIECE:
-            yield json.dumps(value)
-            return
-        for start in range(0, len(value), _PIECE):
-            yield (", " if start else "[") + json.dumps(value[start : start + _PIECE])[1:-1]
-        yield "]"
-        return
-    keys = (f"{json.dumps(key)}: " for key in value) if isinstance(value, dict) else itertools.repeat("")
-    for number, (key, item) in enumerate(zip(keys, items, strict=False)):
-        yield (", " if number else "{" if isinstance(value, dict) else "[") + key
-        yield from json_pieces(item)
-    yield "}" if isinstance(value, dict) else "]"
 
 
 class Writer:
@@ -137,7 +110,8 @@ class Writer:
             self._export(taken, unfinished, "hf")
         rng_path = unfinished / f"rng-rank-{together.rank}.pt"
         together.locally(f"writing {rng_path}", lambda: rng_path.write_bytes(taken.random_states))
-        together.locally(f"writing {unfinished / 'trainer.json'}", lambda: self._write_texts(unfinished, taken.texts))
+        what = f"writing {unfinished / TRAINER_STATE} and the files beside it"
+        together.locally(what, lambda: self._write_files(unfinished, taken.files))
         files = together.locally(f"reading back {unfinished}", lambda: measured(unfinished, together.rank))
         written = {name: size_and_sum for of_rank in files for name, size_and_sum in sorted(of_rank.items())}
         together.locally(f"completing {path}", lambda: self._complete(unfinished, path, taken, written))
@@ -171,10 +145,9 @@ class Writer:
         full = None if taken.on_host else together.collectively(f"gathering for {folder}", gather)
         together.locally(f"writing {folder}", lambda: write(full))
 
-    def _write_texts(self, unfinished: Path, texts: dict[str, Iterable[str]]) -> None:
-        for name, pieces in texts.items():
-            with (unfinished / name).open("w", encoding="utf-8") as file:
-                file.writelines(pieces)
+    def _write_files(self, unfinished: Path, files: dict[str, bytes | memoryview]) -> None:
+        for name, content in files.items():
+            (unfinished / name).write_bytes(content)
 
     def _complete(self, unfinished: Path, path: Path, taken: Taken, written: dict[str, tuple[int, str]]) -> None:
         if self._together.rank != 0:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, TRAINER_STATE, read_run_config
+from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG, read_run_config
+from torchtitan.grpo.checkpoint.trainer_state import TRAINER_STATE
 from torchtitan.grpo.config.contradictions import check_contradictions
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.jobs import job_of

@@ -15,13 +15,14 @@ which the bound holds for every token, are this project's.
 import copy
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan.grpo.data.routes import from_npy, to_npy
+from torchtitan.grpo.data.group_arrays import from_bytes, to_bytes
+from torchtitan.grpo.data.routes import from_npy
 from torchtitan.grpo.data.samples import Group, Prompt, Sample, TopTokens
 
 
@@ -35,6 +36,7 @@ class Entry:
         begun: Weight version of the server at the first request; None before that. No token is older.
         group: The samples, once they are complete and scored.
         answered: The samples are complete, and are being scored or have been.
+        saved: The group as bytes, once a state has held it.
     """
 
     number: int
@@ -43,6 +45,25 @@ class Entry:
     begun: int | None = None
     group: Group | None = None
     answered: bool = False
+    saved: bytes | None = None
+
+    def forget(self) -> None:
+        """As if it had not begun."""
+        self.begun = self.group = self.saved = None
+        self.answered = False
+
+    def state(self, is_whole: bool) -> dict[str, Any]:
+        """MessagePack values: with `is_whole` the group too, else only what it is asked again by."""
+        group = self.group if is_whole else None
+        if group is not None and self.saved is None:
+            self.saved = to_bytes(group)
+        return {
+            "number": self.number,
+            "prompt": self.prompt.index,
+            "occurrence": self.occurrence,
+            "begun": None if group is None else self.begun,
+            "group": None if group is None else self.saved,
+        }
 
 
 class StalenessBuffer:
@@ -205,27 +226,18 @@ class StalenessBuffer:
             setattr(copied, name, getattr(self, name).copy())
         return copied
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values. Complete groups are saved whole. Of the others only the prompts: they are requested again."""
-        saved = {
-            entry.number: [_sample_state(sample, entry.prompt) for sample in entry.group]
-            for entry in self.entries.values()
-            if entry.group
-        }
+    def state_dict(self, complete: Container[int] | None = None) -> dict[str, Any]:
+        """MessagePack values. Complete groups are saved whole, as bytes that are made once, when a state first holds
+        them. Of the others only the prompts: they are requested again.
+
+        Args:
+            complete: The numbers of the groups that may count as complete; by default all.
+        """
         return {
             "version": self.version,
             "next_number": self.next_number,
             "occurrences": [list(pair) for pair in self._occurrences.items()],
-            "entries": [
-                {
-                    "number": entry.number,
-                    "prompt": entry.prompt.index,
-                    "occurrence": entry.occurrence,
-                    "begun": entry.begun if entry.number in saved else None,
-                    "samples": saved.get(entry.number),
-                }
-                for entry in self.entries.values()
-            ],
+            "entries": [entry.state(complete is None or entry.number in complete) for entry in self.entries.values()],
         }
 
     def load_state_dict(
@@ -234,7 +246,7 @@ class StalenessBuffer:
         prompts_at: Callable[[list[int]], list[Prompt]],
         usable: Callable[[Group], bool] = lambda group: True,
     ) -> None:
-        """Restore from `state_dict`.
+        """Restore from `state_dict`, or from the JSON values of earlier checkpoints.
 
         Incomplete groups count as not begun. So do groups that are not usable, or too old for this buffer: its age and
         groups per step may differ from before.
@@ -247,17 +259,21 @@ class StalenessBuffer:
         prompts = prompts_at([entry["prompt"] for entry in state["entries"]])
         self.entries = {}
         for saved, prompt in zip(state["entries"], prompts, strict=True):
-            group = None if saved["samples"] is None else [_sample(prompt, sample) for sample in saved["samples"]]
-            begun_at = saved["begun"]
-            if group is not None and not usable(group):
-                group = begun_at = None
-            entry = Entry(saved["number"], prompt, saved["occurrence"], begun_at, group, answered=group is not None)
+            entry = Entry(saved["number"], prompt, saved["occurrence"], saved["begun"])
+            if "samples" in saved:
+                samples = saved["samples"]
+                entry.group = None if samples is None else [_sample(prompt, sample) for sample in samples]
+            elif saved["group"] is not None:
+                entry.group, entry.saved = from_bytes(saved["group"]), saved["group"]
+            entry.answered = entry.group is not None
+            if entry.group is not None and not usable(entry.group):
+                entry.forget()
             self.entries[entry.number] = entry
         begun = sorted((e for e in self.entries.values() if e.begun is not None), key=self._key, reverse=True)
         left = Counter(self.deadline(entry) for entry in begun[: -self.groups_per_step])
         while begun and (self.deadline(begun[-1]) < self.version or (self.late == "wait" and not self._in_time(left))):
             entry = begun.pop()
-            entry.begun, entry.group, entry.answered = None, None, False
+            entry.forget()
             if len(begun) >= self.groups_per_step:
                 left[self.deadline(begun[-self.groups_per_step])] -= 1
         self._sort()
@@ -327,21 +343,10 @@ class StalenessBuffer:
                 )
 
 
-def _sample_state(sample: Sample, prompt: Prompt) -> dict[str, Any]:
-    """An environment may have given the sample another beginning than its row's prompt."""
-    values = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
-    # Copies: it is written beside training, when an environment may still hold the sample.
-    state = {name: value.copy() if isinstance(value, list | dict) else value for name, value in values.items()}
-    own = sample.prompt
-    if sample.routes is not None:
-        state["routes"] = to_npy(sample.routes)
-    if sample.teacher_top is not None:
-        state["teacher_top"] = [to_npy(sample.teacher_top.ids), to_npy(sample.teacher_top.logprobs.view(np.int32))]
-    return state if own.token_ids == prompt.token_ids else state | {"began": [own.token_ids, own.text]}
-
-
 def _sample(prompt: Prompt, state: dict[str, Any]) -> Sample:
+    """From the JSON values of earlier checkpoints. "began" is an environment's beginning in place of its row's."""
     state = dict(state)
+    state["servers"] = [(first, server) for first, server in state.get("servers", [])]
     if began := state.pop("began", None):
         prompt = replace(prompt, token_ids=began[0], text=began[1])
     if state.get("routes"):

@@ -11,6 +11,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
 from torchtitan.grpo.data.load import Prompts
 from torchtitan.grpo.data.samples import Group
@@ -111,7 +113,7 @@ class RolloutStream:
         self._tasks: dict[Entry, asyncio.Task] = {}
         self._failure: BaseException | None = None
         self._stopping = self._promised = False
-        self._before_take: tuple[int, Callable[[], dict[str, Any]]] = -1, dict
+        self._before_take: tuple[int, Callable[[], bytes]] = -1, bytes
         """The version of the newest `take`, and the state before it."""
         self._changed = asyncio.Event()
         collector.add_listener(self._fill)
@@ -182,8 +184,8 @@ class RolloutStream:
 
         return self._collector.call(read())
 
-    def state_dict(self, version: int) -> dict[str, Any]:
-        """What a resumed run continues from, as JSON values: the place in the data, and the groups not trained on.
+    def state_dict(self, version: int) -> bytes:
+        """What a resumed run continues from, as MessagePack: the place in the data, and the groups not trained on.
 
         If the groups of the next step are taken already, it is the state from before. After a `take` that was stopped,
         in sync mode, it is that too: the resumed run requests all groups of the step together, as a run that was not
@@ -193,16 +195,29 @@ class RolloutStream:
             version: Of the weights that are saved with it.
         """
 
-        async def read() -> dict[str, Any]:
+        async def read() -> Callable[[], bytes]:
             taking, before = self._before_take
             taken = taking == version and (self._buffer.version > version or not self._ahead)
-            return before() if taken else self._state()()
+            return before if taken else self._state()
 
-        return self._collector.call(read())
+        return self._collector.call(read())()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def state_now(self) -> bytes:
+        """The same as of now. After a `take`: what a run continues from that resumes after this step."""
+
+        async def read() -> Callable[[], bytes]:
+            return self._state()
+
+        return self._collector.call(read())()
+
+    def load_state_dict(self, saved: bytes | memoryview | dict[str, Any]) -> None:
         """Continue from `state_dict`. Groups that were under way are requested again, and those that do not fit this
-        run: of another temperature, longer than a row, or scored by other teachers or none."""
+        run: of another temperature, longer than a row, or scored by other teachers or none.
+
+        Args:
+            saved: A dict is of an earlier checkpoint, whose groups are JSON values.
+        """
+        state: dict[str, Any] = saved if isinstance(saved, dict) else msgspec.msgpack.decode(saved)
         unfit: Counter[str] = Counter()
 
         def fits(group: Group) -> bool:
@@ -230,15 +245,20 @@ class RolloutStream:
             return f"longer than a row of {self._row_tokens} tokens ([training] seq_len or tokens_per_microbatch)"
         return "these teachers have not scored them" if self._teachers and not self._teachers.has_scored(group) else ""
 
-    def _state(self) -> Callable[[], dict[str, Any]]:
-        """The state of now. The groups become JSON values when it is called; one that is complete by then is whole."""
+    def _state(self) -> Callable[[], bytes]:
+        """The state of now, made to bytes when it is called: that takes long, and no other group waits for it then.
+
+        With `[async_grpo]`, a group that is complete by then is whole. Without, only those of now are: a resumed run
+        must ask a step's groups together, and not go on with some that were completed in it.
+        """
         now = {
             "temperature": self._params.temperature,
             "prompts": self._prompts.state_dict(),
             "counts": dict(self.counts),
         }
         buffer = self._buffer.copy()
-        return lambda: now | {"buffer": buffer.state_dict()}
+        complete = None if self._ahead else {number for number, entry in buffer.entries.items() if entry.group}
+        return lambda: msgspec.msgpack.encode(now | {"buffer": buffer.state_dict(complete)})
 
     async def _take(self, version: int) -> tuple[list[Group], list[Group]]:
         """The step's groups, and those whose failures count: with groups that others replaced since the step before."""
@@ -246,10 +266,7 @@ class RolloutStream:
             raise AssertionError(f"the step at version {version} comes after that at {self._buffer.version - 1}")
         clock = asyncio.get_running_loop().time
         asked_at, held_s = clock(), 0.0
-        before = self._state()
-        if not self._ahead:  # a resumed run must repeat this step: not with groups that were completed in it
-            before = partial(dict, before())
-        self._before_take = version, before
+        self._before_take = version, self._state()
         self._wanted = version + 1
         self._fill()
         while self._failure is None and not self._buffer.is_ready() and not self._stopping:

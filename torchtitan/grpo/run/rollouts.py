@@ -120,11 +120,12 @@ class Absent:
     def log(self, step: int, advantages: list[list[float]]) -> None:
         """Write some of a step's answers to samples.jsonl, once it is trained."""
 
-    def state_dict(self, step: int) -> dict[str, Any] | None:
-        """What a run resumed after this step continues from, as JSON values."""
+    def state_dict(self, step: int) -> bytes | None:
+        """What a run resumed after this step continues from."""
         return None
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None: ...
+    def load_state_dict(self, state: bytes | dict[str, Any] | None) -> None:
+        """Continue from `state_dict`, or from the dict of an earlier checkpoint."""
 
     def stop(self) -> None:
         """From any thread: no step takes groups from now on."""
@@ -252,10 +253,10 @@ class Rollouts(Absent):
     def log(self, step: int, advantages: list[list[float]]) -> None:
         self.samples.log(step, self._groups.pop(step), advantages)
 
-    def state_dict(self, step: int) -> dict[str, Any]:
+    def state_dict(self, step: int) -> bytes:
         return self.stream.state_dict(step)
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: bytes | dict[str, Any] | None) -> None:
         assert state is not None
         self.stream.load_state_dict(state)
 

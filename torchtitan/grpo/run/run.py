@@ -146,7 +146,7 @@ class Run:
             self.policy.offload.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides weights, optimizer, scheduler and random states, as JSON values."""
+        """What a resumed run needs besides weights, optimizer, scheduler and random states, see `TrainerState`."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
