@@ -1,7 +1,7 @@
 """Groups as arrays, and a group as bytes.
 
 The arrays lay all answers end to end, see `rollouts/record.py`. Python's lists take some 100 bytes a token, and their
-JSON some 40. The bytes of a group take 8 to 12 a token, and its text.
+JSON some 36. The bytes of a group take 8 to 12 a token, and its text.
 """
 
 import itertools
@@ -164,7 +164,7 @@ def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 def _narrowed(values: np.ndarray) -> np.ndarray:
     """float64 numbers as float32 if that loses nothing."""
     with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
+        narrow: np.ndarray = values.astype(np.float32)
     return narrow if np.array_equal(narrow, values, equal_nan=True) else values
 
 
