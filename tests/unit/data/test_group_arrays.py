@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,3 +109,11 @@ def test_a_plain_sample_takes_few_bytes(digits, most):
         sample.servers, sample.reward = servers, 1.0
     assert len(to_bytes(group)) / (8 * 8192) < most
     assert from_bytes(to_bytes(group)) == group
+
+
+def test_what_json_has_no_words_for_is_text_and_stops_no_save():
+    """As in the columns of a dataset's row. An environment may keep anything there."""
+    (sample,) = from_bytes(
+        to_bytes([Sample(Prompt(0, [1], "q", columns={"at": Path("/a")}), [2], [-1.0], [0], "stop")])
+    )
+    assert sample.prompt.columns == {"at": "/a"}
