@@ -47,6 +47,13 @@ class Link:
         pass
 
 
+class Asking(SimpleNamespace):
+    """A link that keeps what it can ask."""
+
+    def __init__(self, *args: object, **asks: Callable) -> None:
+        super().__init__(**asks)
+
+
 class Copy(VersionCopy):
     def feed(self) -> SimpleNamespace:
         return SimpleNamespace(version=self.version, release=lambda count: None)
@@ -269,3 +276,20 @@ def test_a_server_that_is_lost_while_a_push_begins_has_left_that_push(make, monk
     servers.push(2)
     until(lambda: servers.fleet.eligible(2))
     assert len(link.connected) == 1
+
+
+def test_a_link_asks_the_fleet_what_runs_at_its_server():
+    """Whose requests may be those of another process."""
+    engine = SimpleNamespace(link=f"{__name__}:Asking", disk_link=f"{__name__}:Asking")
+    fleet = Fleet(["http://a", "http://b"], lambda url: Server(url, SimpleNamespace(), engine=engine))
+    board = Board(fleet, [], 1, 10.0, LATE_S, Pause(), {}, Copy(), copies_only=False)
+    server, other = fleet.servers
+    link = ServerWorker(server, board, "gloo", None).link
+    fleet.admit(server, 3)
+    server.in_flight, other.in_flight = 2, 5
+    assert (link.requests_in_flight(), link.versions_in_use()) == (2, {3})
+    fleet.requests_in_flight = {server: 7}.get
+    fleet.versions_in_use = {server: {1, 2}}.get
+    assert (link.requests_in_flight(), link.versions_in_use()) == (7, {1, 2})
+    link.hold()
+    assert server.held and not other.held

@@ -2,6 +2,7 @@
 
     registry.py        one row per engine (engine.py): control, client, weight-sync links; the place to add another
     fleet.py           the servers of a run: which may get requests, and which version each has
+    fleet_mirror.py    the same servers as another process sees them, and who tells it
     push_report.py     what a push of weights was like, for the metrics
     protocol.py        what every client offers: token ids in, tokens and log-probabilities out
     stop_strings.py    texts that end an answer

@@ -4,12 +4,14 @@ The router asks here where a request may go. Weight sync's workers report here w
 servers may change during a run (`[rollout] urls_file`).
 """
 
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.engines.engine import Engine
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 8.0
 """How long a healthy server that fails its second request in a row stays out of traffic; twice as long each time."""
+
+_serials = itertools.count()
 
 
 class FleetError(PlainError, RuntimeError):
@@ -53,6 +57,7 @@ class Server:
         starts: How often its keeper found it healthy after a start.
         reason: Why it is out of traffic, "" while it is in traffic.
         in_flight: Our running requests there. Only the collector's event loop writes it.
+        serial: Tells it from an earlier server at its address, also in other processes.
     """
 
     url: str
@@ -76,6 +81,7 @@ class Server:
     starts: int = 0
     reason: str = "has not been given any weights yet"
     in_flight: int = 0
+    serial: int = field(default_factory=_serials.__next__)
 
     def serves(self, min_version: int) -> bool:
         """Whether a request that needs weights of this version or newer may go there."""
@@ -105,8 +111,72 @@ class Keeper:
         return ""
 
 
-class Fleet:
-    """The servers of a run, in the order of their list. Any thread may call any method; none waits.
+class FleetView:
+    """The servers of a run, in the order of their list, as those who send requests see them. No method waits.
+
+    Attributes:
+        keeper: Who starts the servers again, if somebody does.
+    """
+
+    def __init__(self) -> None:
+        self.keeper = Keeper()
+        self._lock = threading.Lock()
+        self._servers: list[Server] = []
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers that are listed now; a copy."""
+        with self._lock:
+            return list(self._servers)
+
+    def eligible(self, min_version: int) -> list[Server]:
+        """The servers in traffic that have acknowledged `min_version` or newer."""
+        with self._lock:
+            return [server for server in self._servers if server.serves(min_version)]
+
+    def describe(self) -> str:
+        """All servers with their states, in one line."""
+        with self._lock:
+            return "; ".join(server.describe() for server in self._servers)
+
+    def add_listener(self, call: Callable[[], None]) -> None:
+        """Have `call` called after every change, on the thread that made it. It must neither block nor raise."""
+        with self._lock:
+            self._listeners.append(call)
+
+    def check(self) -> None:
+        """Raises FleetError if too few servers are left, or the error that keeps them from newer weights."""
+        raise NotImplementedError
+
+    def suspect(self, server: Server, error: Exception, what: str = "a request failed") -> None:
+        """Take it out of traffic until weight sync knows why a request failed there with `error`.
+
+        For a server that is out of traffic already this has no effect.
+        """
+        raise NotImplementedError
+
+    def fall_silent(self, server: Server, why: str) -> None:
+        """It owes answers and did not reply in time."""
+        raise NotImplementedError
+
+    def heard(self, server: Server) -> None:
+        """It has replied."""
+        raise NotImplementedError
+
+    def answered(self, server: Server) -> None:
+        """It has answered a request."""
+        raise NotImplementedError
+
+    def _notify(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for call in listeners:
+            call()
+
+
+class Fleet(FleetView):
+    """The servers as weight sync changes them. Any thread may call any method; none waits.
 
     A server is out of traffic until it is admitted with the version that it acknowledged. It stays in traffic until it
     is withdrawn (weight sync found it slow or gone), suspected (a request failed there) or no longer listed. Only
@@ -122,20 +192,22 @@ class Fleet:
     Attributes:
         keeper: Who starts the servers again, if somebody does.
         alone: There will never be a second server.
+        requests_in_flight: Our running requests at a server. Asked after `hold`, it misses none that is under way.
+        versions_in_use: Of a server; see `Server.versions_in_use`.
 
     Raises:
         UserError: The `urls_file` is bad, or lists fewer than `min_servers`.
     """
 
     def __init__(self, urls: list[str], make: Callable[[str], Server], min_servers: int = 1, urls_file: str = ""):
+        super().__init__()
         self.min_servers = min_servers
-        self.keeper: Keeper = Keeper()
         self.alone = False
+        self.requests_in_flight: Callable[[Server], int] = lambda server: server.in_flight
+        self.versions_in_use: Callable[[Server], set[int]] = Server.versions_in_use
         self._make = make
         self._urls_file = urls_file
         self._stamp = _stamp(urls_file)
-        self._lock = threading.Lock()
-        self._listeners: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         if urls_file:
             urls = read_urls(urls_file)
@@ -145,12 +217,6 @@ class Fleet:
                     f"{len(urls)}"
                 )
         self._servers = [make(url.rstrip("/")) for url in urls]
-
-    @property
-    def servers(self) -> list[Server]:
-        """The servers that are listed now; a copy."""
-        with self._lock:
-            return list(self._servers)
 
     @property
     def may_grow(self) -> bool:
@@ -165,12 +231,12 @@ class Fleet:
         with self._lock:
             if server not in self._servers or server.distrusted:
                 return
-            returned = not server.in_traffic
             server.version, server.silent = version, False
-            if server.suspected and time.monotonic() < server.back_at:
-                return
-            server.in_traffic, server.lost, server.suspected, server.reason = True, False, False, ""
-            server.held = False
+            stays_out = server.suspected and time.monotonic() < server.back_at
+            returned = not server.in_traffic and not stays_out
+            if not stays_out:
+                server.in_traffic, server.lost, server.suspected, server.reason = True, False, False, ""
+                server.held = False
         if returned:
             weights = f"weights of version {version}" if version >= 0 else "the weights that it was started with"
             logger.info("%s is in traffic, with %s", server.url, weights)
@@ -180,6 +246,7 @@ class Fleet:
         """Send it nothing new until it is admitted again, so that it can finish its answers before an update."""
         with self._lock:
             server.held = True
+        self._notify()
 
     def withdraw(self, server: Server, reason: str, lost: bool = True) -> None:
         """Take it out of traffic until it is admitted again.
@@ -198,17 +265,14 @@ class Fleet:
             server.in_traffic, server.lost, server.suspected = False, server.lost or lost, False
             server.held = server.distrusted = False
             server.silent = server.silent and not lost
-            server.reason = _one_line(reason)
+            server.reason = one_line(reason)
             changed = before != (server.in_traffic, server.lost, server.suspected)
         if changed:
             logger.warning("%s is %s: %s", server.url, "lost" if server.lost else "out of traffic", server.reason)
         self._notify()
 
     def suspect(self, server: Server, error: Exception, what: str = "a request failed") -> None:
-        """Take it out of traffic until weight sync knows why a request failed there with `error`.
-
-        For a server that is out of traffic already this has no effect.
-        """
+        """See `FleetView.suspect`."""
         with self._lock:
             if server not in self._servers or not server.in_traffic:
                 return
@@ -216,7 +280,7 @@ class Fleet:
             server.suspicions += 1
             if server.suspicions > 1:
                 server.back_at = time.monotonic() + min(BACKOFF_S * 2 ** (server.suspicions - 2), BACKOFF_MAX_S)
-            server.reason = _one_line(f"{what}: {error}")
+            server.reason = one_line(f"{what}: {error}")
         logger.warning("%s is out of traffic: %s", server.url, server.reason)
         self._notify()
 
@@ -258,13 +322,15 @@ class Fleet:
             server.in_traffic, server.lost, server.suspected, server.distrusted = False, True, True, True
             server.distrusts += 1
             server.losses, server.lost_at, server.suspicions = server.losses + 1, time.monotonic(), 0
-            server.reason = _one_line(reason)
+            server.reason = one_line(reason)
         logger.warning("%s is lost: %s", server.url, server.reason)
         self._notify()
 
     def answered(self, server: Server) -> None:
         """It has answered a request."""
-        server.suspicions = 0
+        if server.suspicions:
+            server.suspicions = 0
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
         """No server will get newer weights, because of this error. `check` raises it for everyone who waits."""
@@ -294,15 +360,10 @@ class Fleet:
                 f"{left} of {left + len(lost)} servers left, [rollout] min_servers = {self.min_servers}: {why}"
             )
 
-    def eligible(self, min_version: int) -> list[Server]:
-        """The servers in traffic that have acknowledged `min_version` or newer."""
+    def states(self, servers: Iterable[Server], names: tuple[str, ...]) -> list[list[Any]]:
+        """These attributes of each server, all of one moment."""
         with self._lock:
-            return [server for server in self._servers if server.serves(min_version)]
-
-    def describe(self) -> str:
-        """All servers with their states, in one line."""
-        with self._lock:
-            return "; ".join(server.describe() for server in self._servers)
+            return [[getattr(server, name) for name in names] for server in servers]
 
     def reread(self) -> tuple[list[Server], list[Server]]:
         """Read `urls_file` again if it has changed. If it has not, this costs one `stat`.
@@ -331,34 +392,24 @@ class Fleet:
             self._stamp = stamp
             if problem:
                 return [], []
-            known = {server.url: server for server in self._servers}
+            before, known = self._servers, {server.url: server for server in self._servers}
             self._servers = [known.get(url) or self._make(url) for url in urls]
             added = [server for server in self._servers if server.url not in known]
             removed = [server for server in known.values() if server not in self._servers]
+            changed = self._servers != before
             for server in removed:
                 server.in_traffic, server.suspected, server.reason = False, False, "no longer in [rollout] urls_file"
         for server in added:
             logger.info("%s is new in %s", server.url, self._list_key)
         for server in removed:
             logger.info("%s is out of traffic: %s", server.url, server.reason)
-        if added or removed:
+        if changed:
             self._notify()
         return added, removed
-
-    def add_listener(self, call: Callable[[], None]) -> None:
-        """Have `call` called after every change, on the thread that made it. It must neither block nor raise."""
-        with self._lock:
-            self._listeners.append(call)
 
     @property
     def _list_key(self) -> str:
         return f"[rollout] urls_file ({self._urls_file})" if self._urls_file else "[rollout] urls"
-
-    def _notify(self) -> None:
-        with self._lock:
-            listeners = list(self._listeners)
-        for call in listeners:
-            call()
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -370,5 +421,6 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def one_line(text: str) -> str:
+    """A server's words, without what UTF-8 cannot carry to another process."""
+    return " ".join(text.split()).encode(errors="replace").decode()

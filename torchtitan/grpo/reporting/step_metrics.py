@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.grpo.config.job_config import Reward
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import TEACHER, Group, Sample
-from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.policy.advantages import zero_variance
 from torchtitan.grpo.policy.distillation import reverse_kl_sum
@@ -198,7 +198,7 @@ def _age_metrics(sums: dict[str, list[float]]) -> dict[str, float]:
 
 
 def server_metrics(
-    fleet: Fleet, busy_s: dict[str, float], reports: list[SyncReport], step_s: float
+    fleet: FleetView, busy_s: dict[str, float], reports: list[SyncReport], step_s: float
 ) -> dict[str, float]:
     """Share of the step in which each server computed answers: it had requests and was not stopped for weights.
 
@@ -218,7 +218,7 @@ def server_metrics(
     return metrics | {"server/busy_share": fmean(shares.values())}
 
 
-def sync_metrics(reports: list[SyncReport], fleet: Fleet) -> dict[str, float]:
+def sync_metrics(reports: list[SyncReport], fleet: FleetView) -> dict[str, float]:
     """The pushes that ended in this step: how many, the newest one's seconds by phase and server, and server counts.
 
     Of phases that each server has, `sync/<phase>_s` is the slowest server's.

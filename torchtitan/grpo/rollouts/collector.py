@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from torchtitan.grpo.data.samples import Group, Prompt, Sample
-from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.engines.fleet import FleetView
 from torchtitan.grpo.engines.protocol import Completion, EngineError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.process.stopping import StopRequested
@@ -80,7 +80,7 @@ class Collector:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: FleetView,
         rewards: Scorer,
         tokenizer: PreTrainedTokenizerBase,
         max_concurrent_requests: int,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from torchtitan.grpo.data.samples import Prompt
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import FleetView, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError, SamplingParams
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.group_call import GroupCall, Lane, Ticket
@@ -58,7 +58,7 @@ class Router:
     """
 
     def __init__(
-        self, fleet: Fleet, max_concurrent_requests: int, request_timeout_s: float, loop: asyncio.AbstractEventLoop
+        self, fleet: FleetView, max_concurrent_requests: int, request_timeout_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.fleet = fleet
         self.max_concurrent_requests = max_concurrent_requests
@@ -67,6 +67,7 @@ class Router:
         self._loop = loop
         self._used: set[Server] = set()
         self._running: dict[Server, set[Request]] = defaultdict(set)
+        self._losses: dict[Server, int] = defaultdict(int)  # how often its requests were given up
         self.silence = SilenceWatch(fleet, lambda: [server for server, requests in self._running.items() if requests])
         self._busy_s: dict[str, float] = defaultdict(float)
         self._busy_since: dict[Server, float] = {}
@@ -177,7 +178,7 @@ class Router:
                 self._occupy(server, call)
             else:
                 server = await self._acquire(call, failures, before, instead_of)
-            losses, request = server.losses, Request(server, ask(server, named))
+            request = Request(server, ask(server, named))
             self._running[server].add(request)
             elsewhere = None if instead_of else partial(self._answer, ask, call, failures, instead_of=server)
             try:
@@ -185,8 +186,8 @@ class Router:
             except LocalError:
                 raise
             except (EngineError, UserError) as error:
-                failures.add(server, losses, error)
-                if isinstance(error, EngineError):
+                failures.add(server, request.losses, error)
+                if isinstance(error, EngineError) and server.losses == request.losses:
                     self.fleet.suspect(server, error)
                 self._end(server, request)
                 if request.spare is not None:
@@ -210,7 +211,8 @@ class Router:
         """The fleet has changed: give up requests at lost servers, ask others too where one is silent, and serve
         waiting ones."""
         for server, requests in self._running.items():
-            if server.lost or server.silent:
+            if server.lost or server.silent or server.losses != self._losses[server]:
+                self._losses[server] = server.losses
                 for request in requests:
                     request.look_at_server()
         servers, newest, now = self.fleet.servers, self._newest_in_traffic(), self._loop.time()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from torchtitan.grpo.engines.fleet import Fleet, Server
+from torchtitan.grpo.engines.fleet import FleetView, Server
 from torchtitan.grpo.engines.protocol import Completion, EngineError, LocalError
 from torchtitan.grpo.errors import UserError
 
@@ -37,7 +37,7 @@ class SilenceWatch:
         owing: The servers with requests. Called on the event loop, like all methods.
     """
 
-    def __init__(self, fleet: Fleet, owing: Callable[[], Iterable[Server]]) -> None:
+    def __init__(self, fleet: FleetView, owing: Callable[[], Iterable[Server]]) -> None:
         self._fleet, self._owing = fleet, owing
         self._heard_at: dict[Server, float] = defaultdict(float)
         self._reply_s: dict[Server, float] = defaultdict(lambda: REPLY_S)
@@ -94,11 +94,13 @@ class Request:
     """A request at one server, and at another one too while the first is silent.
 
     Attributes:
+        losses: How often the server was lost before.
         spare: Asks the other one.
     """
 
     def __init__(self, server: Server, answering: Answering) -> None:
         self.spare: asyncio.Task[list[Completion]] | None = None
+        self.losses = server.losses
         self._server, self._task = server, _task(answering)
         self._silent = asyncio.get_running_loop().create_future()
 
@@ -121,12 +123,13 @@ class Request:
                 if not isinstance(error, EngineError | UserError) or isinstance(error, LocalError):
                     return spare.result()
         if self._task.cancelled():
-            raise EngineError(f"{self._server.url}: a request was given up: {self._server.reason}")
+            why = self._server.reason or "the server was lost"
+            raise EngineError(f"{self._server.url}: a request was given up: {why}")
         return self._task.result()
 
     def look_at_server(self) -> None:
-        """It is lost or silent."""
-        if self._server.lost:
+        """It is lost or silent, or was lost and has returned."""
+        if self._server.lost or self._server.losses != self.losses:
             self._task.cancel()
         elif not self._silent.done():
             self._silent.set_result(None)

@@ -86,8 +86,8 @@ class ServerWorker(threading.Thread):
             board.pause,
             board.check,
             hold=lambda: board.fleet.hold(server),
-            requests_in_flight=lambda: server.in_flight,
-            versions_in_use=server.versions_in_use,
+            requests_in_flight=lambda: board.fleet.requests_in_flight(server),
+            versions_in_use=lambda: board.fleet.versions_in_use(server),
         )
 
     def connect(self) -> None:
