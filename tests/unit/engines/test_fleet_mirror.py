@@ -232,6 +232,9 @@ def test_an_admission_that_comes_too_early_is_told_too() -> None:
     dirty = world.dirty
     fleet.admit(server, 2)
     assert world.dirty > dirty and not server.in_traffic
+    dirty = world.dirty
+    fleet.admit(server, 2)
+    assert world.dirty == dirty, "nothing has changed: a listener may admit"
     world.drain()
     assert world.mirror.servers[0].version == 2
 

@@ -231,16 +231,18 @@ class Fleet(FleetView):
         with self._lock:
             if server not in self._servers or server.distrusted:
                 return
+            changed = (server.version, server.silent) != (version, False)
             server.version, server.silent = version, False
-            stays_out = server.suspected and time.monotonic() < server.back_at
-            returned = not server.in_traffic and not stays_out
-            if not stays_out:
+            comes = not server.suspected or time.monotonic() >= server.back_at
+            returned = comes and not server.in_traffic
+            if comes:
                 server.in_traffic, server.lost, server.suspected, server.reason = True, False, False, ""
                 server.held = False
         if returned:
             weights = f"weights of version {version}" if version >= 0 else "the weights that it was started with"
             logger.info("%s is in traffic, with %s", server.url, weights)
-        self._notify()
+        if comes or changed:
+            self._notify()
 
     def hold(self, server: Server) -> None:
         """Send it nothing new until it is admitted again, so that it can finish its answers before an update."""
