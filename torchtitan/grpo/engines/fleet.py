@@ -424,5 +424,5 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def one_line(text: str) -> str:
-    """A server's words, without what UTF-8 cannot carry to another process."""
+    """A server's words in one line, without what UTF-8 cannot carry to another process."""
     return " ".join(text.split()).encode(errors="replace").decode()

@@ -7,8 +7,8 @@
 
 A change says what became of servers, an event what their requests met. Either is a list of plain values, and each way
 keeps its order. Changes coalesce: one has the newest state of every server that differs from what was told. Events are
-numbered, and a change names the last one that the fleet had seen before the state was read. What an event has set in
-the mirror stays until then: a suspected server does not return by a change that was made before the suspicion arrived.
+numbered, and a change names the last one that the fleet had seen when it was made. What an event has set in the mirror
+stays until a change names it: one from before a suspicion arrived does not bring the suspected server back.
 
 I3, no request goes to a server for a version that it was not proved to have: the mirror never adds to what the fleet
 says. A server is in traffic there with a version only if it was so in the fleet, at one moment. Since then, the fleet
