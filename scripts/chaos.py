@@ -2,6 +2,7 @@
 """The fault campaign: break things at random while training goes on, and check that every promise holds.
 
     python scripts/chaos.py resume --points 200 --ranks 2     killed and resumed is not killed, to the last bit
+    python scripts/chaos.py rollouts --faults 30              the rollout process dies, freezes, has no memory
     python scripts/chaos.py fleet --servers 4 --seconds 600   servers die, hang and lie while a trainer trains
     python scripts/chaos.py garbage --rounds 10               one server answers nonsense
     python scripts/chaos.py data --faults 200                 models, tools, clients and disks do what they like
@@ -58,6 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     resume.add_argument("--when", choices=["any", "save", "steps"], default="any", help="where faults fall")
     resume.add_argument("--restarts", type=int, default=0, help="torchrun's --max-restarts: the run goes on by itself")
 
+    rollouts = parts.add_parser("rollouts", parents=[common], help="break the rollout process")
+    rollouts.add_argument("--faults", type=int, default=9, help="that must fall in the run (default 9)")
+    rollouts.add_argument("--mode", choices=["sync", "async"], default="sync", help="async: in flight")
+    rollouts.add_argument("--only", nargs="+", default=[], metavar="NAME", help="faults whose names begin so")
+    rollouts.add_argument("--frozen-s", type=int, default=10, help="after which a frozen one is killed; of runs: 30")
+
     servers = argparse.ArgumentParser(add_help=False)
     servers.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
     servers.add_argument("--servers", type=int, choices=[2, 3, 4], default=3)
@@ -84,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 PARTS = {
     "resume": ("resume", "Campaign"),
+    "rollouts": ("rollouts", "RolloutFaults"),
     "fleet": ("fleet", "Fleet"),
     "soak": ("soak", "Soak"),
     "ray": ("ray_faults", "RayFaults"),

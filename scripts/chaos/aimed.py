@@ -4,6 +4,7 @@ The environment variable CHAOS_AIM names a folder. In it:
 
     aim.json            the fault, see `Aim`; without it the rank only leaves its trace
     pid-<name>          the processes "rank 0", "torchrun", "server": what a fault can hit. See `name_process`
+    pid-rollouts        rank 0's rollout process, the newest one
     trace-<rank>.jsonl  written here: each operation on a file of the run's folder, with its time
     witness.json        written here just before the signal goes out: where the rank was, and what it had written
 
@@ -25,6 +26,8 @@ from typing import Any
 
 EVENTS = {"open": "open", "os.rename": "rename", "os.remove": "remove", "os.mkdir": "mkdir", "shutil.rmtree": "rmtree"}
 """Audit events that count, and their names in a trace."""
+START_TIMES = 3
+"""How much longer than later a rollout process may say nothing while it starts."""
 _NUMBERED = re.compile(r"step-\d+")
 
 
@@ -137,6 +140,23 @@ class Marksman:
         os.kill(pid, aim.number)
 
 
+def name_rollout_processes(folder: Path) -> None:
+    """Write down each rollout process that this rank starts. CHAOS_FROZEN_S: how long one may say nothing."""
+    import torchtitan_overlay  # noqa: F401  before torchtitan
+    from torchtitan.grpo.run import rollout_process
+
+    start = rollout_process.start
+
+    def named(descriptor: int) -> Any:
+        process = start(descriptor)
+        name_process(folder / "pid-rollouts", process.pid)
+        return process
+
+    rollout_process.start = named
+    if frozen_s := int(os.environ.get("CHAOS_FROZEN_S", 0)):
+        rollout_process.FROZEN_S, rollout_process.START_S = frozen_s, START_TIMES * frozen_s
+
+
 def main() -> None:
     """Run grpo_train.py with this process's arguments."""
     rank, folder = int(os.environ["RANK"]), Path(os.environ["CHAOS_AIM"])
@@ -148,6 +168,7 @@ def main() -> None:
     script = Path(__file__).resolve().parents[2] / "grpo_train.py"
     sys.argv[0] = str(script)
     sys.path.insert(0, str(script.parent))
+    name_rollout_processes(folder)
     runpy.run_path(str(script), run_name="__main__")
 
 

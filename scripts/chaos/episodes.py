@@ -1,7 +1,8 @@
 """The environment and the reward of a run that gets foreign data: models, tools and clients that write what they like.
 
 The folder CHAOS_FOREIGN has one fault at a time, the file `fault`. Whoever it is for renames it to `fallen-NUMBER`,
-which is the witness, and does it. `heartbeat` has the longest gap of a thread of rank 0, in seconds.
+which is the witness, and does it. `heartbeat` has the longest gap of a thread of the rollout process, in
+seconds.
 """
 
 import json
@@ -57,7 +58,7 @@ def claim(*kinds: str) -> dict[str, Any] | None:
 
 
 def beat() -> None:
-    """In a thread of rank 0: the longest time for which it did not run, since the file was last removed."""
+    """In a thread of the rollout process: the longest time that it did not run, since the file was last removed."""
     file, worst, last = FOLDER / "heartbeat", 0.0, time.monotonic()
     while True:
         time.sleep(BEAT_S)

@@ -1,7 +1,7 @@
 """Part 7: what models, tools, clients and disks do to a run costs a sample at most (I11), and no trained step (I12).
 
 A trainer trains with an environment that talks to its endpoint. One fault after another falls, each kind in turn. The
-run must go on, and a thread of rank 0 must never stand still for long.
+run must go on, and a thread of the rollout process must never stand still for long.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ GROUPS = {
     "a full disk, a closed terminal": (FULL, GONE),
 }
 GAP_S = 1.0
-"""Longest time that a thread of rank 0 may stand still."""
+"""Longest time that a thread of the rollout process may stand still."""
 OUTAGES_S = (1, 1, 1, 1, 3, 3, 3, 10, 10, 30)
 FALL_S, NEXT_S = 60.0, 120.0
 """Until a fault falls, and until the run has trained the next step after it."""
@@ -130,7 +130,7 @@ class Foreign:
 
     def details(self) -> list[str]:
         return [f"{count:4d}  {kind}" for kind, count in sorted(self.fallen.items())] + [
-            f"longest gap of a thread of rank 0: {self.gap_s:.2f} s"
+            f"longest gap of a thread of the rollout process: {self.gap_s:.2f} s"
         ]
 
     def _kinds(self) -> list[str]:
@@ -202,7 +202,7 @@ class Foreign:
         if gap_s > self.gap_s:
             self.gap_s = gap_s
             if gap_s > self.gap_limit_s:
-                self.wrong.append(f"a thread of rank 0 stood still for {gap_s:.2f} s at {kind!r}")
+                self.wrong.append(f"a thread of the rollout process stood still for {gap_s:.2f} s at {kind!r}")
 
     def _until(self, what: str, trainer: Trainer, ready: Any, limit_s: float) -> None:
         try:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Trainer:
         servers: Processes that the fault may hit besides, by name.
         restarts: With "torchrun", its `--max-restarts`.
         log: Where it prints; None for a file in `scratch`.
+        variables: Of its environment, besides this process's.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Trainer:
         servers: dict[str, "Server"] | None = None,
         restarts: int = 0,
         log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.scratch, self.aim = folder, scratch, aim
         self.mark = secrets.token_hex(8)
@@ -94,20 +96,21 @@ class Trainer:
         for name, server in (servers or {}).items():
             name_process(scratch / f"pid-{name}", server.pid)
         words = [part for pair in (flags | {"--job.dump_folder": str(folder)}).items() for part in pair if part]
-        variables = environment() | {"CHAOS_AIM": str(scratch), "CHAOS_WATCHED": str(folder), MARK: self.mark}
-        paths = [str(ROOT), str(HERE.parent), variables.get("PYTHONPATH")]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environ = environment() | dict(variables or {})
+        environ |= {"CHAOS_AIM": str(scratch), "CHAOS_WATCHED": str(folder), MARK: self.mark}
+        paths = [str(ROOT), str(HERE.parent), environ.get("PYTHONPATH")]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         script = HERE / "aimed.py"
         self._process: Ranks | ProcessGroup
         if launcher == "torchrun":
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
             command += ["--max-restarts", restarts, script, *words]
-            self._process = ProcessGroup(command, self.log_path, variables)
+            self._process = ProcessGroup(command, self.log_path, environ)
         elif launcher == "agent":
             arguments = ["--nproc-per-node", ranks, script, *words]
-            self._process = Ranks(1, AGENT, *arguments, log=self.log_path, environment=variables)
+            self._process = Ranks(1, AGENT, *arguments, log=self.log_path, environment=environ)
         else:
-            self._process = Ranks(ranks, script, *words, log=self.log_path, environment=variables)
+            self._process = Ranks(ranks, script, *words, log=self.log_path, environment=environ)
 
     @property
     def log(self) -> str:

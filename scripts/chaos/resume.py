@@ -21,20 +21,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from chaos.aimed import Aim
 from chaos.parallel import in_processes
-from chaos.processes import GONE_S, TINY, Broken, Flags, Server, Trainer, metric_lines
+from chaos.processes import GONE_S, Broken, Flags, Server, Trainer, metric_lines
 from chaos.report import Row, row
-from chaos.same_run import check_bits, check_prompts
-from torchtitan.grpo.config.load import load_config
-from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
+from chaos.same_run import check_bits, check_ledger, check_prompts
 
 STEPS, INTERVAL, PROMPTS, SAMPLES, MAX_AGE = 8, 2, 4, 4, 2
 CHECKPOINTS = range(INTERVAL, STEPS + 1, INTERVAL)
 """Their steps."""
-SFT_PROMPTS = 2 * 16
 FLAGS: Flags = {
     "--job.config_file": "train_configs/quickstart.toml",
     "--training.steps": str(STEPS),
@@ -404,36 +399,6 @@ class Campaign:
         check_bits(run, self.whole, CHECKPOINTS, server_lost)
 
     def _check_ledger(self, run: Path) -> None:
-        """Every prompt that was taken was trained once, or still waits in the last checkpoint's buffer."""
-        trained: Counter[int] = Counter()
-        by_step: Counter[int] = Counter()
-        for text in (run / "samples.jsonl").read_text().splitlines():
-            sample = json.loads(text)
-            trained[sample["prompt_index"]] += 1
-            by_step[sample["step"]] += 1
-            oldest = min(sample["versions"], default=sample["step"] - 1)
-            if oldest < sample["step"] - 1 - MAX_AGE:
-                raise Broken(f"step {sample['step']} trained on tokens of version {oldest}, bound {MAX_AGE}")
-        if dict(by_step) != dict.fromkeys(range(1, STEPS + 1), PROMPTS * SAMPLES):
-            raise Broken(f"samples by step: {dict(by_step)}")
-        state = msgspec.msgpack.decode((run / "checkpoint" / f"step-{STEPS}" / "rollouts.msgpack").read_bytes())
-        waiting = [entry["prompt"] for entry in state["buffer"]["entries"]]
-        if set(waiting) & trained.keys() or any(count != SAMPLES for count in trained.values()):
-            twice = [index for index, count in trained.items() if count != SAMPLES]
-            raise Broken(
-                f"prompts trained more or less than once: {twice}; also waiting: {set(waiting) & trained.keys()}"
-            )
-        taken = self._order(SFT_PROMPTS + state["buffer"]["next_number"])[SFT_PROMPTS:]
-        if set(taken) != trained.keys() | set(waiting):
-            lost = sorted(set(taken) - trained.keys() - set(waiting))
-            raise Broken(f"prompts lost: {lost}; from nowhere: {sorted((trained.keys() | set(waiting)) - set(taken))}")
-        ages = [line["rollout/age_max"] for line in metric_lines(run)]
-        if len(ages) != STEPS or max(ages) > MAX_AGE:
-            raise Broken(f"oldest token by step: {ages}, bound {MAX_AGE}")
-
-    def _order(self, count: int) -> list[int]:
-        """Indices of the first prompts in the order of the data."""
-        config = load_config([part for pair in self.flags.items() for part in pair if part])
-        held_out = config.validation.prompts if config.validation.enable else 0
-        source = PromptSource(config.data, load_tokenizer(str(TINY)), config.debug.seed, validation_prompts=held_out)
-        return [prompt.index for prompt in source.next(count)]
+        samples = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+        told = ((s["step"], s["prompt_index"], min(s["versions"], default=s["step"] - 1)) for s in samples)
+        check_ledger(run, self.flags, STEPS, told)

@@ -12,7 +12,7 @@ SLOWER = 1.5
 
 
 class Soak(Fleet):
-    """A long fleet run, and curves of what rank 0 holds."""
+    """A long fleet run, and curves of what rank 0 and its rollout process hold."""
 
     def rows(self) -> list[Row]:
         self.wrong += self._growth()
@@ -41,7 +41,7 @@ class Soak(Fleet):
                 for part in (usage[quarter : 2 * quarter], usage[-quarter:])
             )
             if after > before + limit:
-                wrong.append(f"{name} of rank 0 went from {before:.0f} to {after:.0f}")
+                wrong.append(f"{name} of rank 0 and its rollout process went from {before:.0f} to {after:.0f}")
         quarter = len(steps) // 4
         before, after = statistics.median(steps[quarter : 2 * quarter]), statistics.median(steps[-quarter:])
         if after > SLOWER * before:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos.aimed import named_process
 from chaos.processes import Trainer, steps_of, until
 
 _OUT = re.compile(r"(http://\S+) is (lost|out of traffic): (.*)")
+_ROLLOUTS = re.compile(r"rollout process \(pid \d+\)|Rollouts go on")
 _IN = re.compile(r"(http://\S+) is in traffic, with weights of version (\d+)")
 
 
@@ -47,8 +49,10 @@ class Watch(threading.Thread):
 
     Attributes:
         changes: Servers that entered or left traffic, in order.
+        rollouts: (time, line) of what was said of rollout processes that ended.
         steps: (time, line of metrics.jsonl) of each step.
-        usage: (time, file descriptors, threads, resident MiB) of rank 0, about once a second.
+        usage: (time, file descriptors, threads, resident MiB) of rank 0 and its rollout process together, about once a
+            second.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -56,6 +60,7 @@ class Watch(threading.Thread):
         self._trainer = trainer
         self._ended = threading.Event()
         self.changes: list[Change] = []
+        self.rollouts: list[tuple[float, str]] = []
         self.steps: list[tuple[float, dict]] = []
         self.usage: list[tuple[float, int, int, float]] = []
         self.start()
@@ -67,6 +72,8 @@ class Watch(threading.Thread):
             for line in log.new_lines():
                 if found := _OUT.search(line) or _IN.search(line):
                     self.changes.append(Change(now, found[1], found.re is _IN, line))
+                if _ROLLOUTS.search(line):
+                    self.rollouts.append((now, line))
             self.steps += [(now, line) for line in steps_of(metrics.new_lines())]
             if now >= next_usage and self.steps:
                 next_usage = now + 1.0
@@ -92,10 +99,17 @@ class Watch(threading.Thread):
         until(what, ready, limit_s, self._trainer)
 
     def _measure(self, now: float) -> None:
-        process = Path(f"/proc/{self._trainer.pid}")
+        rollouts = named_process(self._trainer.scratch / "pid-rollouts")
         try:
-            status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
-            descriptors = len(list((process / "fd").iterdir()))
-            self.usage.append((now, descriptors, int(status["Threads"]), int(status["VmRSS"].split()[0]) / 1024))
-        except (OSError, KeyError):  # it has ended; a zombie has no memory
+            used = [_usage(pid) for pid in (self._trainer.pid, rollouts) if pid]
+        except (OSError, KeyError):  # one has ended; a zombie has no memory
             return
+        descriptors, threads, resident_mib = map(sum, zip(*used, strict=True))
+        self.usage.append((now, int(descriptors), int(threads), resident_mib))
+
+
+def _usage(pid: int) -> tuple[int, int, float]:
+    """File descriptors, threads and resident MiB of a process."""
+    process = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
+    return len(list((process / "fd").iterdir())), int(status["Threads"]), int(status["VmRSS"].split()[0]) / 1024

@@ -15,6 +15,7 @@ from chaos.fleet import Fleet
 from chaos.foreign import GROUPS, Foreign
 from chaos.garbage import KINDS, Garbage
 from chaos.resume import Campaign
+from chaos.rollouts import KILLED, RolloutFaults
 from chaos.same_run import leave_out_lost_validation
 
 
@@ -29,6 +30,13 @@ def test_a_run_that_is_killed_anywhere_and_resumed_is_the_run_that_was_not_kille
     assert len(campaign.hit) == points
     for point in campaign.hit:  # it fell where it was aimed, on a process that was there
         assert point.witness["event"] == point.aim.event and point.witness["pid"] > 0
+
+
+def test_a_rollout_process_that_is_killed_costs_no_step_and_no_prompt(tmp_path):
+    campaign = RolloutFaults(tmp_path, "async", faults=1, seed=0)
+    campaign.run()
+    assert not campaign.wrong, "\n".join(campaign.wrong)
+    assert [hit.kind for hit in campaign.hits] == [KILLED]
 
 
 def test_servers_that_die_hang_and_lie_delay_nothing_for_long(tmp_path):
