@@ -71,7 +71,7 @@ def test_samples_hold_advantage_weight_and_the_age_of_each_token():
     assert first.servers == [1, 1] and second.servers == [1, 1, 1]
     assert (first.advantage, second.advantage) == (0.5, -0.5)
     assert first.weight == second.weight == 1 / 5  # the aborted answer is in no normaliser, and is not trained
-    assert first.ages == [0, 0] and second.ages == [2, 1, 0]
+    assert first.ages.tolist() == [0, 0] and second.ages.tolist() == [2, 1, 0]
 
 
 def test_a_sample_without_weight_is_kept_where_its_reward_may_still_change():

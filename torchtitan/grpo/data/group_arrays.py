@@ -147,7 +147,14 @@ def _fields(record: Any, but: Container[str]) -> dict[str, Any]:
 
 def _laid(lists: list[list[Any]], dtype: Any) -> np.ndarray:
     """The lists' values end to end. One list at a time, for no other thread runs meanwhile."""
-    return np.concatenate([np.empty(0, dtype), *(np.fromiter(values, dtype, len(values)) for values in lists)])
+    return np.concatenate([np.empty(0, dtype), *(as_array(values, dtype) for values in lists)])
+
+
+def as_array(values: list[Any], dtype: Any) -> np.ndarray:
+    """The values. Integers that are all the same, as the versions of most answers, take a tenth of the time."""
+    if values and isinstance(values[0], int) and values[0] == values[-1] and values.count(values[0]) == len(values):
+        return np.full(len(values), values[0], dtype)
+    return np.fromiter(values, dtype, len(values))
 
 
 def _cut(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from torchtitan.grpo.config.job_config import Distill, Grpo
+from torchtitan.grpo.data.group_arrays import as_array
 from torchtitan.grpo.data.samples import Document, Group, Sample
 from torchtitan.grpo.policy.advantages import overlong_penalty, zero_variance
 from torchtitan.grpo.policy.distillation import teacher_advantages
@@ -62,7 +63,7 @@ def training_samples(
     version: int,
     grpo: Grpo,
     max_answer_tokens: int,
-    servers_of: Callable[[Sample], list[int]] = lambda sample: [],
+    servers_of: Callable[[Sample], list[int] | np.ndarray] = lambda sample: [],
     distill: Distill | None = None,
 ) -> list[PackedSample]:
     """One minibatch's answers, ready to pack.
@@ -88,7 +89,7 @@ def training_samples(
             advantage,
             weight,
             sample.logprobs,
-            [version - sampled_by for sampled_by in sample.versions],
+            version - as_array(sample.versions, np.int32),
             sample.loss_mask,
             servers_of(sample),
             teacher_advantages(sample, distill.coef) if distill and not distill.top_k else [],

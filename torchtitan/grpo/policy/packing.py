@@ -114,8 +114,8 @@ def _check(index: int, sample: PackedSample, budget_tokens: int) -> None:
             "sampler log-probabilities",
             sample.answer_ids if sample.sampler_logprobs is None else sample.sampler_logprobs,
         ),
-        ("ages", sample.ages or sample.answer_ids),
-        ("servers", sample.servers or sample.answer_ids),
+        ("ages", sample.ages if len(sample.ages) else sample.answer_ids),
+        ("servers", sample.servers if len(sample.servers) else sample.answer_ids),
         ("token advantages", sample.token_advantages or sample.answer_ids),
         ("positions with a teacher's tokens", sample.answer_ids if sample.top is None else sample.top.ids),
         ("loss mask values", sample.answer_ids if sample.loss_mask is None else sample.loss_mask),
@@ -176,9 +176,12 @@ def _build(
 
     def laid_out_if_any(name: str, dtype: type) -> np.ndarray:
         """The same of the attribute `name`; zeros where a sample has none."""
-        if not any(getattr(s, name) for s in laid):
+        given = [() if (values := getattr(s, name)) is None else values for s in laid]
+        if not any(map(len, given)):
             return np.zeros(kept.sum(), dtype)
-        return laid_out((getattr(s, name) or [0] * end for s, end in zip(laid, ends, strict=True)), dtype)
+        return laid_out(
+            (values if len(values) else np.zeros(end, dtype) for values, end in zip(given, ends, strict=True)), dtype
+        )
 
     result = PackedRow(
         tokens=tokens,

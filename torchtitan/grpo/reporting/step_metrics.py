@@ -5,7 +5,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
+
 from torchtitan.grpo.config.job_config import Reward
+from torchtitan.grpo.data.group_arrays import as_array
 from torchtitan.grpo.data.held_out import HeldOutAnswers
 from torchtitan.grpo.data.samples import TEACHER, Group, Sample
 from torchtitan.grpo.engines.fleet import FleetView
@@ -50,7 +53,8 @@ def rollout_metrics(
     }
     ages: Counter[int] = Counter()
     for sample in samples:
-        ages.update({version - v: tokens for v, tokens in Counter(sample.sampled_versions).items()})
+        found, counts = np.unique(as_array(sample.sampled_versions, np.int64), return_counts=True)
+        ages.update(dict(zip((version - found).tolist(), counts.tolist(), strict=True)))
     if ages:
         tokens = ages.total()
         metrics |= {"rollout/age_mean": sum(a * n for a, n in ages.items()) / tokens, "rollout/age_max": max(ages)}

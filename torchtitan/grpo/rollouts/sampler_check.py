@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.data.samples import Group, Sample
 from torchtitan.grpo.engines.fleet import Fleet
@@ -69,17 +71,17 @@ class SamplerCheck:
                     found[server] = found.get(server, False) or version in sample.sampled_versions
         return found
 
-    def token_servers(self, servers: Iterable[str], sample: Sample) -> list[int]:
-        """For each token of the sample the number of its server in `servers`, from 1; 0 if it is not compared.
+    def token_servers(self, servers: Iterable[str], sample: Sample) -> np.ndarray:
+        """int16: for each token of the sample the number of its server in `servers`, from 1; 0 if it is not compared.
 
         Empty if none is.
         """
         order = {server: number for number, server in enumerate(servers, 1)}
         if not order or not self._is_whole(sample):
-            return []
-        numbers = [0] * len(sample.token_ids)
+            return np.zeros(0, np.int16)
+        numbers: np.ndarray = np.zeros(len(sample.token_ids), np.int16)
         for first, server in sample.servers:
-            numbers[first:] = [order.get(server, 0)] * (len(numbers) - first)
+            numbers[first:] = order.get(server, 0)
         return numbers
 
     def before_first_step(self, servers: Sequence[str], sums: Mapping[str, Any]) -> None:
