@@ -1,16 +1,17 @@
 """GRPO training: `python grpo_train.py --job.config_file train_configs/quickstart.toml`.
 
-One class, one loop, read from top to bottom. Rank 0 has the rollouts: it sends prompts, scores the answers and packs
-them. Every rank holds a shard of the model, trains on its rows and takes part in publishing the weights to the servers.
+One class, one loop, read from top to bottom. Every rank holds a shard of the model, trains on its rows and takes part
+in publishing the weights to the servers. A child process of rank 0 has the rollouts: it sends prompts, scores the
+answers and packs them (docs/processes.md).
 
 A step, and what runs meanwhile:
 
-    take      rank 0 waits for the step's groups. The others wait for its rows
-    pack      rewards -> advantages -> packed rows, from rank 0 to every rank
+    take      rank 0 waits for the step's groups, as packed rows. The others wait for theirs
+    pack      each rank gets its rows from rank 0, and moves them to its device
     update    log-probabilities, loss, backward and optimizer, which the device has before it a whole step long
     publish   copies the new weights on a stream of its own; a thread sends them to the servers while the next step
               trains. The next optimizer step waits for the copy, on the device; nothing waits for a server
-    pack      with [async_grpo]: the next step's batch, while the device still computes this one
+    ahead     with [async_grpo]: take and pack the next step, while the device still computes this one
     learned   waits for the device: metrics, and whether sampler and trainer agree
     validate, log, save
 
@@ -77,10 +78,10 @@ class Trainer(Run):
 
     def set_up(self) -> None:
         """In this order, so that bad input is refused before a process group or a server exists."""
+        self.rollouts = Rollouts(self.config, self.resources) if self.is_rank0 else Absent(self.config)
         losses.check_functions(self.config.grpo, self.device)
         self.read_model()
-        inputs = self.config, self.source, self.tokenizer, self.end_token_ids, self.resources
-        self.rollouts = Rollouts(*inputs) if self.is_rank0 else Absent(self.config)
+        self.rollouts.prepare(self.source, self.tokenizer, self.end_token_ids)
         self.join()
         self.start_servers()
         self.build(link_free=lambda: self.weight_sync.idle())
@@ -142,8 +143,9 @@ class Trainer(Run):
             self.policy.offload.prefetch()
         with self.ledger.stage("pack"):
             rewards, servers = self.broadcast.json([taken.rewards, taken.servers])
-            minibatches = [self.own_rows(rows_by_rank) for rows_by_rank in taken.minibatches]
-            metrics = taken.metrics | {"pack/ahead": float(ahead)} | self.usage.work(taken.minibatches)
+            minibatches = [self.own_rows(parts) for parts in taken.minibatches]
+            metrics = taken.metrics | {"pack/ahead": float(ahead)}
+            metrics |= self.usage.work(*taken.documents) if taken.documents else {}
         return Batch(rewards, taken.advantages, servers, minibatches, metrics)
 
     def pack_ahead(self) -> Batch | None:

@@ -24,7 +24,7 @@ from torchtitan.grpo.data.samples import Conversation, Prompt
 from torchtitan.grpo.policy.batch import supervised_samples
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import packing_metrics
-from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.grpo.policy.rows import PackedRow, documents, encoded
 from torchtitan.grpo.policy.sft import summed, supervised_loss, token_metrics
 from torchtitan.grpo.process.stopping import StopRequested, run_and_exit
 from torchtitan.grpo.reporting.console import SFT_FIELDS
@@ -78,7 +78,7 @@ class SftTrainer(Run):
         self.policy.offload.settle()
         if self.config.validation.enable:
             for i, table in enumerate(held_out_sets(self.config)):
-                rows = self.rows_by_rank(self.held_out[i].prompts) if self.is_rank0 else None
+                rows = encoded(self.rows_by_rank(self.held_out[i].prompts)) if self.is_rank0 else None
                 self.held_out_rows[table.name] = self.broadcast.rows(rows, self.data_rank)
         if self.step == 0:
             self.log(self.validate())
@@ -112,15 +112,17 @@ class SftTrainer(Run):
 
     def next_batch(self) -> Batch:
         """The next `[sft] batch_size` rows of the data, packed: this rank's part of them."""
-        rows, metrics, position = None, {}, None
+        parts, metrics, position = None, {}, None
         with self.ledger.stage("pack"):
             if self.is_rank0:
                 with self.ending.rank0_alone():
                     rows = self.rows_by_rank(self.conversations.next(self.config.sft.batch_size))
                     position = self.conversations.state_dict()
-                    metrics = packing_metrics([rows], self.layout.attention_tokens) | self.usage.work([rows])
+                    parts = encoded(rows)
+                    metrics = packing_metrics([rows], self.layout.attention_tokens)
+                    metrics |= self.usage.work(*documents([rows]))
                     metrics |= self.conversations.epochs()
-            return Batch(self.own_rows(rows), metrics, position)
+            return Batch(self.own_rows(parts), metrics, position)
 
     def train_on(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """One optimizer step. Returns sums over this rank's tokens and the gradient norm, still on the device."""

@@ -25,12 +25,15 @@ from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.losses import check_functions
 from torchtitan.grpo.policy.packing import Layout
+from torchtitan.grpo.policy.rows import documents, encoded
+from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rollouts.replay import Replay
-from torchtitan.grpo.run.rollouts import Absent, Rollouts, RowsByRank, Taken, packed
+from torchtitan.grpo.run.rollout_worker import Model, Packed, RolloutWorker
+from torchtitan.grpo.run.rollouts import Absent, Taken
 from torchtitan.tools.logging import logger
 
 
@@ -50,25 +53,27 @@ class Replayed(Absent):
         inputs: What the warm start learns from.
     """
 
-    def __init__(self, replay: Replay, inputs: Rollouts) -> None:
+    def __init__(self, replay: Replay, inputs: RolloutWorker) -> None:
         super().__init__(inputs.config)
         self.replay, self.inputs = replay, inputs
         self.groups: dict[int, list[Group]] = {}
-        replay.fit(inputs.config, inputs.vocab_size, inputs.source.routes)
+        replay.fit(inputs.config, inputs.model.vocab_size, inputs.model.routes)
 
     def connect(self, ledger: Ledger, layout: Layout, metrics: MetricsLogger, newest: Callable[[], int]) -> None:
         self.ledger, self.inputs.layout = ledger, layout
         self.samples = SampleLog(self.config, self.config.job.dump_folder, metrics, self.inputs.tokenizer)
         self.inputs.resources.callback(self.samples.close)
 
-    def pairs(self) -> RowsByRank:
-        return self.inputs.pairs()
+    def pairs(self) -> list[Buffer]:
+        return self.inputs.pairs()[1][0]
 
     def take(self, step: int) -> Taken:
         with self.ledger.stage("rollout"):
             groups = self.groups[step] = self.replay.take(step - 1)
         with self.ledger.stage("pack"):
-            return packed(groups, step - 1, self.config, self.check, self.inputs.layout)
+            it = Packed.of(groups, step - 1, self.config, self.check, self.inputs.layout)
+        parts = [encoded(rows_by_rank) for rows_by_rank in it.minibatches]
+        return Taken(it.rewards, it.advantages, it.servers, parts, documents(it.minibatches), it.metrics)
 
     def is_ready(self) -> bool:
         return True
@@ -100,7 +105,8 @@ class ReplayTrainer(grpo_train.Trainer):
         self.read_model(saves=False)
         self.rollouts = Absent(config)
         if self.is_rank0:
-            inputs = Rollouts(config, self.source, self.tokenizer, self.end_token_ids, self.resources)
+            model = Model(self.source.model_args.vocab_size, self.end_token_ids, self.source.routes)
+            inputs = RolloutWorker(config, self.tokenizer, model, self.resources)
             self.rollouts = Replayed(self.replay, inputs)
         self.rollouts.check.is_due = False  # a replay may well begin with other weights than those that sampled
         self.join()

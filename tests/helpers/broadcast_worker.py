@@ -16,7 +16,7 @@ from tests.helpers.microbatches import assert_equal
 from torchtitan.grpo.config.torchtitan_keys import Debug
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.policy.packing import pack
-from torchtitan.grpo.policy.rows import PackedSample
+from torchtitan.grpo.policy.rows import PackedSample, encoded
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.run import broadcast
@@ -34,7 +34,7 @@ def own_rows_only(broadcaster: Broadcaster) -> None:
     ]
     packed = pack(samples, 64, 2)
     for step in range(2):
-        own = broadcaster.rows(packed if broadcaster.is_source else None, broadcaster.rank)
+        own = broadcaster.rows(encoded(packed) if broadcaster.is_source else None, broadcaster.rank)
         assert_equal(own, packed[broadcaster.rank])
         assert step or broadcaster.is_source or len(own[0].tokens) == len(own[0].routes) == 3
 

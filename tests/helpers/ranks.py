@@ -37,6 +37,7 @@ _PRELOADED = [
     "torchtitan.grpo.model.qwen2",
     "torchtitan.grpo.model.qwen3",
     "torchtitan.grpo.engines.embedded.__main__",
+    "tests.helpers.forked_first",
     "tests.helpers.frozen",  # the last one
 ]
 # A process forked after CUDA was initialised, which imports may do, cannot use it.

@@ -39,6 +39,7 @@ def plain(lines: list[dict]) -> list[dict]:
         "distill/failed_requests",
         "rollout/groups_",
         "rollout/retried",
+        "rollout/process_losses",
         "validation/",
         "checkpoint/",
         "data/",

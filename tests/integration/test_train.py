@@ -54,7 +54,7 @@ def test_a_replay_of_the_record_is_the_run_again(tmp_path):
         return without_times(steps(tmp_path / name)), process.log
 
     again, said = replay("again")
-    served = ("rollout/groups_", "rollout/retried", "validation/", "checkpoint/", "data/")
+    served = ("rollout/groups_", "rollout/retried", "rollout/process_losses", "validation/", "checkpoint/", "data/")
     plain = [{k: v for k, v in line.items() if not k.startswith(served)} for line in without_times(run)]
     assert again == plain and len({line["train/grad_norm"] for line in again}) == 4
     assert "trained tokens" in said.splitlines()[-6]

@@ -118,7 +118,7 @@ def test_a_replay_from_a_checkpoint_needs_no_room_for_one(tmp_path, monkeypatch)
     def rollouts(*_: object) -> None:
         raise LookupError("the model is read")
 
-    monkeypatch.setattr(script, "Rollouts", rollouts)
+    monkeypatch.setattr(script, "RolloutWorker", rollouts)
     trainer = object.__new__(script.ReplayTrainer)
     trainer.config, trainer.is_rank0 = of_replay(config, tmp_path, None, after=2), True
     trainer.device = torch.device("cpu")

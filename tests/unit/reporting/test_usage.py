@@ -12,7 +12,7 @@ from torchtitan.grpo.engines.http_control import HttpControl
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.source import resolve_model
 from torchtitan.grpo.policy.packing import pack
-from torchtitan.grpo.policy.rows import PackedSample
+from torchtitan.grpo.policy.rows import PackedSample, documents
 from torchtitan.grpo.reporting.usage import (
     Usage,
     highest_peaks,
@@ -37,11 +37,11 @@ def packed(*lengths: tuple[int, int], pad_multiple: int = 8) -> list:
 
 def test_padding_and_how_rows_are_cut_change_no_tokens_and_flops(usage):
     lengths = [(3, 5), (2, 7), (6, 1)]
-    work = usage.work([packed(*lengths)])
+    work = usage.work(*documents([packed(*lengths)]))
     assert work["train/tokens"] == sum(prompt + answer - 1 for prompt, answer in lengths)
-    apart = usage.work([packed(*lengths[:1], pad_multiple=1), packed(*lengths[1:])])
+    apart = usage.work(*documents([packed(*lengths[:1], pad_multiple=1), packed(*lengths[1:])]))
     assert apart == pytest.approx(work)
-    assert usage.work([packed()]) == {"train/tokens": 0, "train/tflop": 0.0}
+    assert usage.work(*documents([packed()])) == {"train/tokens": 0, "train/tflop": 0.0}
 
 
 def test_speeds_are_per_rank_and_over_the_step_or_the_update():

@@ -19,7 +19,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.checkpoint.best import VALIDATION, best_of
 from torchtitan.grpo.checkpoint.loading import Loader
 from torchtitan.grpo.checkpoint.marker import MARKER, markers, step_of
-from torchtitan.grpo.checkpoint.random_states import random_states, seed_python
+from torchtitan.grpo.checkpoint.random_states import random_states
 from torchtitan.grpo.checkpoint.run_config import RUN_CONFIG
 from torchtitan.grpo.checkpoint.states import collect, states_of
 from torchtitan.grpo.checkpoint.together import StageFailed, Together
@@ -27,6 +27,7 @@ from torchtitan.grpo.checkpoint.trainer_state import TrainerState, files_of
 from torchtitan.grpo.checkpoint.writing import Taken, Writer, enter_thread
 from torchtitan.grpo.host_memory.host_copy import HostCopy
 from torchtitan.grpo.model.source import ModelSource
+from torchtitan.grpo.process.random_numbers import seed_python
 from torchtitan.tools.logging import logger
 
 _LEFT_S = 30.0

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan.grpo.process.random_numbers import seed_python
+
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """All of them, as values that `torch.load(weights_only=True)` reads."""
@@ -35,9 +37,3 @@ def seed_all(seed: int, step: int) -> None:
     derived = int.from_bytes(hashlib.sha256(f"{seed}/{step}".encode()).digest()[:4], "big")
     seed_python(derived)
     torch.manual_seed(derived)
-
-
-def seed_python(seed: int) -> None:
-    """Seed Python's and NumPy's own generators, which a curriculum or an environment may use. 32 bits."""
-    random.seed(seed)
-    np.random.seed(seed)

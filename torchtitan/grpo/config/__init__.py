@@ -17,6 +17,7 @@
       target.py         the machine that a dry run is about
     jobs.py             GRPO or supervised fine-tuning: which keys each reads
     frozen.py           no key changes once a run has started
+    values.py           the same for a process without torch
     resolved.py         the whole configuration as TOML, and as values by key
     batch.py            batch sizes that follow from the keys
 

@@ -44,6 +44,7 @@ TABLES = {
     ),
 }
 """Keys whose value is a list of tables, `[[data.mixture]]`. A table may also hold keys of [data], except for these."""
+_CLASSES = {"data.mixture": job_config.MixtureSource, "validation.sets": job_config.HeldOutSet}
 _RESOLVED = ("data", "given")
 """Fields of a table that are no keys."""
 
@@ -122,15 +123,18 @@ def sections() -> tuple[str, ...]:
 
 @functools.cache
 def table_keys(path: str, own_only: bool = False) -> dict[str, Key]:
-    """Keys of one table of TABLES by name: its own, then those of [data] that it may replace."""
-    table, docs = get_args(keys()[path].type)[0], _docs()
+    """Keys of one table of TABLES by name: its own, then those of [data] that it may replace. The former need no
+    torch, which the latter import."""
+    table, docs = _CLASSES[path], _docs()
     own = {
         f.name: Key(path, f.name, *_split(f.type), getattr(table(), f.name), docs[f"{path}.{f.name}"], False)
         for f in fields(table)
         if f.name not in _RESOLVED
     }
+    if own_only:
+        return own
     of_data = {key.name: key for key in keys().values() if key.section == "data" and key.name not in TABLES[path]}
-    return own if own_only else of_data | own
+    return of_data | own
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterable[tuple[str, Any, Any]]:
@@ -158,7 +162,7 @@ def _split(annotation: Any) -> tuple[Any, Range | None, tuple[Needs, ...]]:
 def _docs() -> dict[str, str]:
     """The string below each field of the sections in config/job_config.py, by path."""
     of_path: dict[str, Any] = {section.name: section.type for section in fields(job_config.JobConfig)}
-    of_path |= {"data.mixture": job_config.MixtureSource, "validation.sets": job_config.HeldOutSet}
+    of_path |= _CLASSES
     # Each file once: `inspect.getsource` of a class parses the whole file.
     bodies = {
         (module, node.name): node.body

@@ -25,7 +25,7 @@ from torchtitan.grpo.weight_wire.transports import needs_own_gpus
 LOOPBACK = "127.0.0.1"
 """Where `[metrics] prometheus_port` is."""
 _OTHER_FILES = 512
-"""Files of the process besides its requests' connections: devices, libraries, other ranks, weight sync, rewards."""
+"""Files of the process besides its requests' connections: data, libraries, environments, rewards."""
 
 
 def check_machine(
@@ -301,7 +301,7 @@ def default_to_one_process() -> None:
 def one_cpu_thread() -> None:
     """With a GPU, PyTorch's operations on the CPU take one thread, unless OMP_NUM_THREADS says otherwise.
 
-    They are small: they pack rows. On a machine that serves too, threads that wait for each other take longer.
+    They are small. On a machine that serves too, threads that wait for each other take longer.
     torchrun sets the variable only if it starts several ranks.
     """
     if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.hints import GONE
 from torchtitan.grpo.config.job_config import Data, HeldOutSet, MixtureSource
 from torchtitan.grpo.config.jobs import Job
-from torchtitan.grpo.config.keys import Mismatch, check_value, keys, range_problem, shortened, show, table_keys
+from torchtitan.grpo.config.keys import Mismatch, check_value, range_problem, shortened, show, table_keys
 from torchtitan.grpo.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -101,8 +101,9 @@ def _rows(base: Data, given: Mapping[str, Any]) -> Data:
     """`base` with the keys of [data] that a table gives."""
     kept = {}
     if given.get("source", base.source) != base.source:
-        kept = {name: keys()[f"data.{name}"].default for name in _OF_OTHER_ROWS}
-    own = {name: value for name, value in given.items() if f"data.{name}" in keys()}
+        kept = {name: getattr(Data(), name) for name in _OF_OTHER_ROWS}
+    names = {field.name for field in fields(Data)}
+    own = {name: value for name, value in given.items() if name in names}
     own |= {name: os.path.expanduser(own[name]) for name in PATH_KEYS if name in own}
     return replace(base, mixture=[], **kept | own)
 

@@ -106,7 +106,7 @@ class HttpClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
         timeout = aiohttp.ClientTimeout(total=remaining_s)
-        data = msgspec.json.encode(body)  # fast, since it takes interpreter time from the trainer
+        data = msgspec.json.encode(body)  # fast, since it takes the event loop's time
         try:
             async with self._session.post(self.url + route, data=data, headers=headers, timeout=timeout) as reply:
                 status, payload = reply.status, await reply.read()

@@ -33,10 +33,12 @@ class Refused(UserError):
 
 
 def raise_if_local(error: BaseException) -> None:
-    """Raise LocalError if a request failed because this process may open no more files. Call it with the client's error
-    from its `except` clause."""
+    """Raise LocalError if a request failed because this process may open no more files, and MemoryError if it got no
+    memory. Call it with the client's error from its `except` clause."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, MemoryError):
+            raise MemoryError from error
         # The resolver of names needs files too, and fails with any number.
         if isinstance(cause, OSError) and (cause.errno in _NO_FILES or _no_files_left()):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,7 +1,9 @@
 """The engines: one row each, and the one place to add another."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torchtitan.grpo.data.samples import ANY_VOCAB
 from torchtitan.grpo.engines.engine import Engine
@@ -12,6 +14,9 @@ from torchtitan.grpo.engines.sglang_control import SglangControl
 from torchtitan.grpo.engines.vllm import VllmClient
 from torchtitan.grpo.engines.vllm_control import VllmControl
 from torchtitan.grpo.process.server_commands import EmbeddedCommand, SglangCommand, VllmCommand
+
+if TYPE_CHECKING:
+    from torchtitan.config import JobConfig
 
 _LINKS, _SCORERS = "torchtitan.grpo.weight_sync", "torchtitan.grpo.rollouts.teachers.scorers"
 
@@ -46,6 +51,15 @@ _SGLANG_ADAPTERS = replace(
 
 ENGINES = {row.command.engine: row for row in (_EMBEDDED, _VLLM, replace(_SGLANG, with_adapters=_SGLANG_ADAPTERS))}
 """`[rollout] engine` -> its row."""
+
+
+def server_maker(config: "JobConfig", newest: Callable[[], int], vocab_size: int) -> Callable[[str], Server]:
+    """Makes the server of an address, as the configuration says. The arguments are those of `make_server`."""
+    rollout = config.rollout
+    api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
+    timeouts = config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
+    adapters = config.lora.enable
+    return lambda url: make_server(rollout.engine, url, api_key, *timeouts, newest, vocab_size, adapters)
 
 
 def make_server(

@@ -111,8 +111,8 @@ class _Choice(msgspec.Struct, Generic[Id]):
 
 
 class _Reply(msgspec.Struct, Generic[Id]):
-    """The parts of an answer that are read. Parsing takes interpreter time from the trainer, and this is several times
-    faster than `json`, which makes a dictionary of each token."""
+    """The parts of an answer that are read. Parsing takes the event loop's time, and this is several times faster than
+    `json`, which makes a dictionary of each token."""
 
     choices: list[_Choice[Id]]
 

@@ -1,4 +1,4 @@
-"""A harness of `verifiers` without a process: chat and tools, in a loop inside the trainer.
+"""A harness of `verifiers` without a process: chat and tools, in a loop of the process that asks.
 
 verifiers' own harnesses start a program for each conversation, in a sandbox or with `uv`. A task that needs neither
 files nor commands needs no program. The harness's id is "in-process". It is the default of `[rollout] environment =

@@ -45,9 +45,9 @@ class PackedSample:
     advantage: float
     weight: float
     sampler_logprobs: list[float] | None
-    ages: list[int] = field(default_factory=list)
+    ages: list[int] | np.ndarray = field(default_factory=list)
     loss_mask: list[bool] | np.ndarray | None = None
-    servers: list[int] = field(default_factory=list)
+    servers: list[int] | np.ndarray = field(default_factory=list)
     token_advantages: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None
     top: TopTokens | None = None
@@ -142,6 +142,19 @@ def to_bytes(rows: Sequence[PackedRow]) -> bytes:
     return array_bytes.to_bytes(
         [{f.name: x for f in fields(row) if (x := getattr(row, f.name)) is not None} for row in rows]
     )
+
+
+def encoded(rows_by_rank: Sequence[Sequence[PackedRow]]) -> list[bytes | memoryview]:
+    """Each rank's rows as bytes."""
+    return [to_bytes(rows) for rows in rows_by_rank]
+
+
+def documents(minibatches: Sequence[Sequence[Sequence[PackedRow]]]) -> tuple[list[int], list[int], int]:
+    """Of the rows of all ranks: the positions of each document and those that it has in an earlier one, and the number
+    of trained tokens."""
+    rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
+    lengths, shared = ([n for row in rows for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
+    return lengths, shared, sum(len(row.targets) for row in rows)
 
 
 def from_bytes(data: bytes | memoryview) -> list[PackedRow]:

@@ -3,7 +3,10 @@
     launch.py            torchrun with clean ends
     joining.py           how ranks find one another, and hear of a rank 0 that has failed
     collectives.py       JSON values and tensors between ranks
+    channel.py           messages and large bytes between two processes of a machine
     stopping.py          signals and errors: a process ends in bounded time
+    random_numbers.py    Python's and NumPy's own generators
+    stacks.py            where every thread is
     log_lines.py         how a line of the log looks
     disk_full.py         a full disk in one line
     folder_lock.py       one run at a time in a folder

@@ -28,7 +28,9 @@ def broadcast_json(value: Any, is_source: bool, group: dist.ProcessGroup, wait: 
     return _value(broadcast(_tensor(value) if is_source else None, torch.uint8, group, wait))
 
 
-def scatter(parts: Sequence[bytes] | None, size: int, group: dist.ProcessGroup, wait: Wait) -> torch.Tensor:
+def scatter(
+    parts: Sequence[bytes | memoryview] | None, size: int, group: dist.ProcessGroup, wait: Wait
+) -> torch.Tensor:
     """This rank's of rank 0's parts, one for each rank, as uint8 with zeros up to `size`. The others give None."""
     own, padded = torch.empty(size, dtype=torch.uint8), None
     if parts is not None:
@@ -68,7 +70,7 @@ def sum_over_ranks(
     return {name: part.view(value.shape).tolist() for name, value, part in zip(sums, values, parts, strict=True)}
 
 
-def _padded(part: bytes, size: int) -> torch.Tensor:
+def _padded(part: bytes | memoryview, size: int) -> torch.Tensor:
     padded = torch.zeros(size, dtype=torch.uint8)
     padded.numpy()[: len(part)] = np.frombuffer(part, np.uint8)
     return padded

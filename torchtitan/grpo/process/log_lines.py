@@ -15,19 +15,24 @@ class LineFormatter(logging.Formatter):
 
     Args:
         rank: Of the trainer process. Lines of others than rank 0 name it. The date is in rank 0's.
+        is_continued: Another process has said the date.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, is_continued: bool = False) -> None:
         super().__init__()
         self._rank = f"rank {rank}: " if rank else ""
-        self._date = ""
+        self._date = _date(time.localtime()) if is_continued else ""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.localtime(record.created)
         level = _SHORT.get(record.levelname, record.levelname)
         line = f"{time.strftime('%H:%M:%S', when)} {level:<5} {self._rank}{super().format(record)}"
-        before, self._date = self._date, time.strftime("%Y-%m-%d %Z", when)
+        before, self._date = self._date, _date(when)
         return line if before == self._date or self._rank else f"{self._date}\n{line}"
+
+
+def _date(when: time.struct_time) -> str:
+    return time.strftime("%Y-%m-%d %Z", when)
 
 
 class _Lasting:
@@ -65,16 +70,16 @@ class _Lasting:
 class _Stdout(logging.StreamHandler):
     """Writes to what `sys.stdout` is at that moment."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, is_continued: bool) -> None:
         logging.Handler.__init__(self)
-        self.setFormatter(LineFormatter(rank))
+        self.setFormatter(LineFormatter(rank, is_continued))
 
     @property
     def stream(self) -> TextIO:
         return sys.stdout
 
 
-def init_log_lines() -> None:
+def init_log_lines(is_continued: bool = False) -> None:
     """Send all loggers and Python's warnings to stdout. From now on, writing to stdout or stderr raises no OSError.
 
     Ranks other than 0 write errors, and the warnings of this project. What a library warns of, rank 0 writes too.
@@ -84,7 +89,7 @@ def init_log_lines() -> None:
         sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout, told=stderr)), cast(TextIO, stderr)
     rank = int(os.environ.get("RANK", "0"))
     root = logging.getLogger()
-    root.handlers[:] = [_Stdout(rank)]
+    root.handlers[:] = [_Stdout(rank, is_continued)]
     root.setLevel(logging.ERROR if rank else logging.INFO)
     logging.getLogger("torchtitan.grpo").setLevel(logging.WARNING if rank else logging.INFO)
     warnings.formatwarning = _one_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +15,6 @@ from torchtitan.grpo.reporting.step_lines import StepLines
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
-    from torchtitan.grpo.reporting.writers import MetricsLogger
 
 TABLE_STEPS = 20
 """Steps between tables of answers at Weights & Biases, which stores each one as a file."""
@@ -23,19 +22,27 @@ _TOKENS_BEFORE = 32
 """No character has more."""
 
 
+class Tables(Protocol):
+    """The part of `MetricsLogger` that tables need."""
+
+    enabled: bool
+
+    def table(self, name: str, step: int, records: list[dict[str, Any]]) -> None: ...
+
+
 class SampleLog:
     """Writes some answers of each step to `samples.jsonl`, and all held-out ones to `validation_samples.jsonl`.
 
-    Now and then they also go to Weights & Biases, as tables. Only rank 0 writes.
+    Now and then they also go to Weights & Biases, as tables.
 
     Args:
         config: The run's configuration ([metrics] samples_per_step).
-        metrics: Of the same rank.
+        metrics: Where tables go.
         tokenizer: Finds an environment's tokens in the text of an answer.
     """
 
     def __init__(
-        self, config: JobConfig, dump_folder: str | Path, metrics: MetricsLogger, tokenizer: PreTrainedTokenizerBase
+        self, config: JobConfig, dump_folder: str | Path, metrics: Tables, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics

@@ -10,7 +10,6 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.machine import shares_gpu
 from torchtitan.grpo.engines.fleet import Fleet
-from torchtitan.grpo.policy.rows import PackedRow
 from torchtitan.tools.utils import device_module, get_peak_flops
 
 _GIB = 2**30
@@ -44,14 +43,8 @@ class Usage:
         trainers_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         self._shares = self._on_gpu and shares_gpu(config, torch.cuda.device_count(), trainers_here)
 
-    def work(self, packed: Sequence[list[list[PackedRow]] | None]) -> dict[str, float]:
-        """Tokens and FLOPs of a step's packed rows: the results of one or more calls of `pack`; {} where none are."""
-        minibatches = [rows_by_rank for rows_by_rank in packed if rows_by_rank]
-        if not minibatches:
-            return {}
-        rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
-        lengths, shared = ([n for row in rows for n in getattr(row, name).tolist()] for name in ("lengths", "shared"))
-        answer_tokens = sum(len(row.targets) for row in rows)
+    def work(self, lengths: Sequence[int], shared: Sequence[int], answer_tokens: int) -> dict[str, float]:
+        """Tokens and FLOPs of a step's packed rows, of which `rows.documents` tells this."""
         return {"train/tokens": sum(lengths), "train/tflop": self._flops(lengths, answer_tokens, shared) / 1e12}
 
     def metrics(self, step: dict[str, Any], times: dict[str, float], fleet: Fleet | None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A reward worker's process as the trainer sees it: started, asked, killed with all that it has started, replaced.
+"""A reward worker's process as its parent sees it: started, asked, killed with all that it has started, replaced.
 
 It is a program of its own and no child of `multiprocessing`, which lets its children have none: a reward may use that
 module. Its environment has no hidden key, from its first moment on.
@@ -51,16 +51,16 @@ import torchtitan_overlay
 from torchtitan.grpo.rewards.worker import serve
 serve(connection, life, *arguments)
 """
-"""What the process runs. It imports nothing of the main script, which would be the whole trainer."""
+"""What the process runs. It imports nothing of the main script."""
 
 
 class WorkerLog:
     """What workers, and programs that they start, write to stdout and stderr: a file of bounded size.
 
-    They hold the file itself, so that no write waits for the trainer. A thread of the trainer drops older output.
+    They hold the file itself, so that no write waits for this process. A thread of it drops older output.
 
     Args:
-        path: It is appended to. None leaves the output where the trainer's goes.
+        path: It is appended to. None leaves the output where this process's goes.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -71,7 +71,7 @@ class WorkerLog:
 
     @property
     def stdout(self) -> int | None:
-        """What a process gets as stdout and stderr; None to inherit the trainer's."""
+        """What a process gets as stdout and stderr; None to inherit this process's."""
         return self._file.fileno() if self._file else None
 
     def size(self) -> int:
@@ -251,7 +251,7 @@ class RewardWorker:
             return process.returncode
 
     def _start(self) -> None:
-        """Start a new interpreter. A fork would inherit the trainer's CUDA context and sockets."""
+        """Start a new interpreter. A fork would inherit threads' locks and sockets."""
         with self._lock, contextlib.ExitStack() as theirs:
             if self._closed.is_set():
                 raise RuntimeError("The reward runner was closed while it scored")
@@ -259,7 +259,7 @@ class RewardWorker:
             theirs.callback(connection.close)  # so that the pipe ends with the process
             life, ours = os.pipe()
             theirs.callback(os.close, life)
-            self._life = open(ours, "wb", buffering=0)  # noqa: SIM115  ends with the trainer, or by _kill
+            self._life = open(ours, "wb", buffering=0)  # noqa: SIM115  ends with this process, or by _kill
             self._since = self._log.size()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(connection.fileno()), str(life)],

@@ -45,7 +45,7 @@ class RewardRunner:
     Args:
         reward: The `[reward]` section, which `load_config` has checked.
         with_keys: Sections such as `[rollout]`. Functions do not get the variables that `..._key_env` there names.
-        folder: Where LOG gets what functions write to stdout and stderr. "" leaves it where the trainer's goes.
+        folder: Where LOG gets what functions write to stdout and stderr. "" leaves it where this process's goes.
 
     Raises:
         UserError: A function cannot be found, or does not take an answer and a prompt.

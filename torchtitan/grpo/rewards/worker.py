@@ -74,7 +74,7 @@ def serve(connection: Connection, life: int, names: list[str], pattern: str, tim
     ends.
 
     Args:
-        life: A pipe that ends with the trainer.
+        life: A pipe that ends with the parent process.
     """
     _end_with(life)
     _survive_full_disk()
@@ -112,7 +112,7 @@ def serve(connection: Connection, life: int, names: list[str], pattern: str, tim
 def _end_with(life: int) -> None:
     """Have the kernel kill this process, and its group, when the pipe ends.
 
-    A trainer that is killed kills no worker. One that scores sees no end of a pipe, and no thread of it runs while a
+    A parent that is killed kills no worker. One that scores sees no end of a pipe, and no thread of it runs while a
     function, such as a regular expression, holds the interpreter.
     """
     os.set_inheritable(life, False)

@@ -164,6 +164,10 @@ class Collector:
         finally:
             future.cancel()  # only an interrupt or a blocked loop leaves it unfinished
 
+    def on_loop(self, call: Callable[[], object]) -> None:
+        """Have it called on the event loop, behind what was asked before. For any thread; nobody waits."""
+        self._loop.call_soon_threadsafe(call)
+
     def _check_loop(self) -> None:
         turned = threading.Event()
         self._loop.call_soon_threadsafe(turned.set)

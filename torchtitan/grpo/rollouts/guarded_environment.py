@@ -116,6 +116,8 @@ class GuardedEnvironment:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # not the environment's own error: its group was given up
+            if isinstance(error, MemoryError) and self.is_single_turn:
+                raise  # nor is it the data's
             where = getattr(error, "place", None) or place(error)
             return self._give_up(prompt, client.params.n, f"raised {type(error).__name__}: {error} ({where})")
         oldest = -1 if self.is_single_turn else call.oldest()

@@ -19,6 +19,7 @@ from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.process.random_numbers import python_state, set_python_state
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rewards.failures import check_failures
 from torchtitan.grpo.rollouts.buffer import Entry, StalenessBuffer
@@ -229,6 +230,8 @@ class RolloutStream:
             self._buffer.load_state_dict(state["buffer"], self._prompts.at, fits)
             self.counts = Counter(state["counts"])
             self._outage.has_worked = self.counts["finished"] > 0
+            if "random" in state:  # not in checkpoints of before
+                set_python_state(state["random"])
 
         self._collector.call(load())
         for why, count in unfit.items():
@@ -255,6 +258,7 @@ class RolloutStream:
             "temperature": self._params.temperature,
             "prompts": self._prompts.state_dict(),
             "counts": dict(self.counts),
+            "random": python_state(),
         }
         buffer = self._buffer.copy()
         complete = None if self._ahead else {number for number, entry in buffer.entries.items() if entry.group}

@@ -2,7 +2,9 @@
 
     run.py                 `Run`: process group, mesh, checkpoints, metrics; the base of every trainer
     policy.py              `Policy`: the model, its reference, and what changes them
-    rollouts.py            `Rollouts`: all that rank 0 alone owns, from prompts to packed rows
+    rollouts.py            `Rollouts`: from prompts to packed rows, for the trainer
+    rollout_process.py     the process that does it, as the trainer sees it
+    rollout_worker.py      the same from inside; no torch
     script.py              `run_job`: what a training script does with its command line
     running.py             a run inside what its process needs around it
     nodes.py               what nodes owe one another: the same folder, the same mesh, a sign of life

@@ -5,7 +5,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from torchtitan.grpo.config.job_config import JobConfig
 from torchtitan.grpo.errors import UserError, in_words
-from torchtitan.grpo.policy.rows import PackedRow, from_bytes, to_bytes
+from torchtitan.grpo.policy.rows import PackedRow, from_bytes
+from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.collectives import broadcast_json, gather_json, scatter
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.run.watchdog import Progress
@@ -117,23 +118,22 @@ class Broadcaster:
         """Wait for rank 0, which may validate or push for longer than NCCL lets other ranks wait."""
         self.json()
 
-    def rows(self, rows_by_rank: list[list[PackedRow]] | None, rank: int) -> list[PackedRow]:
-        """The rows of data-parallel rank `rank`, from `packing.pack`'s result on rank 0 (None elsewhere).
+    def rows(self, parts: Sequence[Buffer] | None, rank: int) -> list[PackedRow]:
+        """The rows of data-parallel rank `rank`, from those of all ranks, `encoded`, on rank 0 (None elsewhere).
 
         No rank gets another one's. Ranks of one data-parallel rank, as with tensor parallelism, get the same.
 
         Raises:
             StopRequested: Rank 0 has called `stop_all` instead.
         """
-        if rows_by_rank is not None and self.ranks == 1:
+        if parts is not None and self.ranks == 1:
             self._messages += 1
-            return rows_by_rank[rank]
-        parts = None if rows_by_rank is None else [to_bytes(rows) for rows in rows_by_rank]
+            return from_bytes(parts[rank])
         sizes = self.json(None if parts is None else [*map(len, parts)])  # or rank 0's word that the run stops
         if not self._data_ranks:
             self._data_ranks = gather_json(rank, *self._how)
         own = scatter(None if parts is None else [parts[r] for r in self._data_ranks], max(sizes), *self._how)
-        return from_bytes(own.numpy().data[: sizes[rank]]) if rows_by_rank is None else rows_by_rank[rank]
+        return from_bytes(own.numpy().data[: sizes[rank]] if parts is None else parts[rank])
 
     def _wait(self, work: dist.Work) -> None:
         began = time.monotonic()

@@ -1,66 +1,63 @@
-"""Everything of a run that rank 0 alone owns: from prompts to packed rows, and the servers that answer.
+"""Rollouts as the trainer has them: the servers, and a process of its own that makes packed rows of prompts."""
 
-It stands above rollouts/, environments/, endpoint/ and rewards/, and connects them.
-"""
-
-import os
+import itertools
+import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
-from torchtitan.grpo.config.batch import requests_at_once
 from torchtitan.grpo.config.tables import longest_tokens
-from torchtitan.grpo.data.load import load_held_out, load_training
-from torchtitan.grpo.data.prompts import PromptSource, sft_pairs
-from torchtitan.grpo.data.samples import Group
-from torchtitan.grpo.endpoint.server import serve
+from torchtitan.grpo.config.values import to_values
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.engines.protocol import SamplingParams
+from torchtitan.grpo.engines.fleet_mirror import FleetTeller
 from torchtitan.grpo.engines.push_report import SyncReport
-from torchtitan.grpo.engines.registry import make_server
-from torchtitan.grpo.environments.load import loaded_environments
+from torchtitan.grpo.engines.registry import server_maker
+from torchtitan.grpo.errors import PlainError
 from torchtitan.grpo.model.source import ModelSource, write_hf_config
-from torchtitan.grpo.policy.advantages import reward_advantages
-from torchtitan.grpo.policy.batch import has_signal, shaped_reward, split, supervised_samples, training_samples
-from torchtitan.grpo.policy.packing import Layout, packing_metrics
-from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.grpo.policy.packing import Layout
+from torchtitan.grpo.process.channel import Buffer
+from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger
-from torchtitan.grpo.reporting.sample_log import SampleLog
-from torchtitan.grpo.reporting.step_metrics import rollout_metrics, server_metrics, sync_metrics, validation_metrics
+from torchtitan.grpo.reporting.step_metrics import server_metrics, sync_metrics
 from torchtitan.grpo.reporting.writers import MetricsLogger
-from torchtitan.grpo.rewards.failures import check_failures
-from torchtitan.grpo.rewards.runner import RewardRunner
-from torchtitan.grpo.rollouts.collector import Collector
-from torchtitan.grpo.rollouts.held_out import answer_held_out
-from torchtitan.grpo.rollouts.record import RolloutRecord
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
-from torchtitan.grpo.rollouts.stream import RolloutStream
-from torchtitan.grpo.rollouts.teachers.connect import connect_teachers
+from torchtitan.grpo.run.broadcast import patience_s
+from torchtitan.grpo.run.rollout_process import CLOSE_S, ProcessLost, Reply, RolloutError, RolloutProcess
 from torchtitan.grpo.servers.own import OwnServers
 
-RowsByRank = list[list[PackedRow]]
+logger = logging.getLogger(__name__)
+
+LOSSES_MAX = 5
+"""How often the process may end in a row, without a step's groups between."""
+_LAST = ("take", "is_ready", "validate", "metrics", "log")
+"""What a run that is asked to stop does without, if it had to wait for another process."""
 
 
 @dataclass
 class Taken:
-    """What a step trains on, as plain values and rows on the host.
+    """What a step trains on, as plain values and bytes on the host.
 
     Attributes:
         rewards, advantages: By group and sample. An answer without a reward is left out.
         servers: That sampled the answers; see `SamplerCheck.servers`.
-        minibatches: The packed rows of each, by data rank. None on ranks other than 0.
+        minibatches: The packed rows of each, by data rank, as `rows.encoded` has them. None on ranks other than 0.
+        documents: What `Usage.work` takes; empty on ranks other than 0.
         metrics: Of rollouts and packing.
     """
 
     rewards: list[list[float | None]]
     advantages: list[list[float]]
     servers: dict[str, bool]
-    minibatches: Sequence[RowsByRank | None]
+    minibatches: Sequence[list[Buffer] | None]
+    documents: tuple[list[int], list[int], int] | tuple[()]
     metrics: dict[str, float]
 
 
@@ -78,6 +75,9 @@ class Absent:
         self.config = config
         self.check = SamplerCheck(config, None)
 
+    def prepare(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, end_token_ids: list[int]) -> None:
+        """Read data, and try rewards and environment: bad ones are refused before any GPU time is spent."""
+
     def start(self, own_servers: OwnServers) -> None:
         """Start the servers of `[rollout] replicas`: they load while the trainer loads its own weights."""
 
@@ -93,8 +93,8 @@ class Absent:
     def sleep(self) -> None:
         """The trainer needs the memory of servers on its GPU, see `OwnServers.sleep`."""
 
-    def pairs(self) -> RowsByRank | None:
-        """The next batch of the warm start: prompts with their reference answers, packed."""
+    def pairs(self) -> list[Buffer] | None:
+        """The next batch of the warm start: prompts with their reference answers, packed, by data rank."""
         return None
 
     def take(self, step: int) -> Taken:
@@ -103,7 +103,7 @@ class Absent:
         Raises:
             EngineError, FleetError, StopRequested, UserError: See `RolloutStream.take`.
         """
-        return Taken([], [], {}, [None] * self.config.grpo.minibatches, {})
+        return Taken([], [], {}, [None] * self.config.grpo.minibatches, (), {})
 
     def is_ready(self) -> bool:
         """Whether `take` returns the next step's batch without a wait for answers."""
@@ -120,11 +120,11 @@ class Absent:
     def log(self, step: int, advantages: list[list[float]]) -> None:
         """Write some of a step's answers to samples.jsonl, once it is trained."""
 
-    def state_dict(self, step: int) -> bytes | None:
+    def state_dict(self, step: int) -> Buffer | None:
         """What a run resumed after this step continues from."""
         return None
 
-    def load_state_dict(self, state: bytes | dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: Buffer | dict[str, Any] | None) -> None:
         """Continue from `state_dict`, or from the dict of an earlier checkpoint."""
 
     def stop(self) -> None:
@@ -140,174 +140,312 @@ class Absent:
 
 
 class Rollouts(Absent):
-    """Prompts, rewards, environments, teachers, servers, and the stream of groups between them. On rank 0.
+    """Rollouts on rank 0: a process of their own has prompts, rewards, environments, teachers and the stream of groups.
+    The servers' weights are the trainer's business, so it has the list of servers, and tells the process of them.
 
-    It is made before the process group: bad data, reward functions and environments are refused before any GPU time is
-    spent.
+    The process starts at once, so that it is there when the model has been read. If it ends, another one takes its
+    place, with the state of the newest step that was taken. That costs the groups that were under way. What the trainer
+    had asked is asked again.
 
     Args:
         resources: Closes what is opened, with the run.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        source: ModelSource,
-        tokenizer: PreTrainedTokenizerBase,
-        end_token_ids: list[int],
-        resources: ExitStack,
-    ) -> None:
-        self.config, self.source, self.tokenizer = config, source, tokenizer
-        self.end_token_ids, self.resources = end_token_ids, resources
-        self.vocab_size = source.model_args.vocab_size
-        self._groups: dict[int, list[Group]] = {}  # of steps that are taken, and not logged yet
-        rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
-        self.rewards = resources.enter_context(rewards)
-        self.environments = resources.enter_context(loaded_environments(config))
-        rows, make = self.environments.rows, partial(PromptSource, vocab_size=self.vocab_size)
-        self.held_out = load_held_out(config, tokenizer, make, rows) if config.validation.enable else []
-        self.prompts = load_training(config, tokenizer, self.held_out, make, rows)
-        self.rewards.check(self.prompts.first(2), refuse=not config.rollout.environment)
+    def __init__(self, config: JobConfig, resources: ExitStack) -> None:
+        self.config, self.resources = config, resources
+        self.losses = 0
+        """How often the process has ended."""
+        self._losses_since_taken = 0
+        self._metrics: MetricsLogger | None = None
+        self._layout: Layout | None = None
+        self._teller: FleetTeller | None = None
+        self._newest: Callable[[], int] = lambda: 0
+        self._is_prepared = self._has_started = self._stopping = self._closed = False
+        self._states: dict[int, Buffer] = {}  # after steps, by step: of the two newest that were taken, or loaded
+        self._scored = 0  # by processes that have ended
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._process: RolloutProcess | None = None
+        self._beginning: RolloutProcess | None = None  # to take its place
+        resources.callback(self.close)
+        self._is_there(RolloutProcess(self._on_event, self._on_end, patience_s(config)))
+
+    # ------------------------------------------------------------------------------------------------ the verbs
+
+    def prepare(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, end_token_ids: list[int]) -> None:
+        self.source, self.tokenizer, self.end_token_ids = source, tokenizer, end_token_ids
+        self._is_prepared = True
+        self._call("prepare", *self._inputs())
 
     def start(self, own_servers: OwnServers) -> None:
         self.own_servers = own_servers
-        self.teachers = connect_teachers(self.config, self.tokenizer, self.vocab_size)
+        self._has_started = True
+        self._call("start")
         own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
     def connect(self, ledger: Ledger, layout: Layout, metrics: MetricsLogger, newest: Callable[[], int]) -> None:
-        config, rollout, dump = self.config, self.config.rollout, self.config.job.dump_folder
-        self.ledger, self.layout = ledger, layout
-        self.record = RolloutRecord(rollout, dump)
-        self.samples = SampleLog(config, dump, metrics, self.tokenizer)
-        self.resources.callback(self.samples.close)
-        self.fleet = self.own_servers.fleet(partial(self._server, newest))
+        rollout = self.config.rollout
+        self.ledger, self._metrics, self._newest = ledger, metrics, newest
+        self.fleet = self.own_servers.fleet(self._server)
         for server in self.fleet.servers:
             server.control.wait_healthy(rollout.start_timeout_seconds)
             server.check()
-        self.check = SamplerCheck(config, self.fleet)
-        self.collector = Collector(
-            self.fleet,
-            self.rewards,
-            self.tokenizer,
-            requests_at_once(rollout),
-            rollout.request_timeout_seconds,
-            self.environments,
-            rollout.group_timeout_seconds,
-        )
-        self.resources.callback(self.collector.close)
-        serve(config, self.collector)
-        self.stream = RolloutStream(
-            self.collector,
-            self.prompts,
-            self._sampling(config.grpo.group_size, rollout.temperature),
-            config.grpo,
-            config.async_grpo,
-            rollout,
-            config.training.steps,
-            lambda group: has_signal(group, config.grpo, rollout.max_answer_tokens, config.distill),
-            config.reward.max_failed_fraction,
-            self.teachers,
-            layout.row_tokens,
-        )
+        self.check = SamplerCheck(self.config, self.fleet)
+        self.resources.callback(self.close)  # before its servers
+        self._layout = layout
+        self._call("connect", *astuple(layout))
+        teller = FleetTeller(self.fleet, self._tell_of_servers)
+        self.fleet.requests_in_flight = self._requests_in_flight
+        self.fleet.versions_in_use = self._versions_in_use
+        self._running("connect").tell_made("servers", teller.whole)
+        self._teller = teller
+        self._tell_of_servers()
 
     def sleep(self) -> None:
         self.own_servers.sleep()
 
-    def pairs(self) -> RowsByRank:
-        prompts = self.prompts.next(self.config.sft.batch_size)
-        column = self.config.sft.target_column
-        documents = sft_pairs(prompts, self.config.data, column, self.tokenizer, self.vocab_size)
-        return self.layout.pack(supervised_samples(documents))
+    def pairs(self) -> list[Buffer]:
+        sizes, (rows, state) = self._call("pairs")
+        if state:
+            self._states[0] = state
+        self._losses_since_taken = 0
+        return _cut(rows, sizes)
 
     def take(self, step: int) -> Taken:
         with self.ledger.stage("rollout"):
-            groups = self.stream.take(step - 1)
+            value, (rows, state) = self._call("take", step)
             self.sleep()
-        self.ledger.add("reward", self.stream.take_scoring_seconds(), out_of="rollout")
-        if self.config.rollout.record_gib:
-            with self.ledger.stage("record"):
-                self.record.write(step, groups)
-        self._groups[step] = groups
-        with self.ledger.stage("pack"):
-            return packed(groups, step - 1, self.config, self.check, self.layout)
+        rewards, advantages, servers, metrics, documents, sizes, seconds = value
+        self._states = {taken: kept for taken, kept in self._states.items() if taken == step - 1} | {step: state}
+        self._losses_since_taken = 0
+        for name, spent_s in seconds.items():
+            self.ledger.add(name, spent_s, out_of="rollout")
+        parts = iter(_cut(rows, list(itertools.chain.from_iterable(sizes))))
+        minibatches = [list(itertools.islice(parts, len(of_ranks))) for of_ranks in sizes]
+        return Taken(rewards, advantages, servers, minibatches, documents, metrics)
 
     def is_ready(self) -> bool:
-        return self.stream.is_ready()
+        return self._call("is_ready")[0]
 
     def validate(self, step: int) -> dict[str, float]:
-        config = self.config
-        with self.collector.unless_stopped():
-            # It waits for servers that do not have this version yet.
-            answers = answer_held_out(self.collector, self.held_out, self._sampling(1, 0.0), step)
-            self.samples.log_validation(step, answers)
-            check_failures([group for each in answers for group in each.groups], config.reward.max_failed_fraction)
-            return validation_metrics(answers, config.reward)
-        return {}
+        try:
+            return self._call("validate", step)[0]
+        except StopRequested:
+            return {}
 
     def metrics(self, reports: list[SyncReport], step_s: float) -> dict[str, float]:
         assert self.fleet is not None
-        busy_s = self.collector.take_busy_seconds()
+        idle_s = {server.url: 0.0 for server in self.fleet.servers}
+        counts, busy_s = self._call_for_log("metrics", without=({}, idle_s))
         of_servers = sync_metrics(reports, self.fleet) | server_metrics(self.fleet, busy_s, reports, step_s)
-        return self.stream.metrics() | of_servers
+        return counts | of_servers | {"rollout/process_losses": self.losses}
 
     def log(self, step: int, advantages: list[list[float]]) -> None:
-        self.samples.log(step, self._groups.pop(step), advantages)
+        self._call_for_log("log", step, advantages, without=None)
 
-    def state_dict(self, step: int) -> bytes:
-        return self.stream.state_dict(step)
+    def state_dict(self, step: int) -> Buffer:
+        if step not in self._states:
+            return self._call("state", step)[1][0]
+        process, is_new = self._process, self._losses_since_taken > 0
+        if process is None or (is_new and max(self._states) != step):  # the one that is there began behind this step
+            return self._states[step]
+        try:
+            return process.call("state", self._newest(), [step])[1][0]
+        except (PlainError, RolloutError, ProcessLost, TimeoutError):
+            return self._states[step]  # a step that was trained is saved
 
-    def load_state_dict(self, state: bytes | dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: Buffer | dict[str, Any] | None) -> None:
         assert state is not None
-        self.stream.load_state_dict(state)
+        as_bytes = msgspec.msgpack.encode(state) if isinstance(state, dict) else state  # of a checkpoint of before
+        self._states = {self._newest(): as_bytes}
+        self._call("load_state", file=as_bytes)
 
     def stop(self) -> None:
-        self.stream.stop()
+        self._stopping = True
+        with self._changed:
+            self._changed.notify_all()
+            process = self._process
+        if process is not None:
+            process.tell("stop")
 
     def progress(self) -> object:
-        return self.rewards.scored
+        process = self._process
+        return self.losses, self._scored + (process.scored if process else 0)
 
     def describe(self) -> str:
-        assert self.fleet is not None
-        return f"{self.fleet.describe()}\n  {self.collector.describe()}"
+        process = self._process
+        return process.describe() if process else str(self._failure or "the rollout process is started again")
 
-    def _server(self, newest: Callable[[], int], url: str) -> Server:
-        rollout, source = self.config.rollout, self.source
-        api_key = os.environ.get(rollout.api_key_env) if rollout.api_key_env else None
-        timeouts = self.config.weight_sync.timeout_seconds, rollout.request_timeout_seconds
-        lora = self.config.lora.enable
-        server = make_server(rollout.engine, url, api_key, *timeouts, newest, self.vocab_size, lora)
+    def close(self) -> None:
+        """End the process, which releases all it has opened. Bounded."""
+        with self._changed:
+            self._closed = True
+            processes, self._process, self._beginning = (self._process, self._beginning), None, None
+        for process in processes:
+            if process is not None:
+                process.close()
+
+    # ---------------------------------------------------------------------------------------------- the process
+
+    def _call(self, verb: str, *arguments: Any, file: Buffer | None = None) -> Reply:
+        """See `RolloutProcess.call`. A process that is lost meanwhile is replaced, and the next one asked."""
+        while True:
+            process = self._running(verb)
+            try:
+                return process.call(verb, self._newest(), arguments, file)
+            except ProcessLost:
+                self._await_another(process)
+
+    def _call_for_log(self, verb: str, *arguments: Any, without: Any) -> Any:
+        """What a step's record gets; `without` if the run is to end and has no process: the step is logged all the
+        same."""
+        try:
+            return self._call(verb, *arguments)[0]
+        except Exception as error:
+            if isinstance(error, StopRequested) or error is self._failure:
+                return without
+            raise
+
+    def _await_another(self, process: RolloutProcess) -> None:
+        """Its reader's thread is about to take it away."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._process is not process, CLOSE_S)
+
+    def _running(self, verb: str) -> RolloutProcess:
+        """The process, as soon as there is one."""
+        with self._changed:
+            while self._process is None:
+                if self._failure is not None:
+                    raise self._failure
+                if self._stopping and verb in _LAST:
+                    raise StopRequested
+                if self._closed:
+                    raise ProcessLost("the rollout process is closed")
+                self._changed.wait(1.0)  # starting it is bounded
+            return self._process
+
+    def _begun(self) -> RolloutProcess:
+        """A new process, with all that an earlier one was told."""
+        process = RolloutProcess(self._on_event, self._on_end, patience_s(self.config))
+        with self._changed:
+            self._beginning = process
+        try:
+            if self._closed:
+                raise ProcessLost("the run has ended")
+            newest = self._newest()
+            if self._is_prepared:
+                process.call("prepare", newest, self._inputs())
+            if self._has_started:
+                process.call("start", newest)
+            if self._layout is not None:
+                process.call("connect", newest, astuple(self._layout))
+            if self._states:
+                process.call("load_state", newest, file=self._states[max(self._states)])
+        except BaseException:
+            process.close()
+            raise
+        return process
+
+    def _inputs(self) -> list[Any]:
+        """What the process gets first."""
+        routes = astuple(self.source.routes) if self.source.routes else ()
+        return [to_values(self.config), self.source.model_args.vocab_size, self.end_token_ids, routes]
+
+    def _on_event(self, name: str, values: list[Any]) -> None:
+        if name == "table" and self._metrics is not None:
+            self._metrics.table(*values)
+        elif name == "server" and self._teller is not None:
+            self._teller.on_event(*values)
+        elif name == "beat":  # what `Fleet.check` finds depends on time too
+            self._tell_of_servers()
+
+    def _on_end(self, process: RolloutProcess, how: str) -> None:
+        """In the reader's thread of a process that has ended."""
+        with self._changed:
+            if process is not self._process or self._closed:
+                return
+            self._process = None
+            self._scored += process.scored
+        threading.Thread(target=self._replace, args=(how,), name="rollouts-restart", daemon=True).start()
+
+    def _replace(self, how: str) -> None:
+        began = time.monotonic()
+        while not self._closed:
+            self.losses += 1
+            self._losses_since_taken += 1
+            if self._losses_since_taken > LOSSES_MAX:
+                times = f"{self._losses_since_taken} times in a row, without a step between"
+                self._fail(PlainError(f"{how}. It has ended {times}"))
+                return
+            logger.warning("%s: the groups under way are lost, and another one takes its place", how)
+            try:
+                process = self._begun()
+                logger.info("Rollouts go on after %.1f s, in process %d", time.monotonic() - began, process.pid)
+                self._is_there(process)
+                return
+            except ProcessLost as error:
+                how = str(error)
+            except Exception as error:
+                self._fail(error)
+                return
+
+    def _is_there(self, process: RolloutProcess) -> None:
+        """It may be asked from now on."""
+        if self._teller is not None:
+            process.tell_made("servers", self._teller.whole)
+        with self._changed:
+            closed, self._process = self._closed, None if self._closed else process
+            self._beginning = None
+            self._changed.notify_all()
+        if closed:
+            process.close()
+            return
+        self._tell_of_servers()
+        if self._stopping:
+            process.tell("stop")
+        if process.lost:  # before anybody would have been told
+            self._on_end(process, process.lost)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------------------------------------- the servers
+
+    def _tell_of_servers(self) -> None:
+        """There may be something that the process does not know. For any thread."""
+        process, teller = self._process, self._teller
+        if process is not None and teller is not None:
+            process.tell_made("servers", teller.change)
+
+    def _requests_in_flight(self, server: Server) -> int:
+        return self._asked("requests_in_flight", server, 0)
+
+    def _versions_in_use(self, server: Server) -> set[int]:
+        return set(self._asked("versions_in_use", server, [server.version] if server.in_traffic else []))
+
+    def _asked(self, question: str, server: Server, without: Any) -> Any:
+        """What the process says of a server, with all that it was told before. `without`: if there is none, since
+        servers end the requests of one that is gone."""
+        process = self._process
+        if process is None:
+            return without
+        try:
+            return process.ask(question, server.serial, limit_s=self.config.weight_sync.timeout_seconds)
+        except ProcessLost:
+            return without
+
+    def _server(self, url: str) -> Server:
+        server = server_maker(self.config, self._newest, self.source.model_args.vocab_size)(url)
+        server.client = None  # the process asks for answers
         recomputes = self.config.async_grpo.recomputes_kv
-        needs = longest_tokens(self.config), self.end_token_ids[0], recomputes, source.identity
-        server.check = lambda: server.control.check(*needs, routes=bool(source.routes))
+        needs = longest_tokens(self.config), self.end_token_ids[0], recomputes, self.source.identity
+        server.check = lambda: server.control.check(*needs, routes=bool(self.source.routes))
         return server
 
-    def _sampling(self, n: int, temperature: float) -> SamplingParams:
-        rollout = self.config.rollout
-        return SamplingParams(
-            n,
-            temperature,
-            rollout.max_answer_tokens,
-            (*self.end_token_ids, *rollout.stop_token_ids),
-            self.config.debug.seed or 0,
-            stop=tuple(rollout.stop),
-            routes=self.source.routes if temperature else None,  # held-out answers need none
-            vocab_size=self.vocab_size,
-        )
 
-
-def packed(groups: list[Group], version: int, config: JobConfig, check: SamplerCheck, layout: Layout) -> Taken:
-    """Rewards become advantages, and answers packed rows, of a step that trains weights of this version."""
-    grpo, limit = config.grpo, config.rollout.max_answer_tokens
-    rewards = [[shaped_reward(sample, grpo, limit) for sample in group] for group in groups]
-    metrics = rollout_metrics(groups, rewards, version, config.async_grpo.max_age)
-    advantages = reward_advantages(rewards, grpo, config.distill)
-    servers = check.servers(groups, version)
-    minibatches: list[RowsByRank] = []
-    for part in split(len(groups), grpo.minibatches):
-        # The sampler's log-probabilities meet a policy that the first minibatch has changed.
-        compared = servers if not minibatches or grpo.proximal_logprobs == "recompute" else ()
-        own = [groups[i] for i in part], [advantages[i] for i in part]
-        token_servers = partial(check.token_servers, compared)
-        minibatches.append(layout.pack(training_samples(*own, version, grpo, limit, token_servers, config.distill)))
-    metrics |= packing_metrics(minibatches, layout.attention_tokens)
-    return Taken(rewards, advantages, servers, minibatches, metrics)
+def _cut(data: memoryview, sizes: Sequence[int]) -> list[Buffer]:
+    """The parts that lie end to end in it."""
+    ends = list(itertools.accumulate(sizes))
+    return [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,7 +24,7 @@ from torchtitan.grpo.model.source import resolve_and_check
 from torchtitan.grpo.policy.finite import check_finite
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import Layout
-from torchtitan.grpo.policy.rows import PackedRow
+from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.collectives import sum_over_ranks
 from torchtitan.grpo.process.joining import store_of_this_attempt
 from torchtitan.grpo.process.stopping import FAILED_S, end_within, leave_process_groups
@@ -174,9 +174,9 @@ class Run:
         """Each summed over the data ranks. Waits for the device."""
         return sum_over_ranks(sums, self.device, self.data_group)
 
-    def own_rows(self, rows_by_rank: list[list[PackedRow]] | None) -> list[Microbatch]:
-        """This rank's of the rows that rank 0 has packed, on its device."""
-        return [Microbatch.of(row, self.device) for row in self.broadcast.rows(rows_by_rank, self.data_rank)]
+    def own_rows(self, parts: Sequence[Buffer] | None) -> list[Microbatch]:
+        """This rank's of the rows that rank 0 has, `encoded`, on its device."""
+        return [Microbatch.of(row, self.device) for row in self.broadcast.rows(parts, self.data_rank)]
 
     # ----------------------------------------------------------------------------------------------- set-up
 

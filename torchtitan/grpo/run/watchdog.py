@@ -3,12 +3,11 @@
 import sys
 import threading
 import time
-import traceback
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Self
 
 from torchtitan.grpo.config.torchtitan_keys import Debug
+from torchtitan.grpo.process.stacks import stacks
 from torchtitan.grpo.process.stopping import stop
 from torchtitan.grpo.reporting.ledger import Ledger
 
@@ -94,12 +93,3 @@ class Watchdog:
             except Exception as error:  # a report with a gap is better than none
                 lines.append(f"{type(error).__name__}: {error}")
         print("\n  ".join(lines), stacks(), sep="\n", file=sys.stderr, flush=True)
-
-
-def stacks() -> str:
-    """Every thread's stack, under its name. Threads with the same stack come together."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads: defaultdict[str, list[str]] = defaultdict(list)
-    for ident, frame in sys._current_frames().items():
-        threads["".join(traceback.format_stack(frame))].append(names.get(ident, str(ident)))
-    return "".join(f"Thread {', '.join(sorted(those))}:\n{stack}" for stack, those in threads.items())

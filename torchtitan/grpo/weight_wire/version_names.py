@@ -22,9 +22,18 @@ OWNED = "this server gets its weights from"
 """How a server's refusal begins; see `owned_by`."""
 
 
+_joined = ""
+
+
 def own_run() -> str:
     """The name of the run that this process belongs to. A resumed run has a new one: its version 7 may differ."""
-    return _run_of_process(os.getpid())
+    return _joined or _run_of_process(os.getpid())
+
+
+def join_run(run: str) -> None:
+    """This process belongs to another one's run."""
+    global _joined
+    _joined = run
 
 
 def version_name(version: int, run: str = "") -> str:

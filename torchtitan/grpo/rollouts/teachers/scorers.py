@@ -109,7 +109,7 @@ class Scorer(HttpClient):
     def _top(self, lengths: list[int], ids: Iterable[int], logprobs: Iterable[float]) -> TopTokens | None:
         """The likeliest tokens at each position, of which a reply has `lengths`, laid end to end.
 
-        Arrays, since this takes interpreter time from the trainer: a list for each position takes ten times as long.
+        Arrays, since this takes the event loop's time: a list for each position takes ten times as long.
         """
         k, positions = self.top_k, len(lengths)
         if not k:

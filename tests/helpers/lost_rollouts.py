@@ -1,0 +1,68 @@
+"""grpo_train.py that loses its rollout process.
+
+Variables of its environment:
+    LOSSES      JSON list of [verb, number, when, signal]: of a call by its verb's number, "before", "amid" or "after"
+                it. A fifth value is a signal that the trainer then sends itself.
+    PROCESSES   File that gets a line of JSON about each process, before it is asked for its first answer.
+    FROZEN_S, LOSSES_MAX   In place of the constants of these names.
+"""
+
+import contextlib
+import json
+import os
+import random
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpo_train
+from torchtitan.grpo.process.stopping import run_and_exit
+from torchtitan.grpo.run import rollout_process, rollouts
+from torchtitan.grpo.run.rollout_process import RolloutProcess
+
+AMID_S = 0.2
+_call = RolloutProcess.call
+_counts: Counter[str] = Counter()
+_losses = json.loads(os.environ.get("LOSSES", "[]"))
+_moments = random.Random(0)
+
+
+def call(process: RolloutProcess, verb: str, *arguments: Any, **others: Any) -> Any:
+    _counts[verb] += 1
+    due = next((loss for loss in _losses if loss[:2] == [verb, _counts[verb]]), None)
+    when = due[2] if due else ""
+    if when == "before":
+        send(process.pid, due)
+    elif when == "amid":
+        threading.Timer(_moments.uniform(0, AMID_S), send, (process.pid, due)).start()
+    answer = _call(process, verb, *arguments, **others)
+    if when == "after":
+        send(process.pid, due)
+    if verb == "connect" and (path := os.environ.get("PROCESSES")):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(about(process.pid)) + "\n")
+    return answer
+
+
+def send(pid: int, loss: list[Any]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # another loss came first
+        os.kill(pid, loss[3])
+    for number in loss[4:]:
+        os.kill(os.getpid(), number)
+
+
+def about(pid: int) -> dict[str, Any]:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    has_torch = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    program = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    return {"pid": pid, "rss_kib": int(status["VmRSS"].split()[0]), "torch": has_torch, "program": program}
+
+
+RolloutProcess.call = call
+rollout_process.FROZEN_S = float(os.environ.get("FROZEN_S", rollout_process.FROZEN_S))
+rollouts.LOSSES_MAX = int(os.environ.get("LOSSES_MAX", rollouts.LOSSES_MAX))
+
+if __name__ == "__main__":
+    run_and_exit(lambda: grpo_train.main(sys.argv[1:]))

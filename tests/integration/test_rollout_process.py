@@ -1,0 +1,147 @@
+"""Runs whose rollout process is killed, stopped, or dies again and again. Where it is replaced, nothing is lost."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.helpers.ranks import Ranks
+from tests.helpers.trainer_runs import (
+    BACKGROUND,
+    arguments,
+    embedded_url,
+    environment,
+    steps,
+    train,
+    without_times,
+)
+from torchtitan.grpo.checkpoint.checkpointer import complete_steps
+from torchtitan.grpo.process.stopping import STOPPED
+from torchtitan.grpo.rollouts.record import read_step, recorded_steps
+
+KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
+PROCESS_MIB = 150
+"""Most that a process may take before its first answer."""
+SYNC: dict[str, str | None] = {
+    "--training.steps": "6",
+    "--lr_scheduler.total_steps": "6",
+    "--validation.freq": "2",
+    "--checkpoint.interval": "3",
+    "--rollout.record_gib": "1",
+    "--metrics.samples_per_step": "1000",
+}
+
+
+def lossy(
+    folder: Path, flags: dict[str, str | None], losses: list[list], timeout_s: float = 120, **variables: object
+) -> tuple[int, str]:
+    """Run to whatever end: (exit status, what was printed)."""
+    told = environment() | {name: str(value) for name, value in variables.items()} | {"LOSSES": json.dumps(losses)}
+    words = arguments(folder, {"--rollout.urls": embedded_url()} | flags)
+    script = ROOT / "tests" / "helpers" / "lost_rollouts.py"
+    run = Ranks(1, script, *words, log=folder.parent / f"{folder.name}.log", environment=told)
+    return run.wait(timeout_s), run.log
+
+
+def repeatable(lines: list[dict]) -> list[dict]:
+    losses = "rollout/process_losses"
+    return [{name: value for name, value in line.items() if name != losses} for line in without_times(lines)]
+
+
+def trained(folder: Path) -> dict[int, list[tuple[int, list[int]]]]:
+    """Prompt and tokens of each answer, by step."""
+    return {
+        step: [(sample.prompt.index, list(sample.token_ids)) for group in read_step(path)[1] for sample in group]
+        for step, path in recorded_steps(folder).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(folder, SYNC)
+    return folder
+
+
+def test_a_process_that_is_killed_at_any_moment_changes_nothing_in_sync(undisturbed, tmp_path):
+    run = tmp_path / "run"
+    losses = [
+        ["pairs", 2, "before", KILL],  # in the warm start
+        ["take", 2, "amid", KILL],
+        ["take", 4, "after", KILL],  # of step 3, whose record and checkpoint come after it
+        ["take", 6, "amid", KILL],  # of step 5
+        ["validate", 4, "before", KILL],  # of step 6
+    ]
+    status, said = lossy(run, SYNC, losses, PROCESSES=tmp_path / "processes")
+    assert status == 0 and "Traceback" not in said, said[-4000:]
+    lines, others = steps(run), steps(undisturbed)
+    assert lines[-1]["rollout/process_losses"] == len(losses) and others[-1]["rollout/process_losses"] == 0
+    assert repeatable(lines) == repeatable(others)
+    assert trained(run) == trained(undisturbed)
+    validated = "validation_samples.jsonl"
+    assert (run / validated).read_text() == (undisturbed / validated).read_text()
+    ended = r"the rollout process \(pid \d+\) was ended by SIGKILL \(.*\): the groups under way are lost, and another"
+    assert len(re.findall(ended, said)) == len(re.findall(r"Rollouts go on after \d", said)) == len(losses)
+
+    # All but the first, which tests fork, are started as users' are.
+    _, *started = [json.loads(line) for line in (tmp_path / "processes").read_text().splitlines()]
+    assert len(started) == len(losses)
+    for process in started:
+        assert "rollout_worker" in process["program"] and not process["torch"]
+        assert process["rss_kib"] < PROCESS_MIB * 1024
+
+
+def test_a_run_in_flight_goes_on_without_a_step_twice_and_its_checkpoint_resumes(tmp_path):
+    run = tmp_path / "run"
+    flags = BACKGROUND | {"--rollout.record_gib": "1", "--validation.freq": "4", "--training.steps": "8"}
+    flags |= {"--lr_scheduler.total_steps": "10"}
+    losses = [
+        ["take", 2, "amid", KILL],
+        ["log", 4, "before", KILL],
+        ["take", 8, "amid", STOP],  # frozen
+        ["state", 1, "before", KILL],  # while the last step is saved
+    ]
+    status, said = lossy(run, flags, losses, FROZEN_S=4)
+    assert status == 0 and "Traceback" not in said, said[-4000:]
+    assert "was ended, because it has said nothing for 4 s: the groups under way are lost" in said
+    assert steps(run)[-1]["rollout/process_losses"] == 3
+    train(run, flags | {"--training.steps": "10", "--checkpoint.resume": None})
+    assert [line["step"] for line in steps(run)] == list(range(1, 11))
+    groups = [{prompt for prompt, _ in answers} for answers in trained(run).values()]
+    assert [len(each) for each in groups] == [8] * 10 and len(set.union(*groups)) == 80, "no prompt twice"
+    assert all(line["rollout/age_max"] <= 2 for line in steps(run))
+
+
+def test_a_run_that_is_stopped_while_the_process_is_replaced_saves_its_step(undisturbed, tmp_path):
+    run = tmp_path / "run"
+    status, said = lossy(run, SYNC | {"--checkpoint.interval": "100"}, [["take", 2, "after", KILL, TERM]])
+    assert status == STOPPED and "Traceback" not in said, said[-4000:]
+    assert said.splitlines()[-1].startswith("stopped at step 2, newest checkpoint 2 in ")
+    assert [line["step"] for line in steps(run)] == [1, 2] and complete_steps(run / "checkpoint") == [2]
+    assert "Rollouts go on" not in said, "nothing waits for another process"
+    resumed = train(run, SYNC | {"--checkpoint.resume": None})
+    assert repeatable(resumed)[2:] == repeatable(steps(undisturbed))[2:]
+
+
+def test_a_process_that_dies_again_and_again_ends_the_run_with_how_and_the_step_is_saved(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (tmp_path / "deadly.py").write_text(
+        "import os, pathlib\n"
+        "from torchtitan.grpo.rollouts.environment import single_turn\n"
+        "async def rollout(client, prompt):\n"
+        f"    lines = pathlib.Path({str(run / 'metrics.jsonl')!r})\n"
+        "    if lines.exists() and '\"step\": 1,' in lines.read_text():\n"
+        "        os.kill(os.getpid(), 11)\n"
+        "    return await single_turn(client, prompt)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags = {"--rollout.environment": "deadly:rollout", "--validation.no-enable": None}
+    status, said = lossy(run, flags, [], LOSSES_MAX=1)
+    assert status == 1 and said.count("Traceback") == 0, said[-4000:]
+    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: the rollout process \(pid \d+\) was ended by SIGSEGV\. .* 2 times in a row", error)
+    assert "Fatal Python error: Segmentation fault" in said, "where it was"
+    assert complete_steps(run / "checkpoint") == [1] == [line["step"] for line in steps(run)]

@@ -1,0 +1,351 @@
+"""The rollout process as the trainer sees it: a real process, with a worker that does what a test asks of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from process_group import wait_for
+
+from tests.helpers.forked_rollouts import fork
+from torchtitan.grpo.config.job_config import Reward, Rollout
+from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.protocol import EngineError, Refused
+from torchtitan.grpo.errors import PlainError, UserError, UserErrorOfAllRanks
+from torchtitan.grpo.process.stopping import StopRequested
+from torchtitan.grpo.rewards.runner import RewardRunner
+from torchtitan.grpo.run import rollout_process, rollout_worker
+from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError, RolloutProcess
+
+LOOK_S = 0.05
+FAILURES = {
+    "stop": StopRequested(),
+    "user": UserError("[data] path: no such file"),
+    "all ranks": UserErrorOfAllRanks("on all ranks"),
+    "engine": EngineError("no server"),
+    "refused": Refused("the server refuses"),
+    "fleet": FleetError("0 of 1 servers left"),
+    "plain": PlainError("half a character: \ud83d"),
+    "value": ValueError("no such row"),
+    "exit": SystemExit(3),
+}
+
+
+class Worker:
+    """In place of `RolloutWorker`. Its verbs are what tests call."""
+
+    stream = None
+    newest = 0
+
+    def __init__(self, resources: contextlib.ExitStack, event: Callable[..., None]) -> None:
+        self.resources, self.event = resources, event
+        self.rewards = SimpleNamespace(scored=0)
+        self.told: list[Any] = []
+        self.collector = SimpleNamespace(on_loop=lambda call: call())
+        self.fleet = SimpleNamespace(apply=self.told.append, requests_in_flight=lambda serial: 10 * serial)
+        self.wrong = False
+
+    def echo(self, *values: Any) -> Any:
+        return [self.newest, *map(bytes if values and isinstance(values[0], memoryview) else list, values)]
+
+    def files(self, *parts: bytes) -> tuple[Any, list[list[bytes]]]:
+        return len(parts), [[part, part] for part in parts]
+
+    def lacks_memory(self, size: int) -> None:
+        raise MemoryError(size)
+
+    def fails(self, name: str) -> None:
+        raise FAILURES[name]
+
+    def unsendable(self) -> object:
+        return object()
+
+    def waits(self, seconds: float, scores: bool = False) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            self.rewards.scored += scores
+        return "waited"
+
+    def servers_told(self) -> list[Any]:
+        return self.told
+
+    def describes_wrongly(self) -> None:
+        self.wrong = True
+
+    def describe(self) -> str:
+        if self.wrong:
+            raise RuntimeError("dictionary changed size during iteration")
+        return "2 requests wait"
+
+    def touches_when_closed(self, path: str) -> None:
+        self.resources.callback(Path(path).touch)
+
+    def starts_rewards(self) -> int:
+        runner = RewardRunner(Reward(functions=["tests.helpers.rewards:varied"], workers=1), Rollout())
+        (worker,) = runner._workers
+        return worker._process.pid
+
+    def closes_slowly(self) -> None:
+        self.resources.callback(time.sleep, 60)
+
+    def dies(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+
+    def exits(self, status: int) -> None:
+        os._exit(status)
+
+    def leaves_a_child(self) -> int:
+        """It holds this process's end of the channel."""
+        if pid := os.fork():
+            return pid
+        time.sleep(60)
+        os._exit(0)
+
+
+def prepare(service: rollout_worker.Service) -> None:
+    service.worker = Worker(service.resources, service._event)  # type: ignore[assignment]
+
+
+class Heard:
+    """What a trainer heard."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, list[Any]]] = []
+        self.ends: list[str] = []
+        self.breaks, self.takes_s = False, 0.0
+
+    def on_event(self, name: str, values: list[Any]) -> None:
+        self.events.append((name, values))
+        time.sleep(self.takes_s)
+        if self.breaks:
+            raise KeyError(name)
+
+    def on_end(self, process: RolloutProcess, how: str) -> None:
+        self.ends.append(how)
+
+
+@pytest.fixture(autouse=True)
+def quick_processes(monkeypatch) -> None:
+    monkeypatch.setattr(rollout_process, "start", fork)
+    monkeypatch.setattr(rollout_process, "_LOOK_S", LOOK_S)
+    monkeypatch.setattr(rollout_worker, "BEAT_S", LOOK_S)
+    monkeypatch.setattr(rollout_worker.Service, "_prepare", prepare)
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def process(heard: Heard) -> Iterator[RolloutProcess]:
+    begun = RolloutProcess(heard.on_event, heard.on_end, 20.0)
+    begun.call("prepare", 0)
+    yield begun
+    begun.close()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_calls_have_values_files_and_the_newest_version(process, heard):
+    assert process.call("echo", 7, [[1, "é"], [None]])[0] == [7, [1, "é"], [None]]
+    large = os.urandom(1 << 20)
+    assert process.call("echo", 8, file=large)[0] == [8, large]
+    count, files = process.call("files", 9, [b"a", b"", large])
+    assert count == 3 and files == [b"aa", b"", large + large]
+    process.tell("servers", "first")
+    process.tell_made("servers", lambda: None)
+    process.tell_made("servers", lambda: "second")
+    assert process.call("servers_told", 9)[0] == ["first", "second"], "a change is seen before a later call"
+    assert process.ask("requests_in_flight", 4, limit_s=5) == 40
+    assert not wait_for(lambda: heard.events, 5) and heard.events[0] == ("beat", [0])
+
+
+def test_signals_that_are_the_trainers_do_not_end_it(process, heard):
+    answer: list[Any] = []
+    thread = threading.Thread(target=lambda: answer.append(process.call("waits", 0, [0.4])[0]))
+    thread.start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(process.pid, number)
+    thread.join(5)
+    assert answer == ["waited"] and not heard.ends
+
+
+def test_an_error_is_raised_as_what_it_was_there(process):
+    kinds = {"all ranks": UserError, "refused": UserError}
+    for name, failure in FAILURES.items():
+        kind = kinds.get(name, type(failure)) if isinstance(failure, PlainError | StopRequested) else RolloutError
+        with pytest.raises(kind) as raised:
+            process.call("fails", 0, [name])
+        assert type(raised.value) is kind
+        words = str(failure).encode(errors="replace").decode()
+        assert str(raised.value) == words if kind is not RolloutError else words in str(raised.value)
+    for verb, arguments, kind in (("fails", ["exit"], "SystemExit"), ("unsendable", [], "TypeError")):
+        with pytest.raises(RolloutError, match=kind) as raised:
+            process.call(verb, 0, arguments)
+        said = "".join(traceback.format_exception(raised.value))
+        assert "In the rollout process:\nTraceback" in said and "rollout_worker.py" in said and kind in said
+    assert process.call("echo", 1)[0] == [1], "it goes on"
+
+
+def test_what_it_does_is_described_while_it_does_it(process):
+    thread = threading.Thread(target=process.call, args=("waits", 0, [0.5]))
+    thread.start()
+    assert not wait_for(lambda: ", in waits\n" in process.describe(), 5)
+    said = process.describe()
+    assert said.startswith("2 requests wait\nin the rollout process:\nThread ") and "Thread MainThread:" in said
+    thread.join(5)
+    process.call("describes_wrongly", 0)
+    assert process.describe() == "RuntimeError: dictionary changed size during iteration"
+    assert process.call("echo", 1)[0] == [1], "it goes on"
+
+
+def test_a_call_without_progress_ends_the_process_and_says_where_it_was(heard):
+    process = RolloutProcess(heard.on_event, heard.on_end, 0.4)
+    process.call("prepare", 0)
+    assert process.call("waits", 0, [1.0, True])[0] == "waited", "answers are scored meanwhile"
+    with pytest.raises(TimeoutError) as raised:
+        process.call("waits", 0, [60])
+    said = str(raised.value)
+    assert "has scored no answer for 0.4 s in 'waits': 2 requests wait" in said and ", in waits\n" in said
+    assert not wait_for(lambda: heard.ends, 5)
+    assert heard.ends == [process.lost] and process.lost.endswith("was ended, because it did not get on in 'waits'")
+    with pytest.raises(TimeoutError, match="has not answered 'describe' in 0 s"):
+        begun = RolloutProcess(heard.on_event, heard.on_end, 0.4)
+        try:
+            begun.ask("describe", limit_s=0)
+        finally:
+            begun.close()
+
+
+ENDS = {
+    ("dies", signal.SIGKILL): r"was ended by SIGKILL \(nobody sends it but a person, or the kernel when memory is shor",
+    ("dies", signal.SIGSEGV): "was ended by SIGSEGV$",
+    ("exits", 3): "ended with status 3$",
+    ("lacks_memory", 1): "has no memory left$",
+}
+
+
+@pytest.mark.parametrize(("verb", "number"), ENDS)
+def test_a_process_that_ends_says_how_to_all_who_ask(verb, number, process, heard):
+    how = rf"the rollout process \(pid {process.pid}\) {ENDS[verb, number]}"
+    with pytest.raises(ProcessLost, match=how):
+        process.call(verb, 0, [number])
+    assert not wait_for(lambda: heard.ends, 5)
+    for ask in (lambda: process.call("echo", 0), lambda: process.ask("describe", limit_s=1)):
+        with pytest.raises(ProcessLost, match=how):
+            ask()
+    process.tell("servers", 1)
+    process.tell_made("servers", lambda: pytest.fail("nobody is there"))
+    assert process.describe() == process.lost and heard.ends == [process.lost]
+    assert is_gone(process.pid)
+
+
+def test_a_process_that_does_not_start_is_lost(heard, monkeypatch):
+    monkeypatch.setattr(rollout_process, "start", lambda descriptor: subprocess.Popen(["false"]))
+    process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
+    with pytest.raises(ProcessLost, match="ended with status 1"):
+        process.call("prepare", 0)
+    assert not wait_for(lambda: heard.ends == [process.lost], 5)
+
+
+def test_an_end_is_noticed_though_its_child_holds_the_channel_and_the_child_ends_too(process):
+    child, _ = process.call("leaves_a_child", 0)
+    with pytest.raises(ProcessLost, match="status 1"):
+        process.call("exits", 0, [1])
+    assert not wait_for(lambda: is_gone(child), 5)
+
+
+def test_a_frozen_process_is_ended(process, heard, monkeypatch):
+    monkeypatch.setattr(rollout_process, "FROZEN_S", 6)
+    heard.takes_s = 10 * LOOK_S  # the trainer is slow to hear it
+    assert process.call("echo", 1)[0] == [1]
+    heard.takes_s = 0.0
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(ProcessLost, match="was ended, because it has said nothing for 6 s"):
+        process.call("echo", 0)
+
+
+def test_a_process_may_take_longer_until_its_first_word(heard, monkeypatch):
+    def frozen_start(descriptor: int):
+        begun = fork(descriptor)
+        os.kill(begun.pid, signal.SIGSTOP)  # as one that reads its modules from a slow disk
+        return begun
+
+    monkeypatch.setattr(rollout_process, "start", frozen_start)
+    monkeypatch.setattr(rollout_process, "FROZEN_S", 1)
+    monkeypatch.setattr(rollout_process, "START_S", 8)
+    process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
+    with pytest.raises(ProcessLost, match="was ended, because it has said nothing for 8 s"):
+        process.call("prepare", 0)
+
+
+def test_a_thread_that_fails_on_either_side_ends_it(process, heard):
+    process.tell("servers")  # without the change
+    with pytest.raises(ProcessLost, match=r"was ended, because .*TypeError: .*_servers\(\) missing 1 required"):
+        process.call("waits", 0, [60])
+    assert not wait_for(lambda: heard.ends, 5)
+
+    other = RolloutProcess(heard.on_event, heard.on_end, 20.0)
+    heard.breaks = True
+    began = time.monotonic()
+    with pytest.raises(ProcessLost, match="was ended, because KeyError: 'beat'"):
+        other.call("waits", 0, [60])
+    assert time.monotonic() - began < 5
+
+
+def test_it_is_closed_in_order_and_nothing_of_it_is_left(process, heard, tmp_path):
+    process.call("touches_when_closed", 0, [str(tmp_path / "closed")])
+    threads = threading.active_count()
+    process.close()
+    assert (tmp_path / "closed").exists() and is_gone(process.pid) and not heard.ends
+    assert not wait_for(lambda: threading.active_count() <= threads - 3, 5), threading.enumerate()
+    with pytest.raises(ProcessLost, match="ended with status 0"):
+        process.call("echo", 0)
+    process.close()
+
+
+def test_a_close_is_bounded(process, heard, monkeypatch):
+    monkeypatch.setattr(rollout_process, "CLOSE_S", 0.3)
+    process.call("closes_slowly", 0)
+    began = time.monotonic()
+    process.close()
+    assert time.monotonic() - began < 3 and is_gone(process.pid) and not heard.ends
+
+
+def test_it_ends_with_a_trainer_that_is_killed(tmp_path, monkeypatch):
+    """Whatever it does, with its reward workers. `rollout_worker._CLOSE_S` bounds it."""
+    monkeypatch.setattr(rollout_worker, "_CLOSE_S", 0.5)
+    pids = tmp_path / "pids"
+    if not (trainer := os.fork()):
+        processes = [RolloutProcess(lambda *_: None, lambda *_: None, 20.0) for _ in range(2)]
+        for process in processes:
+            process.call("prepare", 0)
+        processes[0].call("touches_when_closed", 0, [str(tmp_path / "closed")])
+        pids_of_rewards = [process.call("starts_rewards", 0)[0] for process in processes]
+        threading.Thread(target=processes[1].call, args=("waits", 0, [60]), daemon=True).start()
+        pids.with_suffix(".new").write_text(" ".join(map(str, [*pids_of_rewards, *(each.pid for each in processes)])))
+        pids.with_suffix(".new").rename(pids)
+        time.sleep(60)
+        os._exit(1)
+    assert not wait_for(pids.exists, 20)
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    children = [int(pid) for pid in pids.read_text().split()]
+    assert len(children) == 4
+    assert not wait_for(lambda: all(map(is_gone, children)), 10)
+    assert (tmp_path / "closed").exists(), "what it has opened is released"

@@ -1,0 +1,267 @@
+"""The rollout process as the trainer sees it: started, asked, heard, ended. `run/rollout_worker.py` is what it runs."""
+
+import concurrent.futures
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torchtitan.grpo.engines.fleet import FleetError
+from torchtitan.grpo.engines.protocol import EngineError
+from torchtitan.grpo.errors import PlainError, UserError, in_words
+from torchtitan.grpo.process.channel import Buffer, Channel, ChannelClosed
+from torchtitan.grpo.process.stopping import StopRequested
+from torchtitan.grpo.weight_wire.version_names import own_run
+
+logger = logging.getLogger(__name__)
+
+FROZEN_S = 30
+"""Seconds without a word after which a process is taken for frozen, and killed. It says something each second."""
+START_S = 300
+"""The same until its first word: it may read its modules from a slow disk."""
+CLOSE_S = 12.0
+"""How long it may take to release everything."""
+DESCRIBE_S = 2.0
+_LOOK_S = 1.0
+_ERRORS = {kind.__name__: kind for kind in (StopRequested, UserError, EngineError, FleetError, PlainError)}
+"""Errors that are raised here as what they were there."""
+_PROGRAM = """
+import json, os, sys
+descriptor, run = int(sys.argv[1]), sys.argv[2]
+sys.path[:], sys.argv[:] = json.loads(sys.argv[3])
+import torchtitan_overlay
+sys.modules["torch"] = None  # it takes seconds, and tokenizers do without: transformers need not say so
+said = os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "yes")
+from torchtitan.grpo.run.rollout_worker import main
+if said == "yes":
+    del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+main(descriptor, run)
+"""
+
+Reply = tuple[Any, list[memoryview]]
+
+
+class ProcessLost(RuntimeError):
+    """The rollout process has ended. The message says how."""
+
+
+class RolloutError(RuntimeError):
+    """What was raised in the rollout process, if it is no error that says all in its message."""
+
+
+class RolloutProcess:
+    """One process. It ends with the trainer, however that ends: its end of the channel is closed then.
+
+    Args:
+        on_event: Called with (name, values) in the reader's thread. It must not wait.
+        on_end: Called once in the reader's thread if the process ends and `close` has not been called.
+        limit_s: Longest time that a call may go without an answer being scored.
+    """
+
+    def __init__(
+        self,
+        on_event: Callable[[str, list[Any]], None],
+        on_end: Callable[["RolloutProcess", str], None],
+        limit_s: float,
+    ) -> None:
+        self.scored = 0
+        """Answers scored so far."""
+        self.lost = ""
+        """How it has ended; "" while it is there."""
+        self._killed_for = ""
+        self._on_event, self._on_end, self._limit_s = on_event, on_end, limit_s
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Future[Reply]] = {}
+        self._lock = threading.Lock()
+        self._messages = 0
+        self._is_heard = self._closing = False
+        own, its = socket.socketpair()
+        with its:
+            self._process = start(its.fileno())
+        self._channel = Channel(own, "rollouts")
+        self.pid = self._process.pid
+        threading.Thread(target=self._read, name="rollouts-reader", daemon=True).start()
+        threading.Thread(target=self._watch, name="rollouts-watch", daemon=True).start()
+
+    def call(self, verb: str, newest: int, arguments: Sequence[Any] = (), file: Buffer | None = None) -> Reply:
+        """What the process answers: a value, and files with large bytes.
+
+        Raises:
+            ProcessLost: It has ended.
+            StopRequested, UserError, EngineError, FleetError, PlainError: As it raised it.
+            RolloutError: It raised something else.
+            TimeoutError: No answer was scored for `limit_s`, nor did the call return. The message says where its
+                threads are. It is ended: another one can say what this one did not come to.
+        """
+        future = self._send(verb, newest, arguments, file)
+        scored, since = self.scored, time.monotonic()
+        while not concurrent.futures.wait([future], _LOOK_S).done:
+            if scored != self.scored:
+                scored, since = self.scored, time.monotonic()
+            elif time.monotonic() - since > self._limit_s:
+                where = self.describe()
+                self.kill(f"it did not get on in {verb!r}")
+                raise TimeoutError(
+                    f"the rollout process has scored no answer for {self._limit_s:g} s in {verb!r}: {where}"
+                )
+        return future.result()
+
+    def ask(self, question: str, *arguments: Any, limit_s: float) -> Any:
+        """A value that the process tells at once, whatever it does.
+
+        Raises:
+            ProcessLost: It has ended.
+            TimeoutError: It did not, in `limit_s`.
+        """
+        try:
+            return self._send(question, 0, arguments).result(limit_s)[0]
+        except TimeoutError as error:
+            raise TimeoutError(f"the rollout process has not answered {question!r} in {limit_s:g} s") from error
+
+    def tell(self, what: str, *arguments: Any) -> None:
+        """What wants no answer."""
+        self._channel.send([0, what, 0, list(arguments)])
+
+    def tell_made(self, what: str, make: Callable[[], Any]) -> None:
+        """The same, made when all before it is sent. Nothing for None."""
+
+        def message() -> list[Any] | None:
+            return None if self.lost or (made := make()) is None else [0, what, 0, [made]]
+
+        self._channel.send_made(message)
+
+    def describe(self) -> str:
+        """What it waits for, and where its threads are."""
+        try:
+            return self.ask("describe", limit_s=DESCRIBE_S)
+        except (ProcessLost, TimeoutError, RolloutError, PlainError) as error:
+            return str(error)
+
+    def kill(self, why: str) -> None:
+        """End it at once."""
+        self._killed_for = self._killed_for or why
+        self._process.kill()
+
+    def close(self) -> None:
+        """Have it release everything, bounded, and end it."""
+        self._closing = True
+        self._channel.send([0, "close", 0, []])
+        try:
+            if self._messages:  # else it has opened nothing yet
+                self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._channel.close()
+
+    def _send(self, verb: str, newest: int, arguments: Sequence[Any], file: Buffer | None = None) -> Future[Reply]:
+        future: Future[Reply] = Future()
+        with self._lock:
+            if self.lost:
+                raise ProcessLost(self.lost)
+            number = next(self._numbers)
+            self._asked[number] = future
+        self._channel.send([number, verb, newest, list(arguments)], *([] if file is None else [[file]]))
+        return future
+
+    def _read(self) -> None:
+        try:
+            while True:
+                (number, kind, *rest), files = self._channel.receive()
+                self._messages, self._is_heard = self._messages + 1, True
+                if kind == "ok":
+                    self._asked.pop(number).set_result((rest[0], files))
+                elif kind == "error":
+                    error = _error(*rest)
+                    if number == 0:  # one of its threads has failed
+                        self.kill("".join(traceback.format_exception_only(error)).strip())
+                    else:
+                        self._asked.pop(number).set_exception(error)
+                else:
+                    if kind == "beat":
+                        (self.scored,) = rest[0]
+                    self._on_event(kind, rest[0])
+                self._is_heard = False
+        except ChannelClosed:
+            pass
+        except Exception as error:
+            logger.exception("what the rollout process says is not understood")
+            self.kill(in_words(error))
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """The channel is closed: no answer will come."""
+        try:
+            status = self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        how = f"ended with status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
+        if status == -signal.SIGKILL and self._killed_for:
+            how = f"was ended, because {self._killed_for}"
+        elif status == errno.ENOMEM:
+            how = "has no memory left"
+        with self._lock:
+            self.lost = f"the rollout process (pid {self.pid}) {how}"
+            asked, self._asked = self._asked, {}
+        for future in asked.values():
+            future.set_exception(ProcessLost(self.lost))
+        if not self._closing:
+            with contextlib.suppress(OSError):  # what an environment has started would hold its ports
+                os.killpg(self.pid, signal.SIGKILL)
+            self._channel.close()
+            self._on_end(self, self.lost)
+
+    def _watch(self) -> None:
+        """Kill a frozen process. Seconds count only while this one runs. And notice the end of one whose children hold
+        its end of the channel."""
+        seen = quiet_s = 0
+        while not self.lost and not self._closing:
+            time.sleep(_LOOK_S)
+            is_quiet = seen == self._messages and not self._is_heard
+            seen, quiet_s = self._messages, quiet_s + 1 if is_quiet else 0
+            if self._process.poll() is not None:
+                self._channel.close()
+                return
+            if quiet_s > (limit_s := FROZEN_S if self._messages else START_S):
+                self.kill(f"it has said nothing for {limit_s:g} s")
+                return
+
+
+def start(descriptor: int) -> "subprocess.Popen[bytes]":
+    """Start a process that has this end of a channel."""
+    arguments = str(descriptor), own_run(), json.dumps([sys.path, sys.argv])
+    # A group of its own: a terminal's Ctrl-C goes to the trainer, which ends it.
+    command = [sys.executable, "-c", _PROGRAM, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], process_group=0)
+
+
+def _error(kinds: list[str], words: str, trace: str) -> Exception:
+    kind = next((_ERRORS[kind] for kind in kinds if kind in _ERRORS), None)
+    if kind is StopRequested:
+        return StopRequested()
+    if kind is not None:
+        return kind(words)
+    error = RolloutError(words)
+    error.add_note(f"In the rollout process:\n{trace}")
+    return error
+
+
+def _signal_name(number: int) -> str:
+    what = signal.Signals(number).name
+    return f"{what} (nobody sends it but a person, or the kernel when memory is short)" if what == "SIGKILL" else what
