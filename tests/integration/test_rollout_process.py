@@ -81,8 +81,8 @@ def test_a_process_that_is_killed_at_any_moment_changes_nothing_in_sync(undistur
     assert lines[-1]["rollout/process_losses"] == len(losses) and others[-1]["rollout/process_losses"] == 0
     assert repeatable(lines) == repeatable(others)
     assert trained(run) == trained(undisturbed)
-    validated = "validation_samples.jsonl"
-    assert (run / validated).read_text() == (undisturbed / validated).read_text()
+    for name in ("samples.jsonl", "validation_samples.jsonl"):
+        assert (run / name).read_text() == (undisturbed / name).read_text()
     ended = r"the rollout process \(pid \d+\) was ended by SIGKILL \(.*\): the groups under way are lost, and another"
     assert len(re.findall(ended, said)) == len(re.findall(r"Rollouts go on after \d", said)) == len(losses)
 

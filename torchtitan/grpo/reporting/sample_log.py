@@ -52,24 +52,29 @@ class SampleLog:
         self._held_out = StepLines(folder / "validation_samples.jsonl") if metrics.enabled else None
 
     def log(self, step: int, groups: list[Group], advantages: list[list[float]]) -> None:
-        """Write `samples_per_step` answers, spread over the step's groups and over their samples.
+        """Write `chosen` ones of a step's answers.
 
         Args:
             advantages: One per sample, in the groups' order.
         """
+        self.write(step, self.chosen(step, groups), advantages)
+
+    def chosen(self, step: int, groups: list[Group]) -> list[tuple[int, dict[str, Any]]]:
+        """`samples_per_step` answers, spread over the step's groups and over their samples: number and line of each."""
+        answers = [sample for group in groups for sample in group]
+        count = min(self._count, len(answers))
+        # Shifted by the step, so that it is not always the first answer of a group.
+        numbers = [(k * len(answers) // count + step) % len(answers) for k in range(count)]
+        return [(number, self._record(step, answers[number])) for number in numbers]
+
+    def write(self, step: int, chosen: list[tuple[int, dict[str, Any]]], advantages: list[list[float]]) -> None:
+        """Write the lines of `chosen` answers of a step, with their advantages."""
         if self._held_out is not None:  # a resumed run may validate at other steps than before
             self._held_out.begin(step)
         if self._lines is None:
             return
-        answers = [
-            pair
-            for group, group_advantages in zip(groups, advantages, strict=True)
-            for pair in zip(group, group_advantages, strict=True)
-        ]
-        count = min(self._count, len(answers))
-        # Shifted by the step, so that it is not always the first answer of a group.
-        chosen = [answers[(k * len(answers) // count + step) % len(answers)] for k in range(count)]
-        records = [self._record(step, sample) | {"advantage": advantage} for sample, advantage in chosen]
+        of_answers = list(itertools.chain.from_iterable(advantages))
+        records = [record | {"advantage": of_answers[number]} for number, record in chosen]
         for record in records:
             self._lines.append(record)
         if step == 1 or step % TABLE_STEPS == 0:

@@ -128,7 +128,6 @@ class RolloutWorker:
         self.newest = 0
         """The newest version that a server can have."""
         self.stream: RolloutStream | None = None
-        self._groups: dict[int, list[Group]] = {}  # of steps that are taken, and not logged yet
         rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
         self.rewards = resources.enter_context(rewards)
         self.environments = resources.enter_context(loaded_environments(config))
@@ -199,7 +198,6 @@ class RolloutWorker:
         if self.config.rollout.record_gib:
             self.record.write(step, groups)
             seconds["record"] = time.monotonic() - began
-        self._groups[step] = groups
         began = time.monotonic()
         packed = Packed.of(groups, step - 1, self.config, self.check, self.layout)
         parts = [encoded(rows_by_rank) for rows_by_rank in packed.minibatches]
@@ -213,6 +211,7 @@ class RolloutWorker:
             documents(packed.minibatches),
             sizes,
             seconds,
+            self.samples.chosen(step, groups),
         ]
         return value, [list(itertools.chain.from_iterable(parts)), self._state()]
 
@@ -235,9 +234,9 @@ class RolloutWorker:
         assert self.stream is not None
         return [self.stream.metrics(), self.collector.take_busy_seconds()]
 
-    def log(self, step: int, advantages: list[list[float]]) -> None:
-        if (groups := self._groups.pop(step, None)) is not None:  # else another process took them
-            self.samples.log(step, groups, advantages)
+    def log(self, step: int, chosen: list[tuple[int, dict[str, Any]]], advantages: list[list[float]]) -> None:
+        """Write the answers that `take` has chosen."""
+        self.samples.write(step, chosen, advantages)
 
     def state(self, step: int) -> tuple[Any, Files]:
         """One file with the state to resume from after this step."""

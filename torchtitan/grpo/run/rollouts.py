@@ -35,6 +35,8 @@ from torchtitan.grpo.servers.own import OwnServers
 
 logger = logging.getLogger(__name__)
 
+ASKED_S = 5.0
+"""How long a link of weight sync waits for what the process says of a server."""
 LOSSES_MAX = 5
 """How often the process may end in a row, without a step's groups between."""
 _LAST = ("take", "is_ready", "validate", "metrics", "log")
@@ -156,6 +158,7 @@ class Rollouts(Absent):
         self.losses = 0
         """How often the process has ended."""
         self._losses_since_taken = 0
+        self._chosen: dict[int, Any] = {}  # answers for the log, of steps that are taken and not logged yet
         self._metrics: MetricsLogger | None = None
         self._layout: Layout | None = None
         self._teller: FleetTeller | None = None
@@ -215,7 +218,7 @@ class Rollouts(Absent):
         with self.ledger.stage("rollout"):
             value, (rows, state) = self._call("take", step)
             self.sleep()
-        rewards, advantages, servers, metrics, documents, sizes, seconds = value
+        rewards, advantages, servers, metrics, documents, sizes, seconds, self._chosen[step] = value
         self._states = {taken: kept for taken, kept in self._states.items() if taken == step - 1} | {step: state}
         self._losses_since_taken = 0
         for name, spent_s in seconds.items():
@@ -241,7 +244,7 @@ class Rollouts(Absent):
         return counts | of_servers | {"rollout/process_losses": self.losses}
 
     def log(self, step: int, advantages: list[list[float]]) -> None:
-        self._call_for_log("log", step, advantages, without=None)
+        self._call_for_log("log", step, self._chosen.pop(step), advantages, without=None)
 
     def state_dict(self, step: int) -> Buffer:
         if step not in self._states:
@@ -420,21 +423,24 @@ class Rollouts(Absent):
             process.tell_made("servers", teller.change)
 
     def _requests_in_flight(self, server: Server) -> int:
-        return self._asked("requests_in_flight", server, 0)
+        return self._asked("requests_in_flight", server, lost=0, silent=1)
 
     def _versions_in_use(self, server: Server) -> set[int]:
-        return set(self._asked("versions_in_use", server, [server.version] if server.in_traffic else []))
+        named = [server.version] if server.in_traffic else []
+        return set(self._asked("versions_in_use", server, lost=named, silent=named))
 
-    def _asked(self, question: str, server: Server, without: Any) -> Any:
-        """What the process says of a server, with all that it was told before. `without`: if there is none, since
-        servers end the requests of one that is gone."""
+    def _asked(self, question: str, server: Server, lost: Any, silent: Any) -> Any:
+        """What the process says of a server, with all that it was told before. `lost` if there is none: servers end the
+        requests of one that is gone. `silent` if it is frozen or blocked, which does not last."""
         process = self._process
         if process is None:
-            return without
+            return lost
         try:
-            return process.ask(question, server.serial, limit_s=self.config.weight_sync.timeout_seconds)
+            return process.ask(question, server.serial, limit_s=ASKED_S)
         except ProcessLost:
-            return without
+            return lost
+        except TimeoutError:
+            return silent
 
     def _server(self, url: str) -> Server:
         server = server_maker(self.config, self._newest, self.source.model_args.vocab_size)(url)
