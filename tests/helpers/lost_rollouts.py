@@ -5,6 +5,7 @@ Variables of its environment:
                 it. A fifth value is a signal that the trainer then sends itself.
     PROCESSES   File that gets a line of JSON about each process, before it is asked for its first answer.
     FROZEN_S, LOSSES_MAX   In place of the constants of these names.
+    PUBLISH_S   Seconds that each publish takes longer, as if a server were slow.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ import grpo_train
 from torchtitan.grpo.process.stopping import run_and_exit
 from torchtitan.grpo.run import rollout_process, rollouts
 from torchtitan.grpo.run.rollout_process import RolloutProcess
+from torchtitan.grpo.weight_sync.sync import WeightSync
 
 AMID_S = 0.2
-_call = RolloutProcess.call
+_call, _publish = RolloutProcess.call, WeightSync.publish
 _counts: Counter[str] = Counter()
 _losses = json.loads(os.environ.get("LOSSES", "[]"))
 _moments = random.Random(0)
@@ -46,6 +49,11 @@ def call(process: RolloutProcess, verb: str, *arguments: Any, **others: Any) -> 
     return answer
 
 
+def publish(sync: WeightSync, version: int, wait: bool = False) -> None:
+    _publish(sync, version, wait)
+    time.sleep(float(os.environ.get("PUBLISH_S", 0)))
+
+
 def send(pid: int, loss: list[Any]) -> None:
     with contextlib.suppress(ProcessLookupError):  # another loss came first
         os.kill(pid, loss[3])
@@ -60,7 +68,7 @@ def about(pid: int) -> dict[str, Any]:
     return {"pid": pid, "rss_kib": int(status["VmRSS"].split()[0]), "torch": has_torch, "program": program}
 
 
-RolloutProcess.call = call
+RolloutProcess.call, WeightSync.publish = call, publish
 rollout_process.FROZEN_S = float(os.environ.get("FROZEN_S", rollout_process.FROZEN_S))
 rollouts.LOSSES_MAX = int(os.environ.get("LOSSES_MAX", rollouts.LOSSES_MAX))
 

@@ -11,6 +11,7 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
+    UNHURRIED,
     arguments,
     embedded_url,
     environment,
@@ -145,3 +146,22 @@ def test_a_process_that_dies_again_and_again_ends_the_run_with_how_and_the_step_
     assert re.match(r"error: the rollout process \(pid \d+\) was ended by SIGSEGV\. .* 2 times in a row", error)
     assert "Fatal Python error: Segmentation fault" in said, "where it was"
     assert complete_steps(run / "checkpoint") == [1] == [line["step"] for line in steps(run)]
+
+
+def test_answers_of_a_version_that_is_still_being_published_are_taken(tmp_path):
+    """One server may have it while the trainer waits for others, and the process has not been called since."""
+    run = tmp_path / "run"
+    flags = UNHURRIED | {
+        "--async_grpo.enabled": None,
+        "--async_grpo.max_trajectory_age_steps": "2",
+        "--async_grpo.run_ahead": "full",
+        "--weight_sync.no-async_weight_update": None,
+        "--training.steps": "9",
+        "--lr_scheduler.total_steps": "9",
+        "--validation.no-enable": None,
+    }
+    status, said = lossy(run, flags, [], PUBLISH_S=0.5)
+    assert status == 0 and "is refused" not in said, said[-4000:]
+    lines = steps(run)
+    assert any(line["pack/ahead"] for line in lines), "or nothing was tried"
+    assert lines[-1]["rollout/retried"] == 0

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from process_group import wait_for
 
@@ -51,6 +52,25 @@ def test_messages_of_all_threads_and_kinds_keep_their_order(ends):
         thread.start()
     messages = received(there, 200)
     assert all([i for n, i in messages if n == number] == list(range(50)) for number in range(4))
+
+
+def test_numbers_and_texts_of_a_type_of_their_own_arrive_as_plain_ones(ends):
+    here, there = ends
+
+    class Text(str):
+        def __str__(self) -> str:
+            return "another"
+
+    class Number(int): ...
+
+    here.send([np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), Number(4), Text("x"), {Text("k"): 1}])
+    (arrived,) = received(there, 1)
+    assert arrived == [0.1, 0.5, 3, True, 4, "x", {"k": 1}]
+    assert [type(value) for value in arrived[:-1]] == [float, float, int, bool, int, str]
+    here.send([np.float64(0.1), "\ud800"])
+    assert received(there, 1) == [[0.1, "?"]]
+    with pytest.raises(TypeError, match="MessagePack has no builtins"):
+        here.send([object()])
 
 
 def test_what_is_made_is_made_after_all_before_it_is_sent(ends):

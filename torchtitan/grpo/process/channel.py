@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +141,26 @@ class Channel:
 
 def _encoded(message: Message) -> bytes:
     try:
-        return msgspec.msgpack.encode(message)
+        return msgspec.msgpack.encode(message, enc_hook=_plain)
     except UnicodeEncodeError:  # JSON of a model or a tool may have half a character
-        return msgspec.msgpack.encode(_whole_characters(message))
+        return msgspec.msgpack.encode(_whole_characters(message), enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """The same number or text without a type of its own, as NumPy's: an environment may score with `np.mean`.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"MessagePack has no {type(value).__module__}.{type(value).__qualname__}")
 
 
 def _whole_characters(value: Any) -> Any:

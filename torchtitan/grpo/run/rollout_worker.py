@@ -126,7 +126,7 @@ class RolloutWorker:
         self.config, self.tokenizer, self.model, self.resources = config, tokenizer, model, resources
         self._event = event
         self.newest = 0
-        """The newest version that a server can have."""
+        """The newest version that a server can have, before the trainer calls again."""
         self.stream: RolloutStream | None = None
         rewards = RewardRunner(config.reward, config.rollout, config.distill, folder=config.job.dump_folder)
         self.rewards = resources.enter_context(rewards)
@@ -203,6 +203,7 @@ class RolloutWorker:
         parts = [encoded(rows_by_rank) for rows_by_rank in packed.minibatches]
         sizes = [[len(part) for part in of_ranks] for of_ranks in parts]
         seconds["pack"] = time.monotonic() - began
+        self.newest = max(self.newest, step)  # it is trained and published, and the next call may come later
         value = [
             packed.rewards,
             packed.advantages,
@@ -323,7 +324,7 @@ class Service:
             number, verb, newest, arguments, files = call
             try:
                 if self.worker is not None:
-                    self.worker.newest = newest
+                    self.worker.newest = max(self.worker.newest, newest)
                 made = self._answer(verb, arguments, files)
                 value, files_made = made if isinstance(made, tuple) else (made, [])
                 self.channel.send([number, "ok", value], *files_made)
