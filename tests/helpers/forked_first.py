@@ -6,9 +6,9 @@ from torchtitan.grpo.run import rollout_process
 _start = rollout_process.start
 
 
-def start(descriptor: int):
+def start(*arguments):
     start.count += 1
-    return fork(descriptor) if start.count == 1 else _start(descriptor)
+    return fork(*arguments) if start.count == 1 else _start(*arguments)
 
 
 start.count = 0

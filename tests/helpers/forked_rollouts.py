@@ -48,7 +48,7 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def fork(descriptor: int) -> Forked:
+def fork(descriptor: int, hides_torch: bool = True) -> Forked:
     """In place of `rollout_process.start`."""
     run, trainer = own_run(), os.getpid()
     if pid := os.fork():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.ranks import Ranks
 from tests.helpers.trainer_runs import (
     BACKGROUND,
@@ -165,3 +165,24 @@ def test_answers_of_a_version_that_is_still_being_published_are_taken(tmp_path):
     lines = steps(run)
     assert any(line["pack/ahead"] for line in lines), "or nothing was tried"
     assert lines[-1]["rollout/retried"] == 0
+
+
+def test_an_environment_may_use_models_of_transformers(tmp_path, monkeypatch):
+    (tmp_path / "judge.py").write_text(
+        "import torch\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "from torchtitan.grpo.rollouts.environment import single_turn\n"
+        f"model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(TINY_QWEN3)!r}))\n"
+        "async def rollout(client, prompt):\n"
+        "    samples = await single_turn(client, prompt)\n"
+        "    for sample in samples:\n"
+        "        sample.reward = model(torch.tensor([sample.token_ids])).logits.mean().item()\n"
+        "    return samples\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = tmp_path / "run"
+    flags = {"--rollout.environment": "judge:rollout", "--validation.no-enable": None, "--training.steps": "2"}
+    # The first process is forked, and the second is started as users' are.
+    status, said = lossy(run, flags, [["take", 2, "before", KILL]])
+    assert status == 0 and "Rollouts go on" in said, said[-4000:]
+    assert [line["step"] for line in steps(run)] == [1, 2]

@@ -64,7 +64,7 @@ def test_other_errors_are_told_to_the_trainer() -> None:
 
 def test_the_trainer_says_that_there_was_no_memory(monkeypatch) -> None:
     program = [sys.executable, "-c", f"import os; os._exit({NO_MEMORY})"]
-    monkeypatch.setattr(rollout_process, "start", lambda descriptor: subprocess.Popen(program))
+    monkeypatch.setattr(rollout_process, "start", lambda *_: subprocess.Popen(program))
     said, ended = [], threading.Event()
 
     def on_end(process: rollout_process.RolloutProcess, how: str) -> None:

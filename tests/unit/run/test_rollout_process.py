@@ -256,7 +256,7 @@ def test_a_process_that_ends_says_how_to_all_who_ask(verb, number, process, hear
 
 
 def test_a_process_that_does_not_start_is_lost(heard, monkeypatch):
-    monkeypatch.setattr(rollout_process, "start", lambda descriptor: subprocess.Popen(["false"]))
+    monkeypatch.setattr(rollout_process, "start", lambda *_: subprocess.Popen(["false"]))
     process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
     with pytest.raises(ProcessLost, match="ended with status 1"):
         process.call("prepare", 0)
@@ -281,7 +281,7 @@ def test_a_frozen_process_is_ended(process, heard, monkeypatch):
 
 
 def test_a_process_may_take_longer_until_its_first_word(heard, monkeypatch):
-    def frozen_start(descriptor: int):
+    def frozen_start(descriptor: int, hides_torch: bool):
         begun = fork(descriptor)
         os.kill(begun.pid, signal.SIGSTOP)  # as one that reads its modules from a slow disk
         return begun

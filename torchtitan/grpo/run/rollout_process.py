@@ -40,9 +40,10 @@ _ERRORS = {kind.__name__: kind for kind in (StopRequested, UserError, EngineErro
 _PROGRAM = """
 import json, os, sys
 descriptor, run = int(sys.argv[1]), sys.argv[2]
-sys.path[:], sys.argv[:] = json.loads(sys.argv[3])
+sys.path[:], sys.argv[:], hides_torch = json.loads(sys.argv[3])
 import torchtitan_overlay
-sys.modules["torch"] = None  # it takes seconds, and tokenizers do without: transformers need not say so
+if hides_torch:
+    sys.modules["torch"] = None  # it takes seconds, and tokenizers do without: transformers need not say so
 said = os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "yes")
 from torchtitan.grpo.run.rollout_worker import main
 if said == "yes":
@@ -68,6 +69,8 @@ class RolloutProcess:
         on_event: Called with (name, values) in the reader's thread. It must not wait.
         on_end: Called once in the reader's thread if the process ends and `close` has not been called.
         limit_s: Longest time that a call may go without an answer being scored.
+        hides_torch: Its own modules are loaded without torch, in a fraction of the time. `transformers` has no models
+            there then.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class RolloutProcess:
         on_event: Callable[[str, list[Any]], None],
         on_end: Callable[["RolloutProcess", str], None],
         limit_s: float,
+        hides_torch: bool = True,
     ) -> None:
         self.scored = 0
         """Answers scored so far."""
@@ -89,7 +93,7 @@ class RolloutProcess:
         self._is_heard = self._closing = False
         own, its = socket.socketpair()
         with its:
-            self._process = start(its.fileno())
+            self._process = start(its.fileno(), hides_torch)
         self._channel = Channel(own, "rollouts")
         self.pid = self._process.pid
         threading.Thread(target=self._read, name="rollouts-reader", daemon=True).start()
@@ -243,11 +247,11 @@ class RolloutProcess:
                 return
 
 
-def start(descriptor: int) -> "subprocess.Popen[bytes]":
-    """Start a process that has this end of a channel."""
-    arguments = str(descriptor), own_run(), json.dumps([sys.path, sys.argv])
+def start(descriptor: int, hides_torch: bool = True) -> "subprocess.Popen[bytes]":
+    """Start a process that has this end of a channel. For `hides_torch` see `RolloutProcess`."""
+    arguments = str(descriptor), own_run(), json.dumps([sys.path, sys.argv, hides_torch])
     # A group of its own: a terminal's Ctrl-C goes to the trainer, which ends it.
-    command = [sys.executable, "-c", _PROGRAM, *arguments]
+    command = [sys.executable, "-P", "-c", _PROGRAM, *arguments]  # -P: no module of this folder before the program's
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], process_group=0)
 
 

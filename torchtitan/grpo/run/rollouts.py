@@ -14,6 +14,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
+from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.config.values import to_values
 from torchtitan.grpo.engines.fleet import Fleet, Server
@@ -28,6 +29,7 @@ from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.step_metrics import server_metrics, sync_metrics
 from torchtitan.grpo.reporting.writers import MetricsLogger
+from torchtitan.grpo.rollouts.environment import ENDPOINT
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.run.broadcast import patience_s
 from torchtitan.grpo.run.rollout_process import CLOSE_S, ProcessLost, Reply, RolloutError, RolloutProcess
@@ -171,7 +173,7 @@ class Rollouts(Absent):
         self._process: RolloutProcess | None = None
         self._beginning: RolloutProcess | None = None  # to take its place
         resources.callback(self.close)
-        self._is_there(RolloutProcess(self._on_event, self._on_end, patience_s(config)))
+        self._is_there(self._process_of_its_own())
 
     # ------------------------------------------------------------------------------------------------ the verbs
 
@@ -327,9 +329,15 @@ class Rollouts(Absent):
                 self._changed.wait(1.0)  # starting it is bounded
             return self._process
 
+    def _process_of_its_own(self) -> RolloutProcess:
+        own = self.config.rollout.environment, *(each.environment for each in self.config.validation.sets)
+        # An environment may want models of transformers, which must find torch when it is first imported.
+        hides_torch = not set(own) - {"", ENDPOINT, NO_ENVIRONMENT}
+        return RolloutProcess(self._on_event, self._on_end, patience_s(self.config), hides_torch)
+
     def _begun(self) -> RolloutProcess:
         """A new process, with all that an earlier one was told."""
-        process = RolloutProcess(self._on_event, self._on_end, patience_s(self.config))
+        process = self._process_of_its_own()
         with self._changed:
             self._beginning = process
         try:
