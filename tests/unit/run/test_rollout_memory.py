@@ -42,7 +42,7 @@ def test_a_verb_that_gets_no_memory_ends_the_process_and_is_no_error_of_the_run(
     monkeypatch.setattr(Service, "_read", lambda service: None)
     monkeypatch.setattr(Service, "_beat", lambda service: None)
     service = Service(SimpleNamespace())
-    service.worker = SimpleNamespace(take=take)
+    service.worker = SimpleNamespace(take=take, newest=0)
     service._calls.put((1, "take", 0, [1], []))
     with pytest.raises(Ended, match=str(NO_MEMORY)):
         service.run()
