@@ -1,7 +1,9 @@
 """The rollout process as the trainer sees it: a real process, with a worker that does what a test asks of it."""
 
 import contextlib
+import ctypes
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -96,6 +98,9 @@ class Worker:
 
     def closes_slowly(self) -> None:
         self.resources.callback(time.sleep, 60)
+
+    def matches(self, text: str) -> bool:
+        return re.match("(a|a)*b", text) is not None
 
     def dies(self, number: int) -> None:
         os.kill(os.getpid(), number)
@@ -349,3 +354,23 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path, monkeypatch):
     assert len(children) == 4
     assert not wait_for(lambda: all(map(is_gone, children)), 10)
     assert (tmp_path / "closed").exists(), "what it has opened is released"
+
+
+def test_a_process_that_holds_the_interpreter_says_where_before_it_is_ended(capfd, process, monkeypatch):
+    monkeypatch.setattr(rollout_process, "FROZEN_S", 6)
+    with pytest.raises(ProcessLost, match="was ended, because it has said nothing for 6 s"):
+        process.call("matches", 0, ["a" * 64])
+    assert "in matches" in capfd.readouterr().err
+
+
+def test_a_users_module_may_hold_the_interpreter_while_it_is_imported(heard, monkeypatch):
+    def slowly(service: rollout_worker.Service) -> None:
+        ctypes.PyDLL(None).usleep(10**6)  # as a large library that is loaded
+        prepare(service)
+
+    monkeypatch.setattr(rollout_worker.Service, "_prepare", slowly)
+    monkeypatch.setattr(rollout_process, "FROZEN_S", 6)  # looks, of LOOK_S each
+    process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
+    process.call("prepare", 0)
+    assert process.call("echo", 1)[0] == [1] and not heard.ends
+    process.close()

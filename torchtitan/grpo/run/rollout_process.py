@@ -30,7 +30,12 @@ logger = logging.getLogger(__name__)
 FROZEN_S = 30
 """Seconds without a word after which a process is taken for frozen, and killed. It says something each second."""
 START_S = 300
-"""The same until its first word: it may read its modules from a slow disk."""
+"""The same until its first word, and while it is prepared: it may read modules from a slow disk, and some of the user's
+hold the interpreter meanwhile."""
+SAY_WHERE = signal.SIGUSR1
+"""Has a process print where its threads are, though one holds the interpreter."""
+SAY_S = 0.5
+"""How long it has for that before it is killed."""
 CLOSE_S = 12.0
 """How long it may take to release everything."""
 DESCRIBE_S = 2.0
@@ -90,7 +95,7 @@ class RolloutProcess:
         self._asked: dict[int, Future[Reply]] = {}
         self._lock = threading.Lock()
         self._messages = 0
-        self._is_heard = self._closing = False
+        self._is_heard = self._closing = self._is_loading = False
         own, its = socket.socketpair()
         with its:
             self._process = start(its.fileno(), hides_torch)
@@ -109,6 +114,7 @@ class RolloutProcess:
             TimeoutError: No answer was scored for `limit_s`, nor did the call return. The message says where its
                 threads are. It is ended: another one can say what this one did not come to.
         """
+        self._is_loading = verb == "prepare"
         future = self._send(verb, newest, arguments, file)
         scored, since = self.scored, time.monotonic()
         while not concurrent.futures.wait([future], _LOOK_S).done:
@@ -242,7 +248,11 @@ class RolloutProcess:
             if self._process.poll() is not None:
                 self._channel.close()
                 return
-            if quiet_s > (limit_s := FROZEN_S if self._messages else START_S):
+            if quiet_s > (limit_s := FROZEN_S if self._messages and not self._is_loading else START_S):
+                if self._messages:
+                    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.kill(self.pid, SAY_WHERE)
+                    time.sleep(SAY_S)
                 self.kill(f"it has said nothing for {limit_s:g} s")
                 return
 

@@ -470,6 +470,7 @@ def main(descriptor: int, run: str) -> None:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that are started here would inherit
     os.set_inheritable(descriptor, False)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # where it is, when the trainer takes it for frozen
     threading.excepthook = _on_thread_error
     init_log_lines(is_continued=True)
     sys.setswitchinterval(_SWITCH_S)
