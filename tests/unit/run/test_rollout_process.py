@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -356,11 +357,16 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path, monkeypatch):
     assert (tmp_path / "closed").exists(), "what it has opened is released"
 
 
-def test_a_process_that_holds_the_interpreter_says_where_before_it_is_ended(capfd, process, monkeypatch):
+def test_a_process_that_holds_the_interpreter_says_where_before_it_is_ended(heard, monkeypatch, tmp_path):
     monkeypatch.setattr(rollout_process, "FROZEN_S", 6)
+    said = tmp_path / "stderr"
+    with said.open("w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
+    process.call("prepare", 0)
     with pytest.raises(ProcessLost, match="was ended, because it has said nothing for 6 s"):
         process.call("matches", 0, ["a" * 64])
-    assert "in matches" in capfd.readouterr().err
+    assert "in matches" in said.read_text()
 
 
 def test_a_users_module_may_hold_the_interpreter_while_it_is_imported(heard, monkeypatch):
