@@ -21,7 +21,7 @@ from typing import Any
 
 import grpo_train
 from torchtitan.grpo.process.stopping import run_and_exit
-from torchtitan.grpo.run import rollout_process, rollouts
+from torchtitan.grpo.run import kept_process, rollout_process
 from torchtitan.grpo.run.rollout_process import RolloutProcess
 from torchtitan.grpo.weight_sync.sync import WeightSync
 
@@ -70,7 +70,7 @@ def about(pid: int) -> dict[str, Any]:
 
 RolloutProcess.call, WeightSync.publish = call, publish
 rollout_process.FROZEN_S = float(os.environ.get("FROZEN_S", rollout_process.FROZEN_S))
-rollouts.LOSSES_MAX = int(os.environ.get("LOSSES_MAX", rollouts.LOSSES_MAX))
+kept_process.LOSSES_MAX = int(os.environ.get("LOSSES_MAX", kept_process.LOSSES_MAX))
 
 if __name__ == "__main__":
     run_and_exit(lambda: grpo_train.main(sys.argv[1:]))

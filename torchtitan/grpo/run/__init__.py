@@ -3,6 +3,7 @@
     run.py                 `Run`: process group, mesh, checkpoints, metrics; the base of every trainer
     policy.py              `Policy`: the model, its reference, and what changes them
     rollouts.py            `Rollouts`: from prompts to packed rows, for the trainer
+    kept_process.py        a process of theirs as long as the run: another one follows when it ends
     rollout_process.py     the process that does it, as the trainer sees it
     rollout_worker.py      the same from inside; no torch
     script.py              `run_job`: what a training script does with its command line

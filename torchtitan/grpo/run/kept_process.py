@@ -1,0 +1,238 @@
+"""The rollout process, and another one in its place when it ends."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.grpo.engines.fleet import Server
+from torchtitan.grpo.engines.fleet_mirror import FleetTeller
+from torchtitan.grpo.errors import PlainError
+from torchtitan.grpo.process.channel import Buffer
+from torchtitan.grpo.process.stopping import StopRequested
+from torchtitan.grpo.run.rollout_process import CLOSE_S, ProcessLost, Reply, RolloutProcess
+
+logger = logging.getLogger(__name__)
+
+ASKED_S = 5.0
+"""How long a link of weight sync waits for what the process says of a server."""
+LOSSES_MAX = 5
+"""How often the process may end in a row, without a step's groups between."""
+_LAST = ("take", "is_ready", "validate", "metrics", "log")
+"""What a run that is asked to stop does without, if it had to wait for another process."""
+
+OnEvent = Callable[[str, list[Any]], None]
+OnEnd = Callable[[RolloutProcess, str], None]
+
+
+class KeptProcess:
+    """A process that is there as long as the run. If it ends, the next one is told what it was told, and gets `state`.
+    What was asked is asked again.
+
+    Args:
+        start: Starts a process with these callbacks.
+        on_event: See `RolloutProcess`; but for beats.
+
+    Attributes:
+        state: What the next process begins with; None for nothing.
+        newest: Returns the newest version that a server can have.
+        losses: How often it has ended.
+        losses_in_a_row: The same since a step's groups were last taken, which the user of this resets.
+        is_stopping: The run is asked to stop.
+        failure: Why there will be no other process.
+    """
+
+    def __init__(self, start: Callable[[OnEvent, OnEnd], RolloutProcess], on_event: OnEvent) -> None:
+        self.state: Buffer | None = None
+        self.newest: Callable[[], int] = lambda: 0
+        self.losses = self.losses_in_a_row = 0
+        self.is_stopping = self._is_closed = False
+        self.failure: Exception | None = None
+        self._start, self._on_event = start, on_event
+        self._told: dict[str, tuple[Any, ...]] = {}
+        self._teller: FleetTeller | None = None
+        self._scored = 0  # by processes that have ended
+        self._changed = threading.Condition()
+        self._process: RolloutProcess | None = None
+        self._next: RolloutProcess | None = None  # is about to take its place
+        self._is_there(start(self._heard, self._on_end))
+
+    @property
+    def now(self) -> RolloutProcess | None:
+        """None while another one begins."""
+        return self._process
+
+    @property
+    def scored(self) -> int:
+        """Answers scored so far."""
+        process = self._process
+        return self._scored + (process.scored if process else 0)
+
+    def introduce(self, verb: str, *arguments: Any) -> None:
+        """A call that every process gets when it begins."""
+        self._told[verb] = arguments
+        self.call(verb, *arguments)
+
+    def call(self, verb: str, *arguments: Any, file: Buffer | None = None) -> Reply:
+        """See `RolloutProcess.call`. A process that is lost meanwhile is replaced, and the next one asked."""
+        while True:
+            process = self._running(verb)
+            try:
+                return process.call(verb, self.newest(), arguments, file)
+            except ProcessLost:
+                self._await_another(process)
+
+    def follow(self, teller: FleetTeller) -> None:
+        """Tell the process of the servers from now on."""
+        self._running("servers").tell_made("servers", teller.whole)
+        self._teller = teller
+        self.tell_of_servers()
+
+    def tell_of_servers(self) -> None:
+        """There may be something that the process does not know. For any thread."""
+        process, teller = self._process, self._teller
+        if process is not None and teller is not None:
+            process.tell_made("servers", teller.change)
+
+    def requests_in_flight(self, server: Server) -> int:
+        """See `Fleet.requests_in_flight`."""
+        return self._asked("requests_in_flight", server, lost=0, silent=1)
+
+    def versions_in_use(self, server: Server) -> set[int]:
+        """See `Fleet.versions_in_use`."""
+        named = [server.version] if server.in_traffic else []
+        return set(self._asked("versions_in_use", server, lost=named, silent=named))
+
+    def stop(self) -> None:
+        """No step takes groups from now on. For any thread."""
+        self.is_stopping = True
+        with self._changed:
+            self._changed.notify_all()
+            process = self._process
+        if process is not None:
+            process.tell("stop")
+
+    def describe(self) -> str:
+        """What it waits for. For any thread."""
+        process = self._process
+        return process.describe() if process else str(self.failure or "the rollout process is started again")
+
+    def close(self) -> None:
+        """End it, which releases all it has opened. Bounded."""
+        with self._changed:
+            self._is_closed = True
+            processes, self._process, self._next = (self._process, self._next), None, None
+        for process in processes:
+            if process is not None:
+                process.close()
+
+    def _await_another(self, process: RolloutProcess) -> None:
+        """Its reader's thread is about to take it away."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._process is not process, CLOSE_S)
+
+    def _running(self, verb: str) -> RolloutProcess:
+        """The process, as soon as there is one."""
+        with self._changed:
+            while self._process is None:
+                if self.failure is not None:
+                    raise self.failure
+                if self.is_stopping and verb in _LAST:
+                    raise StopRequested
+                if self._is_closed:
+                    raise ProcessLost("the rollout process is closed")
+                self._changed.wait(1.0)  # starting it is bounded
+            return self._process
+
+    def _asked(self, question: str, server: Server, lost: Any, silent: Any) -> Any:
+        """What the process says of a server, with all that it was told before. `lost` if there is none: servers end the
+        requests of one that is gone. `silent` if it is frozen or blocked, which does not last."""
+        process = self._process
+        if process is None:
+            return lost
+        try:
+            return process.ask(question, server.serial, limit_s=ASKED_S)
+        except ProcessLost:
+            return lost
+        except TimeoutError:
+            return silent
+
+    # ----------------------------------------------------------------------------------------- one after another
+
+    def _heard(self, name: str, values: list[Any]) -> None:
+        if name == "server" and self._teller is not None:
+            self._teller.on_event(*values)
+        elif name == "beat":  # what `Fleet.check` finds depends on time too
+            self.tell_of_servers()
+        else:
+            self._on_event(name, values)
+
+    def _on_end(self, process: RolloutProcess, how: str) -> None:
+        """In the reader's thread of a process that has ended."""
+        with self._changed:
+            if process is not self._process or self._is_closed:
+                return
+            self._process = None
+            self._scored += process.scored
+        threading.Thread(target=self._replace, args=(how,), name="rollouts-restart", daemon=True).start()
+
+    def _replace(self, how: str) -> None:
+        began = time.monotonic()
+        while not self._is_closed:
+            self.losses += 1
+            self.losses_in_a_row += 1
+            if self.losses_in_a_row > LOSSES_MAX:
+                times = f"{self.losses_in_a_row} times in a row, without a step between"
+                self._fail(PlainError(f"{how}. It has ended {times}"))
+                return
+            logger.warning("%s: the groups under way are lost, and another one takes its place", how)
+            try:
+                process = self._begun()
+                logger.info("Rollouts go on after %.1f s, in process %d", time.monotonic() - began, process.pid)
+                self._is_there(process)
+                return
+            except ProcessLost as error:
+                how = str(error)
+            except Exception as error:
+                self._fail(error)
+                return
+
+    def _begun(self) -> RolloutProcess:
+        """A new process, with all that the one before it was told."""
+        process = self._start(self._heard, self._on_end)
+        with self._changed:
+            self._next = process
+        try:
+            if self._is_closed:
+                raise ProcessLost("the run has ended")
+            for verb, arguments in list(self._told.items()):
+                process.call(verb, self.newest(), arguments)
+            if self.state is not None:
+                process.call("load_state", self.newest(), file=self.state)
+        except BaseException:
+            process.close()
+            raise
+        return process
+
+    def _is_there(self, process: RolloutProcess) -> None:
+        """It may be asked from now on."""
+        if self._teller is not None:
+            process.tell_made("servers", self._teller.whole)
+        with self._changed:
+            closed, self._process = self._is_closed, None if self._is_closed else process
+            self._next = None
+            self._changed.notify_all()
+        if closed:
+            process.close()
+            return
+        self.tell_of_servers()
+        if self.is_stopping:
+            process.tell("stop")
+        if process.lost:  # before anybody would have been told
+            self._on_end(process, process.lost)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self.failure = error
+            self._changed.notify_all()
