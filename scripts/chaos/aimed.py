@@ -147,8 +147,8 @@ def name_rollout_processes(folder: Path) -> None:
 
     start = rollout_process.start
 
-    def named(descriptor: int) -> Any:
-        process = start(descriptor)
+    def named(*how: Any) -> Any:
+        process = start(*how)
         name_process(folder / "pid-rollouts", process.pid)
         return process
 
