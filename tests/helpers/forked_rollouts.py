@@ -6,6 +6,7 @@ What is forked has torch, threads of nobody, and the same program.
 import contextlib
 import itertools
 import os
+import posix
 import signal
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def fork(descriptor: int, hides_torch: bool = True) -> Forked:
     run, trainer = own_run(), os.getpid()
     if pid := os.fork():
         return Forked(pid)
+    os._exit = posix._exit  # `forked_torchrun` has another: the trainer's own code would go on in this process
     try:
         os.setpgid(0, 0)
         frame = sys._getframe(1)
