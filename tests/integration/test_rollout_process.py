@@ -122,6 +122,7 @@ def test_a_run_that_is_stopped_while_the_process_is_replaced_saves_its_step(undi
     assert status == STOPPED and "Traceback" not in said, said[-4000:]
     assert said.splitlines()[-1].startswith("stopped at step 2, newest checkpoint 2 in ")
     assert [line["step"] for line in steps(run)] == [1, 2] and complete_steps(run / "checkpoint") == [2]
+    assert "Saved checkpoint" in said.partition("Rollouts go on")[0], "nothing waits for another process"
     resumed = train(run, SYNC | {"--checkpoint.resume": None})
     assert repeatable(resumed)[2:] == repeatable(steps(undisturbed))[2:]
 

@@ -72,8 +72,10 @@ _PROBE_BYTES = 2**20
 _CLOSE_S = 10.0
 _FLUSH_S = 2.0
 _SWITCH_S = 0.0005
-_AT_ONCE = ("stop", "describe", "servers", "requests_in_flight", "versions_in_use")
+_AT_ONCE = ("stop", "describe")
 """What does not wait until the main thread is free."""
+_OF_FLEET = {name: name for name in ("requests_in_flight", "versions_in_use")} | {"servers": "apply"}
+"""Nor does this, which methods of the fleet do on the event loop, in order."""
 Files = list[list[Buffer]]
 Event = Callable[..., None]
 
@@ -365,9 +367,9 @@ class Service:
                 (number, verb, newest, arguments), files = self.channel.receive()
                 if verb == "close":
                     break
-                if verb in _AT_ONCE:
+                if verb in _AT_ONCE or verb in _OF_FLEET:
                     try:
-                        getattr(self, f"_{verb}")(number, *arguments)
+                        self._answer_at_once(number, verb, *arguments)
                     except Exception as error:  # a description may meet what changes meanwhile
                         self._send_error(number, error)
                 else:
@@ -387,6 +389,14 @@ class Service:
 
     # --------------------------------------------------------------- what does not wait until the main thread is free
 
+    def _answer_at_once(self, number: int, verb: str, *arguments: Any) -> None:
+        if verb in _AT_ONCE:
+            getattr(self, f"_{verb}")(number)
+            return
+        assert self.worker is not None
+        call = partial(getattr(self.worker.fleet, _OF_FLEET[verb]), *arguments)
+        self.worker.collector.on_loop(partial(self._on_loop, number, call))
+
     def _stop(self, number: int) -> None:
         self._stops = True  # there may be no stream yet
         if self.worker is not None and self.worker.stream is not None:
@@ -396,23 +406,9 @@ class Service:
         said = self.worker.describe() if self.worker else "rollouts: reading data"
         self.channel.send([number, "ok", f"{said}\nin the rollout process:\n{stacks()}"])
 
-    def _servers(self, number: int, change: Any) -> None:
-        assert self.worker is not None
-        self.worker.collector.on_loop(partial(self._on_loop, number, self.worker.fleet.apply, change))
-
-    def _requests_in_flight(self, number: int, server: int) -> None:
-        assert self.worker is not None
-        asked = self.worker.fleet.requests_in_flight
-        self.worker.collector.on_loop(partial(self._on_loop, number, asked, server))
-
-    def _versions_in_use(self, number: int, server: int) -> None:
-        assert self.worker is not None
-        asked = self.worker.fleet.versions_in_use
-        self.worker.collector.on_loop(partial(self._on_loop, number, asked, server))
-
-    def _on_loop(self, number: int, call: Callable[[Any], Any], argument: Any) -> None:
+    def _on_loop(self, number: int, call: Callable[[], Any]) -> None:
         try:
-            value = call(argument)
+            value = call()
         except Exception as error:
             self._send_error(number, error)
         else:
