@@ -143,7 +143,7 @@ class Trainer(Run):
             self.policy.offload.prefetch()
         with self.ledger.stage("pack"):
             rewards, servers = self.broadcast.json([taken.rewards, taken.servers])
-            minibatches = [self.own_rows(parts) for parts in taken.minibatches]
+            minibatches = [self.own_rows(*shares) for shares in taken.minibatches]
             metrics = taken.metrics | {"pack/ahead": float(ahead)}
             metrics |= self.usage.work(*taken.documents) if taken.documents else {}
         return Batch(rewards, taken.advantages, servers, minibatches, metrics)

@@ -32,7 +32,8 @@ from torchtitan.grpo.reporting.ledger import Ledger
 from torchtitan.grpo.reporting.sample_log import SampleLog
 from torchtitan.grpo.reporting.writers import MetricsLogger
 from torchtitan.grpo.rollouts.replay import Replay
-from torchtitan.grpo.run.rollout_worker import Model, Packed, RolloutWorker
+from torchtitan.grpo.run.packed import Packed
+from torchtitan.grpo.run.rollout_worker import Model, RolloutWorker
 from torchtitan.grpo.run.rollouts import Absent, Taken
 from torchtitan.tools.logging import logger
 
@@ -72,8 +73,9 @@ class Replayed(Absent):
             groups = self.groups[step] = self.replay.take(step - 1)
         with self.ledger.stage("pack"):
             it = Packed.of(groups, step - 1, self.config, self.check, self.inputs.layout)
-        parts = [encoded(rows_by_rank) for rows_by_rank in it.minibatches]
-        return Taken(it.rewards, it.advantages, it.servers, parts, documents(it.minibatches), it.metrics)
+        parts = [[encoded(rows_by_rank)] for rows_by_rank in it.minibatches]
+        metrics = it.metrics(self.config.async_grpo.max_age)
+        return Taken(it.rewards, it.advantages, it.servers, parts, documents(it.minibatches), metrics)
 
     def is_ready(self) -> bool:
         return True

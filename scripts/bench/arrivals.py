@@ -8,6 +8,7 @@ The servers generate nothing (arrivals_bench/server.py) and are processes of the
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -28,8 +29,8 @@ SERVER_GPU_TOKENS_PER_S = 25_000
 AHEAD = {"async_grpo.enabled": True, "async_grpo.run_ahead": "full", "async_grpo.max_trajectory_age_steps": 4}
 NOTICE = """tokens tokens_per_s lost_s lost_cpu_s ready_s take_s metrics_s gap_ms held_ms held_ms_alone late late_alone
     own_cpu_s child_cpu_s own_mib child_mib error"""
-GROWTH = """mode answers tokens step_s tokens_per_s server_gpus own_us child_us own_busy child_busy own_bytes
-    child_bytes own_mib child_mib error"""
+GROWTH = """mode processes answers tokens step_s tokens_per_s server_gpus own_us child_us busiest_us own_busy child_busy
+    own_bytes child_bytes own_mib child_mib error"""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -62,6 +63,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     growth.add_argument("--tokens", type=positive, nargs="+", default=[16, 1024, 8192, 32768], help="of an answer")
     growth.add_argument("--max-tokens", type=positive, default=1 << 24, help="of a step; larger ones are left out")
     growth.add_argument("--modes", nargs="+", choices=["sync", "ahead"], default=["sync"], help="default sync")
+    growth.add_argument("--processes", type=positive, nargs="+", default=[1], help="[rollout] processes (default 1)")
     growth.add_argument("--seconds", type=seconds, default=2.0, help="that steps are repeated (default 2)")
     return parser.parse_args(argv)
 
@@ -82,7 +84,9 @@ def write_model(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def job_flags(args: argparse.Namespace, folder: Path, answers: int, tokens: int, ahead: bool) -> dict[str, Any]:
+def job_flags(
+    args: argparse.Namespace, folder: Path, answers: int, tokens: int, processes: int, ahead: bool
+) -> dict[str, Any]:
     """The job as grpo_train.py's configuration. `ahead`: as with `[async_grpo]`."""
     longest = tokens + 64
     flags: dict[str, Any] = {
@@ -99,6 +103,7 @@ def job_flags(args: argparse.Namespace, folder: Path, answers: int, tokens: int,
         "grpo.group_size": args.group,
         "rollout.engine": "vllm",
         "rollout.max_answer_tokens": tokens,
+        "rollout.processes": processes,
         "rollout.start_timeout_seconds": SERVER_START_S,
         "reward.functions": ["exact_match"],
         "validation.enable": False,
@@ -110,9 +115,9 @@ def job_flags(args: argparse.Namespace, folder: Path, answers: int, tokens: int,
     return flags | (AHEAD if ahead else {})
 
 
-def measure(args: argparse.Namespace, folder: Path, mode: str, answers: int, tokens: int) -> Row:
+def measure(args: argparse.Namespace, folder: Path, mode: str, answers: int, tokens: int, processes: int = 1) -> Row:
     """The row of one measurement, in processes of its own, or the error that ended it."""
-    is_notice, own = args.command == "notice", folder / f"{mode}_{answers}_{tokens}"
+    is_notice, own = args.command == "notice", folder / f"{mode}_{answers}_{tokens}_{processes}"
     own.mkdir()
     pace, urls = args.tokens_per_s / args.servers if is_notice else 0.0, []
     environment = import_environment() | device_environment(["cpu"])
@@ -124,7 +129,7 @@ def measure(args: argparse.Namespace, folder: Path, mode: str, answers: int, tok
             command = [sys.executable, "-m", "arrivals_bench.server", *words, "--cpus", *args.other_cpus]
             resources.enter_context(ProcessGroup(command, own / f"server{i}.log", environment))
             urls.append(f"http://127.0.0.1:{port}")
-        flags = job_flags(args, folder, answers, tokens, ahead=mode == "ahead") | {"rollout.urls": urls}
+        flags = job_flags(args, folder, answers, tokens, processes, mode == "ahead") | {"rollout.urls": urls}
         flags["job.dump_folder"] = own / "run"
         job = vars(args) | {"answers": answers, "tokens": tokens, "urls": urls, "words": as_flags(flags)}
         job["rollout_cpus"] = args.other_cpus if is_notice else args.trainer_cpus
@@ -136,8 +141,9 @@ def measure(args: argparse.Namespace, folder: Path, mode: str, answers: int, tok
             print(f"{mode} {answers} x {tokens}: {limited(why)}; {trainer.said()}", file=sys.stderr)
     found = {"error": limited(why)} if why else json.loads((own / "row.json").read_text())
     if not is_notice and not why:
-        found["server_gpus"] = found["tokens_per_s"] / SERVER_GPU_TOKENS_PER_S
-    return {"mode": mode, "answers": answers, "tokens": tokens, "group": args.group} | found
+        found["server_gpus"] = 1e6 / found["busiest_us"] / SERVER_GPU_TOKENS_PER_S
+    about = {"mode": mode, "answers": answers, "tokens": tokens, "processes": processes, "group": args.group}
+    return about | found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,19 +151,20 @@ def run(args: argparse.Namespace) -> int:
     deadline, out = time.monotonic() + args.time_limit_s, Output(True, args.json)
     if args.command == "notice":
         title, columns = "Seconds for each million tokens that arrive", NOTICE
-        sizes = [("ahead", max(args.group, args.step_tokens // tokens), tokens) for tokens in args.tokens]
+        sizes = [("ahead", max(args.group, args.step_tokens // tokens), tokens, 1) for tokens in args.tokens]
     else:
         title, columns = "CPU time and memory of the rollouts for each token", GROWTH
-        sizes = [(mode, n, tokens) for mode in args.modes for tokens in args.tokens for n in args.answers]
+        kinds = itertools.product(args.modes, args.tokens, args.answers, args.processes)
+        sizes = [(mode, n, tokens, processes) for mode, tokens, n, processes in kinds]
         sizes = [size for size in sizes if size[1] * size[2] <= args.max_tokens]
     rows = []
     with tempfile.TemporaryDirectory(prefix="bench_arrivals_") as scratch:
         write_model(Path(scratch) / "model")
-        for mode, answers, tokens in sizes:
+        for mode, answers, tokens, processes in sizes:
             if time.monotonic() > deadline:
                 out.say(f"{mode} {answers} x {tokens}: left out, --time-limit-s {args.time_limit_s:g} is over")
                 continue
-            rows.append(measure(args, Path(scratch), mode, answers, tokens))
+            rows.append(measure(args, Path(scratch), mode, answers, tokens, processes))
             out.record({"table": args.command} | rows[-1])
     out.table(title, columns, rows, record=False)
     return int(any("error" in row for row in rows))

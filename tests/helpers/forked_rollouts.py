@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from torchtitan.grpo.run.rollout_worker import main
+from torchtitan.grpo.run.rollout_service import main
 from torchtitan.grpo.weight_wire.version_names import own_run
 
 _LOOK_S = 0.01

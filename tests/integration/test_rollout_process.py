@@ -91,7 +91,7 @@ def test_a_process_that_is_killed_at_any_moment_changes_nothing_in_sync(undistur
     _, *started = [json.loads(line) for line in (tmp_path / "processes").read_text().splitlines()]
     assert len(started) == len(losses)
     for process in started:
-        assert "rollout_worker" in process["program"] and not process["torch"]
+        assert "rollout_service" in process["program"] and not process["torch"]
         assert process["rss_kib"] < PROCESS_MIB * 1024
 
 
@@ -186,3 +186,70 @@ def test_an_environment_may_use_models_of_transformers(tmp_path, monkeypatch):
     status, said = lossy(run, flags, [["take", 2, "before", KILL]])
     assert status == 0 and "Rollouts go on" in said, said[-4000:]
     assert [line["step"] for line in steps(run)] == [1, 2]
+
+
+TWO = SYNC | {"--rollout.processes": "2", "--rollout.record_gib": "0"}
+
+
+@pytest.fixture(scope="module")
+def two_undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two") / "run"
+    train(folder, TWO)
+    return folder
+
+
+def logged(folder: Path) -> dict[int, list[int]]:
+    """The prompts of all answers, by step."""
+    prompts: dict[int, list[int]] = {}
+    for line in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()):
+        prompts.setdefault(line["step"], []).append(line["prompt_index"])
+    return prompts
+
+
+def test_two_processes_train_on_the_prompts_of_one(undisturbed, two_undisturbed):
+    one, two = logged(undisturbed), logged(two_undisturbed)
+    assert list(one) == list(two) == [1, 2, 3, 4, 5, 6]
+    assert {step: sorted(own) for step, own in one.items()} == {step: sorted(own) for step, own in two.items()}
+    last, other = steps(two_undisturbed)[-1], steps(undisturbed)[-1]
+    for name in ("rollout/groups_asked", "rollout/groups_finished", "data/epoch"):
+        assert last[name] == pytest.approx(other[name]), name
+    assert last.keys() == other.keys() - {"time/record_s"}
+    answers = [json.loads(line) for line in (two_undisturbed / "samples.jsonl").read_text().splitlines()]
+    for step in steps(two_undisturbed):
+        own = [answer for answer in answers if answer["step"] == step["step"]]
+        assert step["rollout/answer_tokens"] == sum(answer["answer_tokens"] for answer in own)
+        assert step["reward/mean"] == pytest.approx(sum(answer["reward"] for answer in own) / len(own))
+        by_prompt: dict[int, float] = {}
+        for answer in own:
+            by_prompt[answer["prompt_index"]] = by_prompt.get(answer["prompt_index"], 0.0) + answer["advantage"]
+        assert all(abs(total) < 1e-4 for total in by_prompt.values()), "each answer has its own group's advantage"
+
+
+def test_two_processes_that_are_killed_lose_no_step_and_train_none_twice(two_undisturbed, tmp_path):
+    run = tmp_path / "run"
+    losses = [
+        ["pairs", 3, "amid", KILL],
+        ["take_share", 3, "amid", KILL],  # one of step 2's
+        ["take_share", 7, "after", KILL],  # it has taken its groups, and another one takes them again
+        ["pack_share", 10, "after", KILL],
+        ["state", 1, "before", KILL],
+    ]
+    status, said = lossy(run, TWO, losses)
+    assert status == 0 and "Traceback" not in said, said[-4000:]
+    assert steps(run)[-1]["rollout/process_losses"] == len(losses)
+    assert [line["step"] for line in steps(run)] == list(range(1, 7))
+    assert {step: sorted(own) for step, own in logged(run).items()} == {
+        step: sorted(own) for step, own in logged(two_undisturbed).items()
+    }
+
+
+def test_two_processes_resume_and_another_number_is_refused(two_undisturbed, tmp_path):
+    run = tmp_path / "run"
+    train(run, TWO | {"--training.steps": "3"})
+    resumed = TWO | {"--checkpoint.resume": None}
+    status, said = lossy(run, resumed | {"--rollout.processes": "1"}, [])
+    assert status == 2 and "has the prompts of 2 rollout processes" in said and "processes = 2" in said, said[-2000:]
+    train(run, resumed)
+    assert {step: sorted(own) for step, own in logged(run).items()} == {
+        step: sorted(own) for step, own in logged(two_undisturbed).items()
+    }

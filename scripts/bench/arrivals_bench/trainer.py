@@ -232,6 +232,7 @@ def growth(trainer: Trainer, job: Job) -> Row:
     base = {name: peak_mib(own) for name, own in processes.items()}
     trainer.take()
     tokens, cpu, began = trainer.arrived(), {name: cpu_s(own) for name, own in processes.items()}, time.perf_counter()
+    of_each = {pid: cpu_s([pid]) for pid in trainer.children}
     taken = trainer.step
     while taken == trainer.step or time.perf_counter() < began + job["seconds"]:
         trainer.take()
@@ -241,7 +242,7 @@ def growth(trainer: Trainer, job: Job) -> Row:
         used_s, peak = cpu_s(own) - cpu[name], peak_mib(own)
         row |= {f"{name}_us": used_s / tokens * 1e6, f"{name}_busy": used_s / seconds, f"{name}_mib": peak}
         row[f"{name}_bytes"] = (peak - base[name]) * MIB / (job["answers"] * job["tokens"])
-    return row
+    return row | {"busiest_us": max(cpu_s([pid]) - used for pid, used in of_each.items()) / tokens * 1e6}
 
 
 def main(folder: Path) -> None:

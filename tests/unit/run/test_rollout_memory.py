@@ -16,8 +16,8 @@ from torchtitan.grpo.engines.protocol import SamplingParams, raise_if_local
 from torchtitan.grpo.rollouts.environment import RolloutClient, single_turn
 from torchtitan.grpo.rollouts.group_call import GroupCall
 from torchtitan.grpo.rollouts.guarded_environment import GuardedEnvironment
-from torchtitan.grpo.run import rollout_process, rollout_worker
-from torchtitan.grpo.run.rollout_worker import NO_MEMORY, Service, _on_loop_error, lacks_memory
+from torchtitan.grpo.run import rollout_process, rollout_service
+from torchtitan.grpo.run.rollout_service import NO_MEMORY, Service, _on_loop_error, lacks_memory
 
 LACKING = [MemoryError(), OSError(errno.ENOMEM, "fork"), RuntimeError("can't start new thread")]
 
@@ -54,7 +54,7 @@ def test_any_error_may_tell_that_no_memory_is_left(monkeypatch) -> None:
 
     error = ImportError("failed to map segment from shared object")
     assert not lacks_memory(error)
-    monkeypatch.setattr(rollout_worker.mmap, "mmap", refuse)
+    monkeypatch.setattr(rollout_service.mmap, "mmap", refuse)
     assert lacks_memory(error)
 
 

@@ -25,7 +25,7 @@ from torchtitan.grpo.engines.protocol import EngineError, Refused
 from torchtitan.grpo.errors import PlainError, UserError, UserErrorOfAllRanks
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.rewards.runner import RewardRunner
-from torchtitan.grpo.run import rollout_process, rollout_worker
+from torchtitan.grpo.run import rollout_process, rollout_service
 from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError, RolloutProcess
 
 LOOK_S = 0.05
@@ -117,7 +117,7 @@ class Worker:
         os._exit(0)
 
 
-def prepare(service: rollout_worker.Service) -> None:
+def prepare(service: rollout_service.Service) -> None:
     service.worker = Worker(service.resources, service._event)  # type: ignore[assignment]
 
 
@@ -143,8 +143,8 @@ class Heard:
 def quick_processes(monkeypatch) -> None:
     monkeypatch.setattr(rollout_process, "start", fork)
     monkeypatch.setattr(rollout_process, "_LOOK_S", LOOK_S)
-    monkeypatch.setattr(rollout_worker, "BEAT_S", LOOK_S)
-    monkeypatch.setattr(rollout_worker.Service, "_prepare", prepare)
+    monkeypatch.setattr(rollout_service, "BEAT_S", LOOK_S)
+    monkeypatch.setattr(rollout_service.Service, "_prepare", prepare)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def is_gone(pid: int) -> bool:
 def test_calls_have_values_files_and_the_newest_version(process, heard):
     assert process.call("echo", 7, [[1, "é"], [None]])[0] == [7, [1, "é"], [None]]
     large = os.urandom(1 << 20)
-    assert process.call("echo", 8, file=large)[0] == [8, large]
+    assert process.call("echo", 8, file=[large])[0] == [8, large]
     count, files = process.call("files", 9, [b"a", b"", large])
     assert count == 3 and files == [b"aa", b"", large + large]
     process.tell("servers", "first")
@@ -204,7 +204,7 @@ def test_an_error_is_raised_as_what_it_was_there(process):
         with pytest.raises(RolloutError, match=kind) as raised:
             process.call(verb, 0, arguments)
         said = "".join(traceback.format_exception(raised.value))
-        assert "In the rollout process:\nTraceback" in said and "rollout_worker.py" in said and kind in said
+        assert "In the rollout process:\nTraceback" in said and "rollout_service.py" in said and kind in said
     assert process.call("echo", 1)[0] == [1], "it goes on"
 
 
@@ -334,8 +334,8 @@ def test_a_close_is_bounded(process, heard, monkeypatch):
 
 
 def test_it_ends_with_a_trainer_that_is_killed(tmp_path, monkeypatch):
-    """Whatever it does, with its reward workers. `rollout_worker._CLOSE_S` bounds it."""
-    monkeypatch.setattr(rollout_worker, "_CLOSE_S", 0.5)
+    """Whatever it does, with its reward workers. `rollout_service._CLOSE_S` bounds it."""
+    monkeypatch.setattr(rollout_service, "_CLOSE_S", 0.5)
     pids = tmp_path / "pids"
     if not (trainer := os.fork()):
         processes = [RolloutProcess(lambda *_: None, lambda *_: None, 20.0) for _ in range(2)]
@@ -370,11 +370,11 @@ def test_a_process_that_holds_the_interpreter_says_where_before_it_is_ended(hear
 
 
 def test_a_users_module_may_hold_the_interpreter_while_it_is_imported(heard, monkeypatch):
-    def slowly(service: rollout_worker.Service) -> None:
+    def slowly(service: rollout_service.Service) -> None:
         ctypes.PyDLL(None).usleep(10**6)  # as a large library that is loaded
         prepare(service)
 
-    monkeypatch.setattr(rollout_worker.Service, "_prepare", slowly)
+    monkeypatch.setattr(rollout_service.Service, "_prepare", slowly)
     monkeypatch.setattr(rollout_process, "FROZEN_S", 6)  # looks, of LOOK_S each
     process = RolloutProcess(heard.on_event, heard.on_end, 20.0)
     process.call("prepare", 0)

@@ -13,6 +13,7 @@
       contradictions.py what keys must satisfy together
         data_contradictions.py, server_contradictions.py, distill_contradictions.py
                         of data and rewards; of servers and weight sync (urls.py: one address); of teachers
+      share.py          how rollouts are divided among processes
       machine.py        what they need from this machine: ranks, GPUs, variables, packages
       target.py         the machine that a dry run is about
     jobs.py             GRPO or supervised fine-tuning: which keys each reads

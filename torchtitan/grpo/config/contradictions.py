@@ -30,6 +30,7 @@ from torchtitan.grpo.config.server_contradictions import (
     check_servers,
     check_weight_sync,
 )
+from torchtitan.grpo.config.share import needs_one_process
 from torchtitan.grpo.config.tables import validation_metric_names
 from torchtitan.grpo.errors import did_you_mean
 
@@ -58,6 +59,7 @@ def check_contradictions(config: JobConfig, job: Job = "grpo") -> list[str]:
         check_adapters,
         check_routing_replay,
         _check_async,
+        _check_processes,
         check_reward,
         check_distill,
         check_warm_start,
@@ -249,6 +251,20 @@ def _check_async(config: JobConfig) -> Iterator[str]:
             f"[async_grpo] order_window = {ahead.order_window} is under [grpo] prompts_per_step = {prompts}: a step "
             "takes that many groups from it, so raise it, or set 0 for as many as the age allows"
         )
+
+
+def _check_processes(config: JobConfig) -> Iterator[str]:
+    processes, prompts = config.rollout.processes, config.grpo.prompts_per_step
+    if processes < 2:
+        return
+    key = f"[rollout] processes = {processes}"
+    if prompts % processes:
+        yield f"{key} does not divide [grpo] prompts_per_step = {prompts}, which they share: change one"
+    if config.async_grpo.order_window % processes:
+        window = config.async_grpo.order_window
+        yield f"{key} does not divide [async_grpo] order_window = {window}, which they share: change one"
+    for why in needs_one_process(config):
+        yield f"{key}, and {why}: leave one of them out"
 
 
 def _check_ray(config: JobConfig) -> Iterator[str]:

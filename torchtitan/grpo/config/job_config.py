@@ -296,6 +296,9 @@ class Rollout:
     max_concurrent_requests: Annotated[int, Range(at_least=0)] = 0
     """Requests in flight per server, each for a group or for one turn of an environment; 0: 256 groups, or 512 turns.
     Groups thin out as short answers end, so let servers queue a few times what they run; but not turns."""
+    processes: Annotated[int, Range(at_least=0, at_most=64)] = 0
+    """Processes that share the requests, rewards and tokens of rollouts; each has its share of a step's prompts.
+    0: one for every 32 servers. Set it where one process keeps a core busy (docs/processes.md)."""
     request_timeout_seconds: Annotated[float, Range(above=0, at_most=1e6)] = 600.0
     """Longest wait for one request, and for a teacher's scores of a group. A teacher's request that fails, or takes
     half of it, goes to another teacher of the same prompts, or again to the only one. Without scores, answers count as

@@ -65,6 +65,7 @@ def training_samples(
     max_answer_tokens: int,
     servers_of: Callable[[Sample], list[int] | np.ndarray] = lambda sample: [],
     distill: Distill | None = None,
+    totals: tuple[int, int] | None = None,
 ) -> list[PackedSample]:
     """One minibatch's answers, ready to pack.
 
@@ -73,6 +74,7 @@ def training_samples(
         version: Of the weights that are trained; a token's age is this minus the version that sampled it.
         servers_of: Each token's `PackedSample.servers`.
         distill: How a teacher's scores, where there are any, become advantages. None, or without a teacher: not at all.
+        totals: Answers and tokens that enter the loss, if others have some of the minibatch; see `counted_totals`.
     """
     distill = distill if _has_teacher(distill) else None
     answers = [(s, a) for group, own in zip(groups, advantages, strict=True) for s, a in zip(group, own, strict=True)]
@@ -81,6 +83,7 @@ def training_samples(
         grpo.loss_aggregation,
         max_answer_tokens,
         [counted for group in groups for counted in counted_samples(group, grpo, max_answer_tokens, distill)],
+        totals,
     )
     return [
         PackedSample(
@@ -101,11 +104,26 @@ def training_samples(
     ]
 
 
+def counted_totals(
+    groups: Sequence[Group], grpo: Grpo, max_answer_tokens: int, distill: Distill | None = None
+) -> tuple[int, int]:
+    """Answers that enter the loss, and their tokens: what normalises it."""
+    distill = distill if _has_teacher(distill) else None
+    lengths = [
+        sample.sampled_tokens
+        for group in groups
+        for sample, counts in zip(group, counted_samples(group, grpo, max_answer_tokens, distill), strict=True)
+        if counts
+    ]
+    return sum(n > 0 for n in lengths), sum(lengths)
+
+
 def token_weights(
     trained_tokens: list[int],
     aggregation: Literal["token", "sequence", "constant"],
     max_answer_tokens: int,
     counted: list[bool],
+    totals: tuple[int, int] | None = None,
 ) -> list[float]:
     """Weight of each TOKEN of sample i, which has `trained_tokens[i]` tokens, in the sum over all tokens of the step.
 
@@ -116,11 +134,13 @@ def token_weights(
 
     Tokens that an environment gave are not trained and are not in `trained_tokens`. A sample that is not `counted`, or
     has no tokens, gets weight 0 and enters no normaliser.
+
+    Args:
+        totals: N, and the tokens of all counted samples, if these samples are not all of them.
     """
     tokens = [n if c else 0 for n, c in zip(trained_tokens, counted, strict=True)]
-    num_samples = sum(n > 0 for n in tokens)
+    num_samples, total = totals or (sum(n > 0 for n in tokens), sum(tokens))
     if aggregation == "token":
-        total = sum(tokens)
         return [1 / total if n else 0.0 for n in tokens]
     if aggregation == "sequence":
         return [1 / (num_samples * n) if n else 0.0 for n in tokens]

@@ -82,21 +82,33 @@ class Layout:
 
 
 def packing_metrics(minibatches: list[list[list[PackedRow]]], attention_tokens: float = math.inf) -> dict[str, float]:
-    """What packing costs and saves, over the results of one or more calls of `pack`.
+    """`packing_fractions` of the results of one or more calls of `pack`."""
+    return packing_fractions(packing_sums(minibatches, attention_tokens))
 
-    `pack/padding_fraction` is the share of padding in all tokens. `pack/shared_fraction` is the share of the documents'
-    tokens that no row has, because an earlier document has them. `pack/imbalance` is the cost (see `pack`) of each
-    turn's most expensive row over the mean of its ranks, both summed over turns. It is 1 if no rank waits.
-    """
+
+def packing_sums(minibatches: list[list[list[PackedRow]]], attention_tokens: float = math.inf) -> list[float]:
+    """Of the results of calls of `pack`: padding, all tokens, tokens that are shared, the cost (see `pack`) of each
+    turn's most expensive row, and the mean of its ranks."""
     rows = [row for rows_by_rank in minibatches for rows in rows_by_rank for row in rows]
     padding = sum(row.padding for row in rows)
     tokens, shared = sum(len(row.tokens) for row in rows), sum(int(row.shared.sum()) for row in rows)
     turns = [turn for rows_by_rank in minibatches for turn in zip(*rows_by_rank, strict=True)]
     costs = [[_row_cost(row, attention_tokens) for row in turn] for turn in turns]
+    return [padding, tokens, shared, sum(map(max, costs)), sum(sum(turn) / len(turn) for turn in costs)]
+
+
+def packing_fractions(sums: Sequence[float]) -> dict[str, float]:
+    """What packing costs and saves.
+
+    `pack/padding_fraction` is the share of padding in all tokens. `pack/shared_fraction` is the share of the documents'
+    tokens that no row has, because an earlier document has them. `pack/imbalance` is the cost (see `pack`) of each
+    turn's most expensive row over the mean of its ranks, both summed over turns. It is 1 if no rank waits.
+    """
+    padding, tokens, shared, slowest, mean = sums
     return {
         "pack/padding_fraction": padding / tokens,
         "pack/shared_fraction": shared / max(1, tokens - padding + shared),
-        "pack/imbalance": sum(map(max, costs)) / sum(sum(turn) / len(turn) for turn in costs),
+        "pack/imbalance": slowest / mean,
     }
 
 

@@ -56,7 +56,7 @@ class Channel:
             raise ValueError(f"a message has at most {_FILES_MAX} files, and this one {len(files)}")
         if not self._is_open:
             return
-        payload = _encoded(message)
+        payload = encoded(message)
         descriptors: list[int] = []
         try:
             for parts in files:
@@ -120,7 +120,7 @@ class Channel:
             payload, descriptors = item if isinstance(item, tuple) else (None, [])
             try:
                 if self._is_open and callable(item):
-                    payload = None if (message := item()) is None else _encoded(message)
+                    payload = None if (message := item()) is None else encoded(message)
                 if self._is_open and payload is not None:
                     head = _HEADER.pack(len(payload), len(descriptors))
                     sent = socket.send_fds(self._socket, [head], descriptors)
@@ -139,7 +139,12 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def _encoded(message: Message) -> bytes:
+def encoded(message: Any) -> bytes:
+    """As MessagePack.
+
+    Raises:
+        TypeError, ValueError, OverflowError: MessagePack has no such value.
+    """
     try:
         return msgspec.msgpack.encode(message, enc_hook=_plain)
     except UnicodeEncodeError:  # JSON of a model or a tool may have half a character

@@ -21,40 +21,71 @@ OWN_REWARD_METRICS = {
     f"reward/{name}" for name in ("mean", "std", "zero_variance_fraction", "failures", "failed_fraction")
 }
 """An environment's score of such a name, or of a source's mean, gets a `_` behind it."""
+Answer = dict[str, Any]
 MEAN_REWARDS = ("greedy_reward", "sampled_reward")
 
 
 def rollout_metrics(
     groups: list[Group], rewards: Sequence[Sequence[float | None]], version: int, max_age: int
 ) -> dict[str, float]:
+    """`answer_metrics` of these groups.
+
+    Args:
+        version: Version of the weights that train on the groups. A token's age is how many versions older it is.
+    """
+    return answer_metrics(described(groups, version), rewards, max_age)
+
+
+def described(groups: list[Group], version: int) -> list[list[Answer]]:
+    """What `answer_metrics` asks of each answer, by group, as values that another process may get."""
+    return [[_described(sample, version) for sample in group] for group in groups]
+
+
+def _described(sample: Sample, version: int) -> Answer:
+    found, counts = np.unique(as_array(sample.sampled_versions, np.int64), return_counts=True)
+    return {
+        "source": sample.prompt.source,
+        "tokens": sample.sampled_tokens,
+        "ages": [*zip((version - found).tolist(), counts.tolist(), strict=True)],
+        "finish_reason": sample.finish_reason,
+        "reward": sample.reward,
+        "rewards": sample.rewards,
+        "failures": len(sample.reward_failures.keys() - {TEACHER}),
+        "teacher_failed": TEACHER in sample.reward_failures,
+        "reverse_kl": None if sample.teacher_logprobs is None else reverse_kl_sum(sample),
+    }
+
+
+def answer_metrics(
+    groups: Sequence[Sequence[Answer]], rewards: Sequence[Sequence[float | None]], max_age: int
+) -> dict[str, float]:
     """Rewards, lengths, ages and how answers ended, over all samples of a step. Empty if there are no samples.
 
     Means of rewards are over the answers that have one.
 
     Args:
+        groups: From `described`.
         rewards: What advantages are made of, by group and sample: the samples' rewards less any length penalty.
-        version: Version of the weights that train on the groups. A token's age is how many versions older it is.
         max_age: The greatest age allowed. Over 0, the share of tokens of each age is reported.
     """
-    samples = [sample for group in groups for sample in group]
-    if not samples:
+    answers = [answer for group in groups for answer in group]
+    if not answers:
         return {}
-    scored = _rewards(samples)
-    lengths = [sample.sampled_tokens for sample in samples]
+    scored = _rewards(answers)
+    lengths = [answer["tokens"] for answer in answers]
     metrics = {
         "reward/zero_variance_fraction": fmean(map(zero_variance, rewards)),
-        "reward/failures": sum(len(sample.reward_failures.keys() - {TEACHER}) for sample in samples),
-        "reward/failed_fraction": 1 - len(scored) / len(samples),
+        "reward/failures": sum(answer["failures"] for answer in answers),
+        "reward/failed_fraction": 1 - len(scored) / len(answers),
         "rollout/answer_tokens": sum(lengths),
         "rollout/answer_tokens_mean": fmean(lengths),
         "rollout/answer_tokens_max": max(lengths),
-        "rollout/truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
-        "rollout/aborted_fraction": fmean(sample.finish_reason == "abort" for sample in samples),
+        "rollout/truncated_fraction": fmean(answer["finish_reason"] == "length" for answer in answers),
+        "rollout/aborted_fraction": fmean(answer["finish_reason"] == "abort" for answer in answers),
     }
     ages: Counter[int] = Counter()
-    for sample in samples:
-        found, counts = np.unique(as_array(sample.sampled_versions, np.int64), return_counts=True)
-        ages.update(dict(zip((version - found).tolist(), counts.tolist(), strict=True)))
+    for answer in answers:
+        ages.update(dict(answer["ages"]))
     if ages:
         tokens = ages.total()
         metrics |= {"rollout/age_mean": sum(a * n for a, n in ages.items()) / tokens, "rollout/age_max": max(ages)}
@@ -63,42 +94,42 @@ def rollout_metrics(
     if scored:
         metrics |= {"reward/mean": fmean(scored), "reward/std": pstdev(scored)}
     by_function: defaultdict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        for name, score in sample.rewards.items():
+    for answer in answers:
+        for name, score in answer["rewards"].items():
             by_function[name].append(score)
     metrics |= _source_metrics(groups)
     own = OWN_REWARD_METRICS | metrics.keys()
     for name, scores in by_function.items():
         key = f"reward/{name}"
         metrics[f"{key}_" if key in own else key] = fmean(scores)
-    return metrics | _teacher_metrics(samples)
+    return metrics | _teacher_metrics(answers)
 
 
-def _teacher_metrics(samples: list[Sample]) -> dict[str, float]:
+def _teacher_metrics(answers: list[Answer]) -> dict[str, float]:
     """Reverse KL divergence per token to the teachers, of each source too if there are several; none without any."""
-    taught = [sample for sample in samples if sample.teacher_logprobs is not None]
-    failures = sum(TEACHER in sample.reward_failures for sample in samples)
+    taught = [answer for answer in answers if answer["reverse_kl"] is not None]
+    failures = sum(answer["teacher_failed"] for answer in answers)
     if not taught:
         return {"distill/failures": failures} if failures else {}
     metrics: dict[str, float] = {"distill/failures": failures}
-    for source in dict.fromkeys(["", *(sample.prompt.source for sample in taught)]):
-        own = [sample for sample in taught if source in ("", sample.prompt.source)]
+    for source in dict.fromkeys(["", *(answer["source"] for answer in taught)]):
+        own = [answer for answer in taught if source in ("", answer["source"])]
         name = f"distill/{source}/reverse_kl" if source else "distill/reverse_kl"
-        metrics[name] = sum(map(reverse_kl_sum, own)) / max(1, sum(sample.sampled_tokens for sample in own))
+        metrics[name] = sum(a["reverse_kl"] for a in own) / max(1, sum(a["tokens"] for a in own))
     return metrics
 
 
-def _source_metrics(groups: list[Group]) -> dict[str, float]:
+def _source_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
     """Mean reward and share of the groups for each source, if there are several."""
-    by_source: defaultdict[str, list[Group]] = defaultdict(list)
+    by_source: defaultdict[str, list[Sequence[Answer]]] = defaultdict(list)
     for group in groups:
-        by_source[group[0].prompt.source].append(group)
+        by_source[group[0]["source"]].append(group)
     metrics: dict[str, float] = {}
     for source, own in by_source.items():
         if not source:
             continue
         metrics[f"data/{source}/share"] = len(own) / len(groups)
-        if scored := _rewards(sample for group in own for sample in group):
+        if scored := _rewards(answer for group in own for answer in group):
             metrics[f"reward/{source}/mean"] = fmean(scored)
     return metrics
 
@@ -124,9 +155,9 @@ def validation_metrics(answers: list[HeldOutAnswers], reward: Reward) -> dict[st
     return metrics
 
 
-def _rewards(samples: Iterable[Sample]) -> list[float]:
-    """Of the samples that have one."""
-    return [sample.reward for sample in samples if sample.reward is not None]
+def _rewards(answers: Iterable[Answer]) -> list[float]:
+    """Of the answers that have one."""
+    return [answer["reward"] for answer in answers if answer["reward"] is not None]
 
 
 def policy_metrics(sums: dict[str, Any], servers: Sequence[str] = ()) -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from torchtitan.grpo.config.job_config import AsyncGrpo, Grpo, Rollout
+from torchtitan.grpo.config.share import ALL, Share
 from torchtitan.grpo.data.load import Prompts
 from torchtitan.grpo.data.samples import Group
 from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
@@ -60,6 +61,7 @@ class RolloutStream:
             an `Outage` do not.
         teachers: They score each group too.
         row_tokens: Longest prompt and answer that a step can train on.
+        share: Of the prompts, of which `grpo.prompts_per_step` is the part for a step.
     """
 
     def __init__(
@@ -75,12 +77,13 @@ class RolloutStream:
         max_failed_fraction: float,
         teachers: Teachers | None = None,
         row_tokens: float = math.inf,
+        share: Share = ALL,
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Groups since the start of the run: asked, finished, replaced, late, timed_out, failed."""
         repeatable = ENGINES[rollout.engine].repeats_in_flight or not ahead.enabled
         seeded = rollout.seeded_requests == "always" or (rollout.seeded_requests == "auto" and repeatable)
-        self._collector, self._prompts = collector, prompts
+        self._collector, self._prompts, self._share = collector, prompts, share
         self._params = params if seeded else replace(params, seed=None)
         self._ahead = ahead.enabled
         self._replace = grpo.zero_variance_groups == "replace"
@@ -161,7 +164,8 @@ class RolloutStream:
         return self._collector.call(read())
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and where the groups are now. `docs/metrics.md` explains the names."""
+        """Counts since the start, and where the groups are now. `docs/metrics.md` explains the names. Those of all
+        shares are summed."""
 
         async def read() -> dict[str, float]:
             entries = self._buffer.entries.values()
@@ -173,7 +177,7 @@ class RolloutStream:
                 counts |= endpoint.metrics()
             return (
                 counts
-                | self._prompts.epochs()
+                | {name: passes / self._share.of for name, passes in self._prompts.epochs().items()}
                 | (self._teachers.metrics() if self._teachers else {})
                 | {
                     "rollout/retried": self._collector.router.retried,
@@ -352,7 +356,7 @@ class RolloutStream:
         if self._pace is not None:
             count = min(count, self._pace.room(len(buffer.entries), buffer.answered))
         try:
-            new = [buffer.add(prompt) for prompt in self._prompts.next(count)] if count > 0 else []
+            new = [buffer.add(prompt) for prompt in self._share.next(self._prompts, count)] if count > 0 else []
         except Exception as error:
             self._fail(error)
             return
@@ -372,7 +376,8 @@ class RolloutStream:
 
     async def _group(self, entry: Entry, cohort: Cohort | None) -> Group:
         step = entry.number // self._per_step + 1  # the step that would train on it if none were dropped
-        seed = prompt_seed(self._params.seed, f"step{step}", entry.prompt.index, entry.occurrence)
+        of_share = f"/{self._share.number}" if self._share.number else ""  # another one may ask the same prompt
+        seed = prompt_seed(self._params.seed, f"step{step}{of_share}", entry.prompt.index, entry.occurrence)
         params, request_id = replace(self._params, seed=seed), f"group{entry.number:08d}-{self._nonce}"
         async with asyncio.timeout(self._timeout_s) as limit:
             call = GroupCall(

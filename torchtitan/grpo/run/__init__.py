@@ -3,9 +3,12 @@
     run.py                 `Run`: process group, mesh, checkpoints, metrics; the base of every trainer
     policy.py              `Policy`: the model, its reference, and what changes them
     rollouts.py            `Rollouts`: from prompts to packed rows, for the trainer
-    kept_process.py        a process of theirs as long as the run: another one follows when it ends
+    kept_processes.py      its processes, each with its share of the prompts
+    kept_process.py        one of them, as long as the run: another one follows when it ends
     rollout_process.py     the process that does it, as the trainer sees it
-    rollout_worker.py      the same from inside; no torch
+    rollout_service.py     the same from inside: what reads the trainer's words and answers; no torch
+    rollout_worker.py      and what does the work; no torch
+    packed.py              a step's groups as rows, or a process' share of them
     script.py              `run_job`: what a training script does with its command line
     running.py             a run inside what its process needs around it
     nodes.py               what nodes owe one another: the same folder, the same mesh, a sign of life

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan.grpo.engines.fleet import Server
@@ -19,7 +19,7 @@ ASKED_S = 5.0
 """How long a link of weight sync waits for what the process says of a server."""
 LOSSES_MAX = 5
 """How often the process may end in a row, without a step's groups between."""
-_LAST = ("take", "is_ready", "validate", "metrics", "log")
+_LAST = ("take", "take_share", "pack_share", "metrics_of_shares", "is_ready", "validate", "metrics", "log")
 """What a run that is asked to stop does without, if it had to wait for another process."""
 
 OnEvent = Callable[[str, list[Any]], None]
@@ -35,10 +35,10 @@ class KeptProcess:
         on_event: See `RolloutProcess`; but for beats.
 
     Attributes:
-        state: What the next process begins with; None for nothing.
+        state: What the next process begins with, from `keep`; None for nothing.
         newest: Returns the newest version that a server can have.
         losses: How often it has ended.
-        losses_in_a_row: The same since a step's groups were last taken, which the user of this resets.
+        losses_in_a_row: The same since `keep` was last called for the process that is there.
         is_stopping: The run is asked to stop.
         failure: Why there will be no other process.
     """
@@ -55,6 +55,7 @@ class KeptProcess:
         self._scored = 0  # by processes that have ended
         self._changed = threading.Condition()
         self._process: RolloutProcess | None = None
+        self._answered: RolloutProcess | None = None  # the newest call
         self._next: RolloutProcess | None = None  # is about to take its place
         self._is_there(start(self._heard, self._on_end))
 
@@ -74,14 +75,26 @@ class KeptProcess:
         self._told[verb] = arguments
         self.call(verb, *arguments)
 
-    def call(self, verb: str, *arguments: Any, file: Buffer | None = None) -> Reply:
+    def call(self, verb: str, *arguments: Any, file: Sequence[Buffer] = ()) -> Reply:
         """See `RolloutProcess.call`. A process that is lost meanwhile is replaced, and the next one asked."""
         while True:
             process = self._running(verb)
             try:
-                return process.call(verb, self.newest(), arguments, file)
+                reply = process.call(verb, self.newest(), arguments, file)
+                self._answered = process
+                return reply
             except ProcessLost:
                 self._await_another(process)
+
+    def keep(self, state: Buffer) -> None:
+        """A step's groups are taken, by the newest call: another process begins with this state. So does one that has
+        taken the place of the one that answered."""
+        with self._changed:
+            self.state, process = state, self._process
+        if process is self._answered:
+            self.losses_in_a_row = 0
+        elif process is not None:
+            self.call("load_state", file=[state])
 
     def follow(self, teller: FleetTeller) -> None:
         """Tell the process of the servers from now on."""
@@ -190,7 +203,6 @@ class KeptProcess:
             try:
                 process = self._begun()
                 logger.info("Rollouts go on after %.1f s, in process %d", time.monotonic() - began, process.pid)
-                self._is_there(process)
                 return
             except ProcessLost as error:
                 how = str(error)
@@ -199,7 +211,7 @@ class KeptProcess:
                 return
 
     def _begun(self) -> RolloutProcess:
-        """A new process, with all that the one before it was told."""
+        """A new process, with all that the one before it was told. It may be asked."""
         process = self._start(self._heard, self._on_end)
         with self._changed:
             self._next = process
@@ -208,29 +220,35 @@ class KeptProcess:
                 raise ProcessLost("the run has ended")
             for verb, arguments in list(self._told.items()):
                 process.call(verb, self.newest(), arguments)
-            if self.state is not None:
-                process.call("load_state", self.newest(), file=self.state)
+            loaded = None
+            while not self._is_there(process, loaded):  # `keep` may come meanwhile
+                loaded = self.state
+                assert loaded is not None
+                process.call("load_state", self.newest(), file=[loaded])
         except BaseException:
             process.close()
             raise
         return process
 
-    def _is_there(self, process: RolloutProcess) -> None:
-        """It may be asked from now on."""
-        if self._teller is not None:
-            process.tell_made("servers", self._teller.whole)
+    def _is_there(self, process: RolloutProcess, state: Buffer | None = None) -> bool:
+        """It may be asked from now on, unless it has another state than the newest: then this is False."""
         with self._changed:
+            if self.state is not state:
+                return False
+            if self._teller is not None:
+                process.tell_made("servers", self._teller.whole)
             closed, self._process = self._is_closed, None if self._is_closed else process
             self._next = None
             self._changed.notify_all()
         if closed:
             process.close()
-            return
+            return True
         self.tell_of_servers()
         if self.is_stopping:
             process.tell("stop")
         if process.lost:  # before anybody would have been told
             self._on_end(process, process.lost)
+        return True
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

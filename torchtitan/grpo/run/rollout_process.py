@@ -1,4 +1,4 @@
-"""The rollout process as the trainer sees it: started, asked, heard, ended. `run/rollout_worker.py` is what it runs."""
+"""The rollout process as the trainer sees it: started, asked, heard, ended. It runs `run/rollout_service.py`."""
 
 import concurrent.futures
 import contextlib
@@ -50,7 +50,7 @@ import torchtitan_overlay
 if hides_torch:
     sys.modules["torch"] = None  # it takes seconds, and tokenizers do without: transformers need not say so
 said = os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "yes")
-from torchtitan.grpo.run.rollout_worker import main
+from torchtitan.grpo.run.rollout_service import main
 if said == "yes":
     del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
 main(descriptor, run)
@@ -104,8 +104,8 @@ class RolloutProcess:
         threading.Thread(target=self._read, name="rollouts-reader", daemon=True).start()
         threading.Thread(target=self._watch, name="rollouts-watch", daemon=True).start()
 
-    def call(self, verb: str, newest: int, arguments: Sequence[Any] = (), file: Buffer | None = None) -> Reply:
-        """What the process answers: a value, and files with large bytes.
+    def call(self, verb: str, newest: int, arguments: Sequence[Any] = (), file: Sequence[Buffer] = ()) -> Reply:
+        """What the process answers: a value, and files with large bytes. It gets a file of these parts, if any.
 
         Raises:
             ProcessLost: It has ended.
@@ -178,14 +178,14 @@ class RolloutProcess:
             self._process.wait()
             self._channel.close()
 
-    def _send(self, verb: str, newest: int, arguments: Sequence[Any], file: Buffer | None = None) -> Future[Reply]:
+    def _send(self, verb: str, newest: int, arguments: Sequence[Any], file: Sequence[Buffer] = ()) -> Future[Reply]:
         future: Future[Reply] = Future()
         with self._lock:
             if self.lost:
                 raise ProcessLost(self.lost)
             number = next(self._numbers)
             self._asked[number] = future
-        self._channel.send([number, verb, newest, list(arguments)], *([] if file is None else [[file]]))
+        self._channel.send([number, verb, newest, list(arguments)], *([file] if file else []))
         return future
 
     def _read(self) -> None:

@@ -1,6 +1,7 @@
 """Rollouts as the trainer has them: the servers, and a process of its own that makes packed rows of prompts."""
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
@@ -12,15 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.job_config import NO_ENVIRONMENT
+from torchtitan.grpo.config.share import Share, rollout_processes
 from torchtitan.grpo.config.tables import longest_tokens
 from torchtitan.grpo.config.values import to_values
 from torchtitan.grpo.engines.fleet import Fleet, Server
-from torchtitan.grpo.engines.fleet_mirror import FleetTeller
 from torchtitan.grpo.engines.push_report import SyncReport
 from torchtitan.grpo.engines.registry import server_maker
-from torchtitan.grpo.errors import PlainError
+from torchtitan.grpo.errors import PlainError, UserError
 from torchtitan.grpo.model.source import ModelSource, write_hf_config
-from torchtitan.grpo.policy.packing import Layout
+from torchtitan.grpo.policy.packing import Layout, packing_fractions
 from torchtitan.grpo.process.channel import Buffer
 from torchtitan.grpo.process.stopping import StopRequested
 from torchtitan.grpo.reporting.ledger import Ledger
@@ -30,6 +31,8 @@ from torchtitan.grpo.rollouts.environment import ENDPOINT
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 from torchtitan.grpo.run.broadcast import patience_s
 from torchtitan.grpo.run.kept_process import KeptProcess, OnEnd, OnEvent
+from torchtitan.grpo.run.kept_processes import KeptProcesses
+from torchtitan.grpo.run.packed import Counted
 from torchtitan.grpo.run.rollout_process import ProcessLost, RolloutError, RolloutProcess
 from torchtitan.grpo.servers.own import OwnServers
 
@@ -41,7 +44,8 @@ class Taken:
     Attributes:
         rewards, advantages: By group and sample. An answer without a reward is left out.
         servers: That sampled the answers; see `SamplerCheck.servers`.
-        minibatches: The packed rows of each, by data rank, as `rows.encoded` has them. None on ranks other than 0.
+        minibatches: The packed rows of each: of each process, by data rank, as `rows.encoded` has them. None for a
+            process' rows on ranks other than 0.
         documents: What `Usage.work` takes; empty on ranks other than 0.
         metrics: Of rollouts and packing.
     """
@@ -49,8 +53,8 @@ class Taken:
     rewards: list[list[float | None]]
     advantages: list[list[float]]
     servers: dict[str, bool]
-    minibatches: Sequence[list[Buffer] | None]
-    documents: tuple[list[int], list[int], int] | tuple[()]
+    minibatches: list[list[list[Buffer] | None]]
+    documents: tuple[Any, ...]
     metrics: dict[str, float]
 
 
@@ -96,7 +100,8 @@ class Absent:
         Raises:
             EngineError, FleetError, StopRequested, UserError: See `RolloutStream.take`.
         """
-        return Taken([], [], {}, [None] * self.config.grpo.minibatches, (), {})
+        shares: list[list[Buffer] | None] = [None] * rollout_processes(self.config)
+        return Taken([], [], {}, [shares] * self.config.grpo.minibatches, (), {})
 
     def is_ready(self) -> bool:
         """Whether `take` returns the next step's batch without a wait for answers."""
@@ -139,6 +144,9 @@ class Rollouts(Absent):
     The process starts at once, so that it is there when the model has been read. If it ends, another one takes its
     place, with the state of the newest step that was taken. That costs the groups that were under way.
 
+    With `[rollout] processes` there are several, with a share of the prompts each. All ask the same servers. A step
+    takes and packs every process' share.
+
     Args:
         resources: Closes what is opened, with the run.
     """
@@ -147,112 +155,167 @@ class Rollouts(Absent):
         self.config, self.resources = config, resources
         self._metrics: MetricsLogger | None = None
         self._chosen: dict[int, Any] = {}  # answers for the log, of steps that are taken and not logged yet
-        self._states: dict[int, Buffer] = {}  # after steps, by step: of the two newest that were taken, or loaded
-        self._process = KeptProcess(self._start_process, self._on_event)
-        resources.callback(self._process.close)
+        # After steps, by step: of the two newest that were taken, or loaded, and of each process.
+        self._states: dict[int, list[Buffer]] = {}
+        make = partial(KeptProcess, self._start_process, self._on_event)
+        self._processes = KeptProcesses(make, rollout_processes(config))
+        self._first = self._processes.each[0]
+        resources.callback(self._processes.close)
 
     def prepare(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, end_token_ids: list[int]) -> None:
         self.source, self.tokenizer, self.end_token_ids = source, tokenizer, end_token_ids
         routes = astuple(source.routes) if source.routes else ()
-        self._process.introduce("prepare", to_values(self.config), source.model_args.vocab_size, end_token_ids, routes)
+        values = to_values(self.config), source.model_args.vocab_size, end_token_ids, routes
+        count = len(self._processes.each)
+        shares = [astuple(Share(number, count)) for number in range(count)]
+        self._processes.map(lambda process, share: process.introduce("prepare", *values, share), shares)
 
     def start(self, own_servers: OwnServers) -> None:
         self.own_servers = own_servers
-        self._process.introduce("start")
+        self._processes.map(lambda process: process.introduce("start"))
         own_servers.start(partial(write_hf_config, self.source, self.tokenizer))
 
     def connect(self, ledger: Ledger, layout: Layout, metrics: MetricsLogger, newest: Callable[[], int]) -> None:
-        process, rollout = self._process, self.config.rollout
-        self.ledger, self._metrics, process.newest = ledger, metrics, newest
+        rollout = self.config.rollout
+        self.ledger, self._metrics, self._newest = ledger, metrics, newest
+        for process in self._processes.each:
+            process.newest = newest
         self.fleet = fleet = self.own_servers.fleet(self._server)
         for server in fleet.servers:
             server.control.wait_healthy(rollout.start_timeout_seconds)
             server.check()
         self.check = SamplerCheck(self.config, fleet)
-        self.resources.callback(process.close)  # before its servers
-        process.introduce("connect", *astuple(layout))
-        fleet.requests_in_flight, fleet.versions_in_use = process.requests_in_flight, process.versions_in_use
-        process.follow(FleetTeller(fleet, process.tell_of_servers))
+        self.resources.callback(self._processes.close)  # before its servers
+        self._processes.map(lambda process: process.introduce("connect", *astuple(layout)))
+        self._processes.follow(fleet)
 
     def sleep(self) -> None:
         self.own_servers.sleep()
 
     def pairs(self) -> list[Buffer]:
-        sizes, (rows, state) = self._process.call("pairs")
-        if state:
-            self._keep({0: state})
+        replies = self._processes.call("pairs")
+        states: list[Buffer] = [files[1] for _, files in replies]
+        if all(states):
+            self._keep({0: states})
+        sizes, (rows, _) = replies[0]
         return _cut(rows, sizes)
 
     def take(self, step: int) -> Taken:
         with self.ledger.stage("rollout"):
-            value, (rows, state) = self._process.call("take", step)
+            shares, states, metrics = self._shares(step)
             self.sleep()
-        rewards, advantages, servers, metrics, documents, sizes, seconds, self._chosen[step] = value
-        self._keep({taken: kept for taken, kept in self._states.items() if taken == step - 1} | {step: state})
-        for name, spent_s in seconds.items():
-            self.ledger.add(name, spent_s, out_of="rollout")
-        parts = iter(_cut(rows, list(itertools.chain.from_iterable(sizes))))
-        minibatches = [list(itertools.islice(parts, len(of_ranks))) for of_ranks in sizes]
-        return Taken(rewards, advantages, servers, minibatches, documents, metrics)
+        before = {taken: kept for taken, kept in self._states.items() if taken == step - 1}
+        self._keep(before | {step: states})
+        taken = Taken([], [], {}, [[] for _ in range(self.config.grpo.minibatches)], ([], [], 0), metrics)
+        seconds, chosen = Counter[str](), self._chosen.setdefault(step, [])
+        for (rewards, advantages, taken.servers, documents, sizes, spent_s, own_chosen), rows in shares:
+            first = sum(len(group) for group in taken.advantages)
+            chosen += [(first + number, record) for number, record in own_chosen]
+            taken.rewards += rewards
+            taken.advantages += advantages
+            taken.documents = tuple(one + own for one, own in zip(taken.documents, documents, strict=True))
+            seconds |= spent_s  # the longest: processes spend them at the same time
+            parts = iter(_cut(rows, list(itertools.chain.from_iterable(sizes))))
+            for minibatch, of_ranks in zip(taken.minibatches, sizes, strict=True):
+                minibatch.append(list(itertools.islice(parts, len(of_ranks))))
+        for name, spent in seconds.items():
+            self.ledger.add(name, spent, out_of="rollout")
+        return taken
 
     def is_ready(self) -> bool:
-        return self._process.call("is_ready")[0]
+        return all(is_ready for is_ready, _ in self._processes.call("is_ready"))
 
     def validate(self, step: int) -> dict[str, float]:
         try:
-            return self._process.call("validate", step)[0]
+            return self._first.call("validate", step)[0]
         except StopRequested:
             return {}
 
     def metrics(self, reports: list[SyncReport], step_s: float) -> dict[str, float]:
         assert self.fleet is not None
-        idle_s = {server.url: 0.0 for server in self.fleet.servers}
-        counts, busy_s = self._call_for_log("metrics", without=({}, idle_s))
+        replies = self._for_log(lambda: self._processes.call("metrics"), without=[])
+        counts: defaultdict[str, float] = defaultdict(float)
+        busy_s = {server.url: 0.0 for server in self.fleet.servers}
+        for (own_counts, own_busy_s), _ in replies:
+            for name, count in own_counts.items():
+                counts[name] += count
+            busy_s |= {url: max(seconds, busy_s.get(url, 0.0)) for url, seconds in own_busy_s.items()}
         of_servers = sync_metrics(reports, self.fleet) | server_metrics(self.fleet, busy_s, reports, step_s)
-        return counts | of_servers | {"rollout/process_losses": self._process.losses}
+        return counts | of_servers | {"rollout/process_losses": self._processes.losses}
 
     def log(self, step: int, advantages: list[list[float]]) -> None:
-        self._call_for_log("log", step, self._chosen.pop(step), advantages, without=None)
+        self._for_log(lambda: self._first.call("log", step, self._chosen.pop(step), advantages), without=None)
 
     def state_dict(self, step: int) -> Buffer:
-        if step not in self._states:
-            return self._process.call("state", step)[1][0]
-        process, is_new = self._process.now, self._process.losses_in_a_row > 0
-        if process is None or (is_new and max(self._states) != step):  # the one that is there began behind this step
-            return self._states[step]
+        kept = self._states.get(step)
+        if kept is None:
+            states = [files[0] for _, files in self._processes.call("state", step)]
+        else:
+            states = self._processes.map(partial(self._state, step), kept)
+        return states[0] if len(states) == 1 else msgspec.msgpack.encode({"shares": states})
+
+    def _state(self, step: int, kept_process: KeptProcess, kept: Buffer) -> Buffer:
+        process, is_new = kept_process.now, kept_process.losses_in_a_row > 0
+        if process is None or (is_new and kept_process.state is not kept):  # it began behind this step
+            return kept
         try:
-            return process.call("state", self._process.newest(), [step])[1][0]
+            return process.call("state", kept_process.newest(), [step])[1][0]
         except (PlainError, RolloutError, ProcessLost, TimeoutError):
-            return self._states[step]  # a step that was trained is saved
+            return kept  # a step that was trained is saved
 
     def load_state_dict(self, state: Buffer | dict[str, Any] | None) -> None:
         assert state is not None
-        as_bytes = msgspec.msgpack.encode(state) if isinstance(state, dict) else state  # of a checkpoint of before
-        self._states = {self._process.newest(): as_bytes}
-        self._process.state = as_bytes
-        self._process.call("load_state", file=as_bytes)
+        saved = state if isinstance(state, dict) else msgspec.msgpack.decode(state)
+        # A dict is of a checkpoint of before.
+        states = saved.get("shares") or [msgspec.msgpack.encode(state) if isinstance(state, dict) else state]
+        if len(states) != len(self._processes.each):
+            raise UserError(
+                f"the checkpoint has the prompts of {len(states)} rollout processes, and this run has "
+                f"{len(self._processes.each)}: set [rollout] processes = {len(states)}"
+            )
+        self._keep({self._newest(): states})
+        self._processes.map(lambda process, own: process.call("load_state", file=[own]), states)
 
     def stop(self) -> None:
-        self._process.stop()
+        self._processes.stop()
 
     def progress(self) -> object:
-        return self._process.losses, self._process.scored
+        return self._processes.losses, self._processes.scored
 
     def describe(self) -> str:
-        return self._process.describe()
+        return self._processes.describe()
 
-    def _keep(self, states: dict[int, Buffer]) -> None:
+    def _shares(self, step: int) -> tuple[list[tuple[Any, memoryview]], list[Any], dict[str, float]]:
+        """What each process says of its share and the rows of it, each one's state, and metrics of all."""
+        if len(self._processes.each) == 1:
+            (*value, metrics), (rows, state) = self._first.call("take", step)
+            return [(value, rows)], [state], metrics
+        counted = [value for value, _ in self._processes.call("take_share", step)]
+        while True:
+            totals = Counted.sum([Counted(*each) for each in counted]).values()
+            replies = self._processes.call("pack_share", step, totals)
+            before, counted = counted, [value[-1] for value, _ in replies]
+            if counted == before:  # else a process that was lost has taken other groups
+                break
+        shares = [(value[:-2], files[0]) for value, files in replies]
+        rewards = list(itertools.chain.from_iterable(value[0] for value, _ in shares))
+        answers = [files[2] for _, files in replies]
+        metrics, _ = self._first.call("metrics_of_shares", rewards, [len(part) for part in answers], file=answers)
+        sums = [sum(of_shares) for of_shares in zip(*(value[-2] for value, _ in replies), strict=True)]
+        return shares, [files[1] for _, files in replies], metrics | packing_fractions(sums)
+
+    def _keep(self, states: dict[int, list[Buffer]]) -> None:
         """A step's groups are taken, or a batch of the warm start: another process would begin behind it."""
-        self._states, self._process.state = states, states[max(states)]
-        self._process.losses_in_a_row = 0
+        self._states = states
+        self._processes.map(KeptProcess.keep, states[max(states)])
 
-    def _call_for_log(self, verb: str, *arguments: Any, without: Any) -> Any:
+    def _for_log(self, call: Callable[[], Any], without: Any) -> Any:
         """What a step's record gets; `without` if the run is to end and has no process: the step is logged all the
         same."""
         try:
-            return self._process.call(verb, *arguments)[0]
+            return call()
         except Exception as error:
-            if isinstance(error, StopRequested) or error is self._process.failure:
+            if isinstance(error, StopRequested) or error is self._processes.failure:
                 return without
             raise
 
@@ -267,7 +330,7 @@ class Rollouts(Absent):
             self._metrics.table(*values)
 
     def _server(self, url: str) -> Server:
-        server = server_maker(self.config, self._process.newest, self.source.model_args.vocab_size)(url)
+        server = server_maker(self.config, self._newest, self.source.model_args.vocab_size)(url)
         server.client = None  # the process asks for answers
         recomputes = self.config.async_grpo.recomputes_kv
         needs = longest_tokens(self.config), self.end_token_ids[0], recomputes, self.source.identity

@@ -174,9 +174,10 @@ class Run:
         """Each summed over the data ranks. Waits for the device."""
         return sum_over_ranks(sums, self.device, self.data_group)
 
-    def own_rows(self, parts: Sequence[Buffer] | None) -> list[Microbatch]:
+    def own_rows(self, *parts: Sequence[Buffer] | None) -> list[Microbatch]:
         """This rank's of the rows that rank 0 has, `encoded`, on its device."""
-        return [Microbatch.of(row, self.device) for row in self.broadcast.rows(parts, self.data_rank)]
+        rows = [row for each in parts for row in self.broadcast.rows(each, self.data_rank)]
+        return [Microbatch.of(row, self.device) for row in rows]
 
     # ----------------------------------------------------------------------------------------------- set-up
 
