@@ -16,6 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import data_ranks, requests_at_once, step_samples
 from torchtitan.grpo.config.jobs import Job
 from torchtitan.grpo.config.keys import show
+from torchtitan.grpo.config.share import rollout_processes
 from torchtitan.grpo.config.target import Target
 from torchtitan.grpo.config.urls import read_urls
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
@@ -328,7 +329,7 @@ def _check_files(config: JobConfig) -> Iterator[str]:
             return  # the fleet refuses it
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     at_once = requests_at_once(rollout)
-    wanted = servers * at_once + _OTHER_FILES
+    wanted = servers * -(-at_once // rollout_processes(config)) + _OTHER_FILES  # of each process
     if hard != resource.RLIM_INFINITY and wanted > hard:
         yield (
             f"[rollout] max_concurrent_requests = {at_once} on {servers} "

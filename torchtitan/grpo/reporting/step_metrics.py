@@ -21,7 +21,8 @@ OWN_REWARD_METRICS = {
     f"reward/{name}" for name in ("mean", "std", "zero_variance_fraction", "failures", "failed_fraction")
 }
 """An environment's score of such a name, or of a source's mean, gets a `_` behind it."""
-Answer = dict[str, Any]
+Answers = tuple[list[tuple[int, int]], list[dict[str, Any]]]
+"""Of a group, from `described`."""
 MEAN_REWARDS = ("greedy_reward", "sampled_reward")
 
 
@@ -36,17 +37,22 @@ def rollout_metrics(
     return answer_metrics(described(groups, version), rewards, max_age)
 
 
-def described(groups: list[Group], version: int) -> list[list[Answer]]:
-    """What `answer_metrics` asks of each answer, by group, as values that another process may get."""
-    return [[_described(sample, version) for sample in group] for group in groups]
+def described(groups: list[Group], version: int) -> list[Answers]:
+    """What `answer_metrics` asks of the answers, by group, as values that another process may get: how many tokens are
+    how old, and what `_described` says of each answer."""
+    result = []
+    for group in filter(None, groups):  # not each sample: `unique` takes long to begin
+        versions = np.concatenate([as_array(sample.sampled_versions, np.int64) for sample in group])
+        found, counts = np.unique(versions, return_counts=True)
+        ages = list(zip((version - found).tolist(), counts.tolist(), strict=True))
+        result.append((ages, list(map(_described, group))))
+    return result
 
 
-def _described(sample: Sample, version: int) -> Answer:
-    found, counts = np.unique(as_array(sample.sampled_versions, np.int64), return_counts=True)
+def _described(sample: Sample) -> dict[str, Any]:
     return {
         "source": sample.prompt.source,
         "tokens": sample.sampled_tokens,
-        "ages": [*zip((version - found).tolist(), counts.tolist(), strict=True)],
         "finish_reason": sample.finish_reason,
         "reward": sample.reward,
         "rewards": sample.rewards,
@@ -57,7 +63,7 @@ def _described(sample: Sample, version: int) -> Answer:
 
 
 def answer_metrics(
-    groups: Sequence[Sequence[Answer]], rewards: Sequence[Sequence[float | None]], max_age: int
+    groups: Sequence[Answers], rewards: Sequence[Sequence[float | None]], max_age: int
 ) -> dict[str, float]:
     """Rewards, lengths, ages and how answers ended, over all samples of a step. Empty if there are no samples.
 
@@ -68,7 +74,7 @@ def answer_metrics(
         rewards: What advantages are made of, by group and sample: the samples' rewards less any length penalty.
         max_age: The greatest age allowed. Over 0, the share of tokens of each age is reported.
     """
-    answers = [answer for group in groups for answer in group]
+    answers = [answer for _, group in groups for answer in group]
     if not answers:
         return {}
     scored = _rewards(answers)
@@ -84,8 +90,8 @@ def answer_metrics(
         "rollout/aborted_fraction": fmean(answer["finish_reason"] == "abort" for answer in answers),
     }
     ages: Counter[int] = Counter()
-    for answer in answers:
-        ages.update(dict(answer["ages"]))
+    for of_group, _ in groups:
+        ages.update(dict(of_group))
     if ages:
         tokens = ages.total()
         metrics |= {"rollout/age_mean": sum(a * n for a, n in ages.items()) / tokens, "rollout/age_max": max(ages)}
@@ -97,7 +103,7 @@ def answer_metrics(
     for answer in answers:
         for name, score in answer["rewards"].items():
             by_function[name].append(score)
-    metrics |= _source_metrics(groups)
+    metrics |= _source_metrics([group for _, group in groups])
     own = OWN_REWARD_METRICS | metrics.keys()
     for name, scores in by_function.items():
         key = f"reward/{name}"
@@ -105,7 +111,7 @@ def answer_metrics(
     return metrics | _teacher_metrics(answers)
 
 
-def _teacher_metrics(answers: list[Answer]) -> dict[str, float]:
+def _teacher_metrics(answers: list[dict[str, Any]]) -> dict[str, float]:
     """Reverse KL divergence per token to the teachers, of each source too if there are several; none without any."""
     taught = [answer for answer in answers if answer["reverse_kl"] is not None]
     failures = sum(answer["teacher_failed"] for answer in answers)
@@ -119,9 +125,9 @@ def _teacher_metrics(answers: list[Answer]) -> dict[str, float]:
     return metrics
 
 
-def _source_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+def _source_metrics(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
     """Mean reward and share of the groups for each source, if there are several."""
-    by_source: defaultdict[str, list[Sequence[Answer]]] = defaultdict(list)
+    by_source: defaultdict[str, list[Sequence[dict[str, Any]]]] = defaultdict(list)
     for group in groups:
         by_source[group[0]["source"]].append(group)
     metrics: dict[str, float] = {}
@@ -155,7 +161,7 @@ def validation_metrics(answers: list[HeldOutAnswers], reward: Reward) -> dict[st
     return metrics
 
 
-def _rewards(answers: Iterable[Answer]) -> list[float]:
+def _rewards(answers: Iterable[dict[str, Any]]) -> list[float]:
     """Of the answers that have one."""
     return [answer["reward"] for answer in answers if answer["reward"] is not None]
 

@@ -10,7 +10,7 @@ from torchtitan.grpo.policy.advantages import reward_advantages
 from torchtitan.grpo.policy.batch import counted_totals, shaped_reward, split, training_samples
 from torchtitan.grpo.policy.packing import Layout, packing_fractions, packing_sums
 from torchtitan.grpo.policy.rows import PackedRow
-from torchtitan.grpo.reporting.step_metrics import Answer, answer_metrics, described
+from torchtitan.grpo.reporting.step_metrics import Answers, answer_metrics, described
 from torchtitan.grpo.rollouts.sampler_check import SamplerCheck
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Packed:
     advantages: list[list[float]]
     servers: dict[str, bool]
     minibatches: list[list[list[PackedRow]]]
-    answers: list[list[Answer]]
+    answers: list[Answers]
     sums: list[float]
 
     def metrics(self, max_age: int) -> dict[str, float]:
