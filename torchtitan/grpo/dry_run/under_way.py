@@ -2,6 +2,7 @@
 
 from torchtitan.config import JobConfig
 from torchtitan.grpo.config.batch import requests_at_once
+from torchtitan.grpo.config.share import rollout_processes
 
 MEAN = 4
 """The length of an average answer is not known before a run: here, one in so many of the longest."""
@@ -25,6 +26,8 @@ def under_way_lines(config: JobConfig) -> list[str]:
     groups = (ahead.max_age + 1) * grpo.prompts_per_step + surplus
     servers = rollout.replicas or len(rollout.urls) or 1
     each = " each" if rollout.urls_file else f" on {servers}" if servers > 1 else ""
+    processes = rollout_processes(config)
+    each += f", by {processes} rollout processes" if processes > 1 else ""
     what = "turn of an answer" if rollout.environment else "group"
     lines = [
         f"  under way        at most {groups:,} groups, {groups * grpo.group_size:,} answers; one request for each "
