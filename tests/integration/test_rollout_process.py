@@ -249,7 +249,7 @@ def test_two_processes_resume_and_another_number_is_refused(two_undisturbed, tmp
     resumed = TWO | {"--checkpoint.resume": None}
     status, said = lossy(run, resumed | {"--rollout.processes": "1"}, [])
     assert status == 2 and "has the prompts of 2 rollout processes" in said and "processes = 2" in said, said[-2000:]
-    train(run, resumed)
+    train(run, resumed, 2)  # each rank gets rows of both
     assert {step: sorted(own) for step, own in logged(run).items()} == {
         step: sorted(own) for step, own in logged(two_undisturbed).items()
     }
