@@ -165,11 +165,11 @@ def test_the_server_tells_what_transformers_routers_choose(ends):
     generator.add([request])
     while generator.busy:
         generator.step()
-    tokens = torch.tensor([PROMPT + row.token_ids[:-1] for row in request.rows])
+    tokens = torch.tensor([PROMPT + row.token_ids[:-1] for row in request.answers])
     with torch.no_grad():
         logits = model(tokens, output_router_logits=True).router_logits
     chosen = torch.stack([layer.topk(2).indices for layer in logits], 1)
-    routes = torch.from_numpy(np.concatenate([each for row in request.rows for each in row.routes])).long()
+    routes = torch.from_numpy(np.concatenate([each for row in request.answers for each in row.routes])).long()
     assert torch.equal(chosen.sort(-1).values, routes.sort(-1).values)
 
 
@@ -224,7 +224,7 @@ def test_an_answer_across_an_update_keeps_what_older_weights_chose(ends):
     generator.add([other, request])
     for _ in range(4):
         generator.step()
-    row = request.rows[1]
+    row = request.answers[1]
     before, known = np.concatenate(row.routes), len(row.token_ids)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -235,7 +235,7 @@ def test_an_answer_across_an_update_keeps_what_older_weights_chose(ends):
     after = np.concatenate(row.routes)
     assert len(after) == len(PROMPT) + 12 - 1 and len(before) == len(PROMPT) + known - 1
     assert np.array_equal(after[: len(before)], before)
-    assert not other.rows[0].routes, "nobody asked for them"
+    assert not other.answers[0].routes, "nobody asked for them"
 
 
 @pytest.mark.parametrize("broken", ["missing", "expert", "twice", "shape"])

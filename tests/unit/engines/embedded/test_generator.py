@@ -60,7 +60,7 @@ def finish(generator: Generator) -> list[Request]:
 
 
 def answers(requests: list[Request]) -> list[list[list[int]]]:
-    return [[row.token_ids for row in request.rows] for request in requests]
+    return [[row.token_ids for row in request.answers] for request in requests]
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def reference_logprobs(model: PreTrainedModel, prompt: list[int], answer: list[i
 
 def assert_logprobs(model: PreTrainedModel, requests: list[Request]) -> None:
     for request in requests:
-        for row in request.rows:
+        for row in request.answers:
             expected = reference_logprobs(model, request.prompt_ids, row.token_ids, request.params.temperature or 1.0)
             torch.testing.assert_close(torch.tensor(row.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -84,7 +84,7 @@ def test_logprobs_match_a_plain_forward(model: PreTrainedModel) -> None:
         requests.append(Request(str(i), prompt, params))
     generator.add(requests)
     finish(generator)
-    assert [len(row.token_ids) for row in requests[3].rows] == [17, 17, 17]
+    assert [len(row.token_ids) for row in requests[3].answers] == [17, 17, 17]
     assert_logprobs(model, requests)
 
 
@@ -99,7 +99,7 @@ def test_greedy_is_transformers_generate(model: PreTrainedModel) -> None:
         expected = model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False, pad_token_id=0
         )
-        assert request.rows[0].token_ids == expected[0, len(prompt) :].tolist()
+        assert request.answers[0].token_ids == expected[0, len(prompt) :].tolist()
     assert_logprobs(model, requests)
 
 
@@ -126,13 +126,13 @@ def test_a_stop_string_ends_its_own_rows(model: PreTrainedModel) -> None:
     whole = Request("whole", prompt, SamplingParams(2, 1.0, 30, seed=3))
     generator.add([whole])
     finish(generator)
-    text = generator.decode(whole.rows[0].token_ids)
+    text = generator.decode(whole.answers[0].token_ids)
     stopped = Request("stopped", prompt, SamplingParams(2, 1.0, 30, seed=3, stop=(text[10:13], "not in it")))
     beside = Request("beside", prompt, SamplingParams(2, 1.0, 30, seed=3))
     generator.add([stopped, beside])
     finish(generator)
-    assert stopped.rows[0].token_ids == whole.rows[0].token_ids[: text.index(text[10:13]) + 3]
-    assert (stopped.rows[0].finish_reason, whole.rows[0].finish_reason) == ("stop", "length")
+    assert stopped.answers[0].token_ids == whole.answers[0].token_ids[: text.index(text[10:13]) + 3]
+    assert (stopped.answers[0].finish_reason, whole.answers[0].finish_reason) == ("stop", "length")
     assert answers([beside]) == answers([whole])
 
 
@@ -164,7 +164,60 @@ def test_answers_do_not_depend_on_the_batch(model: PreTrainedModel) -> None:
     finish(generator)
 
     assert answers(together) == answers(alone) == answers(staggered)
-    assert len({tuple(row.token_ids) for row in together[5].rows}) == 2  # two samples, two answers
+    assert len({tuple(row.token_ids) for row in together[5].answers}) == 2  # two samples, two answers
+
+
+def computed_tokens(model: PreTrainedModel, requests: list[Request]) -> list[list[int]]:
+    """[rows, tokens] of each forward pass that generates the requests' answers."""
+    shapes: list[list[int]] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: shapes.append([*inputs[0].shape]))
+    generator = make_generator(model)
+    generator.add(requests)
+    finish(generator)
+    hook.remove()
+    return shapes
+
+
+def test_answers_are_computed_once_until_they_differ(model: PreTrainedModel) -> None:
+    prompts = prompts_of([9, 6])
+    greedy = [Request(str(i), prompt, SamplingParams(5, 0.0, 4)) for i, prompt in enumerate(prompts)]
+    assert computed_tokens(model, greedy) == [[2, 9], [2, 1], [2, 1], [2, 1]]
+    sampled = [Request(str(i), prompt, SamplingParams(8, 0.4, 12, seed=i)) for i, prompt in enumerate(prompts)]
+    (rows, width), *decoded = computed_tokens(model, sampled)
+    assert (rows, width) == (2, 9)
+    for number, (rows, width) in enumerate(decoded, start=1):
+        begun = [{tuple(answer.token_ids[:number]) for answer in request.answers} for request in sampled]
+        assert (rows, width) == (sum(map(len, begun)), 1)
+    assert 2 < decoded[0][0] < decoded[-1][0], "they branch more than once"
+    assert_logprobs(model, sampled)
+
+
+def test_branches_end_one_after_another_and_others_take_their_places(model: PreTrainedModel) -> None:
+    """Rows are copied within one step from and to each other's places."""
+    generator = make_generator(model, end_token_ids=tuple(range(0, VOCAB, 5)), max_sequences=24)
+    prompts = prompts_of([4, 12, 7, 3, 9, 5])
+    requests = [Request(str(i), prompt, SamplingParams(8, 0.6, 25, seed=i)) for i, prompt in enumerate(prompts)]
+    generator.add(requests)
+    finish(generator)
+    assert len({len(answer.token_ids) for request in requests for answer in request.answers}) > 5
+    assert_logprobs(model, requests)
+
+
+def test_a_branched_request_is_preempted(model: PreTrainedModel) -> None:
+    generator = make_generator(model)
+    whole, broken = [Request("r", prompts_of([6])[0], SamplingParams(8, 0.5, 14, seed=5)) for _ in range(2)]
+    generator.add([whole])
+    finish(generator)
+    generator.add([broken])
+    begun = []
+    for _ in range(3):
+        generator.step()
+        begun.append(len({tuple(answer.token_ids) for answer in broken.answers}))
+        generator.preempt()
+    assert 1 < begun[0] < 8
+    finish(generator)
+    assert answers([broken]) == answers([whole])
+    assert_logprobs(model, [broken])
 
 
 def test_small_memory_only_delays(model: PreTrainedModel) -> None:
@@ -197,7 +250,7 @@ def test_stop_end_and_length(model: PreTrainedModel) -> None:
         )
         generator.add([request])
         assert finish(generator) == [request]
-        return request.rows[0]
+        return request.answers[0]
 
     free = run()
     assert (len(free.token_ids), free.finish_reason) == (20, "length")
@@ -219,7 +272,7 @@ def test_length_limit(model: PreTrainedModel) -> None:
     request = Request("r", prompts_of([31])[0], SamplingParams(1, 1.0, 1, seed=0))
     generator.add([request])
     finish(generator)
-    assert len(request.rows[0].token_ids) == 1
+    assert len(request.answers[0].token_ids) == 1
     with pytest.raises(ValueError, match=r"32 tokens.*--max-model-len is 32"):
         generator.check(32, 1)
     with pytest.raises(ValueError, match=r"30 \+ 3 tokens.*--max-model-len is 32"):
@@ -248,7 +301,7 @@ def test_preempted_rows_are_computed_again_under_new_weights() -> None:
     generator.add(requests)
     generator.step()
     generator.step()
-    old = [[(list(row.token_ids), list(row.logprobs)) for row in request.rows] for request in requests]
+    old = [[(list(row.token_ids), list(row.logprobs)) for row in request.answers] for request in requests]
     update = ModelUpdate(model)
     update.begin()
     update.load(list(other.state_dict().items()))
@@ -257,7 +310,7 @@ def test_preempted_rows_are_computed_again_under_new_weights() -> None:
     generator.preempt()
     assert finish(generator)
     for request, before in zip(requests, old, strict=True):
-        for row, (tokens, logprobs) in zip(request.rows, before, strict=True):
+        for row, (tokens, logprobs) in zip(request.answers, before, strict=True):
             cut = len(tokens)
             assert (row.token_ids[:cut], row.logprobs[:cut]) == (tokens, logprobs)
             assert row.version_starts == [("default", 0), ("7", cut)]
@@ -272,8 +325,8 @@ def test_dropped_requests_keep_what_they_have(model: PreTrainedModel) -> None:
     generator.add(requests)
     generator.step()
     assert generator.drop("abort") == requests
-    assert [len(request.rows[0].token_ids) for request in requests] == [2, 2, 0]
-    assert {request.rows[0].finish_reason for request in requests} == {"abort"}
+    assert [len(request.answers[0].token_ids) for request in requests] == [2, 2, 0]
+    assert {request.answers[0].finish_reason for request in requests} == {"abort"}
     assert not generator.busy
 
 
@@ -285,7 +338,7 @@ def test_top_logprobs_follow_the_temperature(model: PreTrainedModel) -> None:
         request = Request("r", prompts_of([6])[0], params, top_logprobs=VOCAB)
         generator.add([request])
         finish(generator)
-        row = request.rows[0]
+        row = request.answers[0]
         assert row.top_logprobs[0][0] == (row.token_ids[0], row.logprobs[0])
         values = dict(row.top_logprobs[0])
         assert len(values) == VOCAB
@@ -298,7 +351,7 @@ def test_a_reply_has_no_infinity(model: PreTrainedModel) -> None:
     request = Request("r", prompts_of([6])[0], SamplingParams(1, 1.0, 1, seed=0, top_p=0.01), top_logprobs=VOCAB)
     generator.add([request])
     finish(generator)
-    assert -math.inf in dict(request.rows[0].top_logprobs[0]).values()
+    assert -math.inf in dict(request.answers[0].top_logprobs[0]).values()
     content = reply(request, "model")["choices"][0]["logprobs"]["content"]
     values = [top["logprob"] for top in content[0]["top_logprobs"]]
     assert len(values) == VOCAB and min(values) == -9999 and max(values) == content[0]["logprob"]

@@ -7,14 +7,14 @@ import numpy as np
 from aiohttp import web
 
 from torchtitan.grpo.data.routes import to_npy
-from torchtitan.grpo.engines.embedded.generator import AnswerRow, Generator, Request
+from torchtitan.grpo.engines.embedded.generator import Answer, Generator, Request
 from torchtitan.grpo.engines.embedded.sampling import TEMPERATURE_MAX, TEMPERATURE_MIN
 from torchtitan.grpo.engines.protocol import SamplingParams
 from torchtitan.grpo.inside_vllm.flat_logprobs import LOWEST
 
 TOP_LOGPROBS_MAX = 20
 ANSWERS_MAX = 1 << 16
-"""Most answers to one request. Each is a row in the queue at once."""
+"""Most answers to one request. All are in the queue at once."""
 INT64 = range(-(1 << 63), 1 << 63)
 
 NEUTRAL = {
@@ -95,7 +95,7 @@ def token_ids_of(token_ids: Any, name: str, generator: Generator) -> list[int]:
 def reply(request: Request, model_name: str) -> dict:
     """What answers a finished request, in vLLM's form."""
     prompt_tokens = len(request.prompt_ids)
-    answer_tokens = sum(len(row.token_ids) for row in request.rows)
+    answer_tokens = sum(len(answer.token_ids) for answer in request.answers)
     return {
         "request_id": request.request_id,
         "model": model_name,
@@ -104,39 +104,39 @@ def reply(request: Request, model_name: str) -> dict:
             "completion_tokens": answer_tokens,
             "total_tokens": prompt_tokens + answer_tokens,
         },
-        "choices": [_choice(i, row) for i, row in enumerate(request.rows)],
+        "choices": [_choice(i, answer) for i, answer in enumerate(request.answers)],
     }
 
 
-def _choice(index: int, row: AnswerRow) -> dict:
-    ends = [start for _, start in row.version_starts[1:]] + [len(row.token_ids)]
+def _choice(index: int, answer: Answer) -> dict:
+    ends = [start for _, start in answer.version_starts[1:]] + [len(answer.token_ids)]
     return {
         "index": index,
-        "finish_reason": row.finish_reason,
-        "stop_reason": row.token_ids[-1]
-        if row.token_ids[-1:] and row.token_ids[-1] in row.request.params.stop_token_ids
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.token_ids[-1]
+        if answer.token_ids[-1:] and answer.token_ids[-1] in answer.request.params.stop_token_ids
         else None,
-        "token_ids": row.token_ids,
+        "token_ids": answer.token_ids,
         "weight_versions": [
             {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(row.version_starts, ends, strict=True)
+            for (version, start), end in zip(answer.version_starts, ends, strict=True)
         ]
-        if row.token_ids
+        if answer.token_ids
         else [],
-        **_logprobs(row),
-        **({"routed_experts": to_npy(np.concatenate(row.routes))} if row.request.routes and row.routes else {}),
+        **_logprobs(answer),
+        **({"routed_experts": to_npy(np.concatenate(answer.routes))} if answer.routes else {}),
     }
 
 
-def _logprobs(row: AnswerRow) -> dict:
+def _logprobs(answer: Answer) -> dict:
     """In the form of vLLM with our plug-in (`inside_vllm/flat_logprobs.py`)."""
-    if row.request.flat_logprobs:
-        return {"logprobs": None, "token_logprobs": row.logprobs}
+    if answer.request.flat_logprobs:
+        return {"logprobs": None, "token_logprobs": answer.logprobs}
     content: list[dict[str, Any]] = [
         {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
-        for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
+        for token, logprob in zip(answer.token_ids, answer.logprobs, strict=True)
     ]
-    for entry, best in zip(content, row.top_logprobs, strict=False):
+    for entry, best in zip(content, answer.top_logprobs, strict=False):
         # Tokens that top-p or min-p cut have -inf.
         entry["top_logprobs"] = [
             {"token_id": token, "logprob": max(logprob, LOWEST), "rank": None} for token, logprob in best

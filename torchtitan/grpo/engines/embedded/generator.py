@@ -22,11 +22,11 @@ PREFILL_TOKENS = 16384
 
 
 @dataclass(eq=False)
-class AnswerRow:
-    """One answer that is being generated: a row of the batch.
+class Answer:
+    """One answer that is being generated.
 
     Attributes:
-        key: Key of the row's noise, see `sampling.uniform`.
+        key: Key of its noise, see `sampling.uniform`.
         version_starts: (weight version, index of the first token that it sampled).
         routes: If the request asks for them: the experts of consecutive positions, [positions, layers, top_k] each.
         top_logprobs: If the request asks for k of them: k (token, log-probability) pairs for each token, the sampled
@@ -68,33 +68,39 @@ class Request:
     top_logprobs: int = 0
     flat_logprobs: bool = False
     routes: bool = False
-    rows: list[AnswerRow] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     unfinished: int = 0
     cancelled: bool = False
     error: str | None = None
 
     def __post_init__(self) -> None:
         seed = self.params.seed if self.params.seed is not None else random.SystemRandom().getrandbits(63)
-        self.rows = [AnswerRow(self, noise_key(seed, i)) for i in range(self.params.n)]
-        self.unfinished = len(self.rows)
+        self.answers = [Answer(self, noise_key(seed, i)) for i in range(self.params.n)]
+        self.unfinished = len(self.answers)
+
+
+Branch = list[Answer]
+"""Answers to one request whose tokens are equal so far: one row of the batch, computed once for all of them."""
 
 
 class Generator:
     """Generates answers with continuous batching. Not thread-safe: one thread makes all calls.
 
-    `step` generates one token for every running row. Finished rows leave; waiting rows join, first come, first served.
-    New prompts are computed in one batch, and answers to one prompt share its computation.
+    `step` generates one token for every running answer. Finished answers leave; waiting ones join, first come, first
+    served. New prompts are computed in one batch. Answers to one prompt are one row of it, and of the cache, until
+    their tokens differ: then the row branches.
 
-    A row's noise depends only on its request's seed and its own number. So its tokens do not depend on the rest of the
-    batch, up to floating-point rounding of the logits: matrix multiplications may round differently at another batch
-    size.
+    An answer's noise depends only on its request's seed and its own number. So its tokens do not depend on the rest of
+    the batch, up to floating-point rounding of the logits: matrix multiplications may round differently at another
+    batch size.
 
     Args:
         model: A causal language model of transformers with full attention in every layer.
-        max_sequences: Most rows in the batch.
+        max_sequences: Most answers in the batch.
         max_model_len: Most tokens of prompt and answer together.
         end_token_ids: Tokens that end an answer unless its request sets `ignore_eos`.
-        cache_bytes: Most memory for keys and values. A row is admitted if its longest possible answer fits.
+        cache_bytes: Most memory for keys and values. An answer is admitted if it fits at its longest, and in a row of
+            its own.
         decode: Token ids -> text. None: no request may have stop strings.
     """
 
@@ -120,12 +126,13 @@ class Generator:
         self.cache_tokens = cache_bytes // token_bytes
         self.routing = RoutingRecorder(model)
         self._cache = RowCache(config.num_hidden_layers)
-        self._running: list[AnswerRow] = []  # running[r] is row r of the cache
-        self._waiting: deque[AnswerRow] = deque()
+        self._running: list[Branch] = []  # running[r] is row r of the cache
+        self._waiting: deque[Answer] = deque()
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        """How many answers."""
+        return sum(map(len, self._running))
 
     @property
     def busy(self) -> bool:
@@ -147,34 +154,34 @@ class Generator:
         """Queue requests, in this order."""
         for request in requests:
             self.check(len(request.prompt_ids), request.params.max_tokens)
-            self._waiting.extend(request.rows)
+            self._waiting.extend(request.answers)
 
     def preempt(self) -> None:
-        """Discard the cache. Running rows return to the front of the queue and keep their tokens. They are computed
+        """Discard the cache. Running answers return to the front of the queue and keep their tokens. They are computed
         again from the first token when they are admitted again, as in vLLM after a pause with `clear_cache`."""
-        self._waiting.extendleft(reversed(self._running))
+        self._waiting.extendleft(reversed(self._unfinished()))
         self._running = []
 
     def drop_cache(self) -> None:
-        """Free the memory of keys and values. No row may be running."""
+        """Free the memory of keys and values. No answer may be running."""
         self._cache.drop()
 
     def drop(self, finish_reason: FinishReason = "abort", error: str | None = None) -> list[Request]:
         """End every request now, with the tokens that it has, and return them."""
-        rows = [*self._running, *self._waiting]
+        answers = [*self._unfinished(), *self._waiting]
         self._running, self._waiting = [], deque()
         finished = []
-        for row in rows:
-            row.request.error = error
-            finished += self._finish(row, finish_reason)
+        for answer in answers:
+            answer.request.error = error
+            finished += self._finish(answer, finish_reason)
         return finished
 
     @torch.inference_mode()
     def step(self, admit: bool = True) -> list[Request]:
-        """Sample one more token for every running row (two for new rows) and return the complete requests.
+        """Sample one more token for every running answer (two for new ones) and return the complete requests.
 
         Args:
-            admit: Whether waiting rows may join.
+            admit: Whether waiting answers may join.
 
         Raises:
             FloatingPointError: The model's logits are NaN.
@@ -188,84 +195,85 @@ class Generator:
             finished += self._decode()
         return finished
 
-    def _remove_cancelled(self) -> None:
-        if any(row.request.cancelled for row in self._running):
-            self._keep([not row.request.cancelled for row in self._running])
-        if any(row.request.cancelled for row in self._waiting):
-            self._waiting = deque(row for row in self._waiting if not row.request.cancelled)
+    def _unfinished(self) -> list[Answer]:
+        """The running answers, row by row."""
+        return [answer for branch in self._running for answer in branch]
 
-    def _admissible(self) -> Iterator[list[AnswerRow]]:
-        """Take rows from the queue while they fit, and yield them in batches of at most PREFILL_TOKENS."""
-        longest = max((row.tokens_max for row in self._running), default=0)
-        free = self.max_sequences - len(self._running)
-        batch: list[AnswerRow] = []
-        prompts, width, admitted = 0, 0, 0
+    def _remove_cancelled(self) -> None:
+        if any(branch[0].request.cancelled for branch in self._running):
+            rows = enumerate(self._running)
+            self._arrange([(row, branch) for row, branch in rows if not branch[0].request.cancelled])
+        if any(answer.request.cancelled for answer in self._waiting):
+            self._waiting = deque(answer for answer in self._waiting if not answer.request.cancelled)
+
+    def _admissible(self) -> Iterator[list[Branch]]:
+        """Take answers from the queue while they fit, and yield them as new rows of at most PREFILL_TOKENS together."""
+        longest = max((answer.tokens_max for answer in self._unfinished()), default=0)
+        running = self.running
+        free = self.max_sequences - running
+        batch: list[Branch] = []
+        width, admitted = 0, 0
         while self._waiting and admitted < free:
-            row = self._waiting[0]
-            longest = max(longest, row.tokens_max)
-            if (len(self._running) + len(batch) + 1) * longest > self.cache_tokens and (self._running or batch):
+            answer = self._waiting[0]
+            longest = max(longest, answer.tokens_max)
+            if (running + 1) * longest > self.cache_tokens and running:
                 break
-            shares = bool(batch) and _shares_prompt(row, batch[-1])
-            if batch and not shares and (prompts + 1) * max(width, row.tokens) > PREFILL_TOKENS:
+            joins = bool(batch) and _are_one_row(answer, batch[-1][0])
+            if batch and not joins and (len(batch) + 1) * max(width, answer.tokens) > PREFILL_TOKENS:
                 yield batch
-                batch, prompts, width = [], 0, 0
-                continue  # rows of the yielded batch may have finished: check the limits again
-            batch.append(self._waiting.popleft())
-            admitted += 1
-            prompts, width = prompts + (not shares), max(width, row.tokens)
+                batch, width, running = [], 0, self.running
+                continue  # answers of the yielded batch may have finished: check the limits again
+            self._waiting.popleft()
+            if joins:
+                batch[-1].append(answer)
+            else:
+                batch.append([answer])
+            width, running, admitted = max(width, answer.tokens), running + 1, admitted + 1
         if batch:
             yield batch
 
-    def _prefill(self, batch: list[AnswerRow]) -> list[Request]:
-        """Compute the batch's tokens so far, append its rows to the running rows and sample a token for each."""
-        inputs: list[list[int]] = []
-        sources: list[int] = []
-        for i, row in enumerate(batch):
-            if i == 0 or not _shares_prompt(row, batch[i - 1]):
-                inputs.append(row.request.prompt_ids + row.token_ids)
-            sources.append(len(inputs) - 1)
+    def _prefill(self, batch: list[Branch]) -> list[Request]:
+        """Compute the batch's tokens so far, append its rows to the running ones and sample a token for each answer."""
+        inputs = [branch[0].request.prompt_ids + branch[0].token_ids for branch in batch]
         device = self.model.device
         width = max(len(tokens) for tokens in inputs)
         # Padding is on the right, where causal attention hides it from every real token.
         tokens = torch.tensor([t + [0] * (width - len(t)) for t in inputs], device=device)
         columns = torch.arange(width, device=device)
         last = torch.tensor([len(t) - 1 for t in inputs], device=device)
-        source_rows = torch.tensor(sources, device=device)
-        self._cache.reserve(len(self._running) + len(batch), width + 1, keep=bool(self._running))
-        self._cache.prefill(len(self._running), source_rows)
+        first, rows_max = len(self._running), self.running + sum(map(len, batch))
+        self._cache.reserve(rows_max, width + 1, keep=bool(self._running))
+        self._cache.prefill(first, len(batch))
         mask = self._mask(columns[None, :] <= columns[:, None])[None, None]
-        self.routing.wanted = any(row.request.routes for row in batch)
-        hidden = self._forward(tokens, columns.expand(len(inputs), -1), mask)  # [prompts, width, D]
+        self.routing.wanted = any(branch[0].request.routes for branch in batch)
+        hidden = self._forward(tokens, columns.expand(len(inputs), -1), mask)  # [rows, width, D]
         if self.routing.wanted:
-            chosen = self.routing.take(len(inputs), width)
-            for row, source in zip(batch, sources, strict=True):
-                if not row.request.routes:
-                    continue
-                # Positions that older weights have computed keep their experts.
-                row.routes.append(chosen[source, sum(map(len, row.routes)) : row.tokens])
+            for branch, chosen in zip(batch, self.routing.take(len(batch), width), strict=True):
+                for answer in branch if branch[0].request.routes else []:
+                    # Positions that older weights have computed keep their experts.
+                    answer.routes.append(chosen[sum(map(len, answer.routes)) : answer.tokens])
         hidden = hidden[torch.arange(len(inputs), device=device), last]
-        logits = self.model.get_output_embeddings()(hidden)[source_rows]  # [rows, V]
-        first = len(self._running)
         self._running += batch
-        return self._sample(logits, first)
+        return self._sample(self.model.get_output_embeddings()(hidden), first)
 
     def _decode(self) -> list[Request]:
-        """One token for every running row."""
+        """One token for every running answer."""
         device = self.model.device
-        width = max(row.tokens for row in self._running)
-        self._cache.reserve(len(self._running), width, keep=True)
+        width = max(branch[0].tokens for branch in self._running)
+        self._cache.reserve(self.running, width, keep=True)
         # A row's newest token is the input. It is not in the cache yet, and its position is its column.
-        inputs = torch.tensor([(row.token_ids[-1], row.tokens - 1) for row in self._running]).to(device)
+        newest = [(branch[0].token_ids[-1], branch[0].tokens - 1) for branch in self._running]
+        inputs = torch.tensor(newest).to(device)
         tokens, positions = inputs[:, :1], inputs[:, 1:]
         self._cache.decode(positions.squeeze(1), width)
         columns = torch.arange(width, device=device)
         mask = self._mask(columns[None, :] <= positions)[:, None, None]  # [R, 1, 1, width]
-        self.routing.wanted = any(row.request.routes for row in self._running)
+        self.routing.wanted = any(branch[0].request.routes for branch in self._running)
         hidden = self._forward(tokens, positions, mask)  # [R, 1, D]
         if self.routing.wanted:
-            for row, chosen in zip(self._running, self.routing.take(len(self._running)), strict=True):
-                if row.request.routes:
-                    row.routes.append(chosen[None])
+            for branch, chosen in zip(self._running, self.routing.take(len(self._running)), strict=True):
+                for answer in branch if branch[0].request.routes else []:
+                    answer.routes.append(chosen[None])
         return self._sample(self.model.get_output_embeddings()(hidden[:, 0]), 0)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -285,60 +293,80 @@ class Generator:
         )
 
     def _sample(self, logits: torch.Tensor, first: int) -> list[Request]:
-        """Append a token to the running rows from `first` on, given their logits [R, V]. Return finished requests."""
-        rows = self._running[first:]
-        noise = torch.tensor([(row.key, len(row.token_ids)) for row in rows]).to(logits.device)
-        temperatures = torch.tensor([row.request.params.temperature for row in rows]).to(logits.device)
-        top = max(row.request.top_logprobs for row in rows)
-        cuts = {i: row.request.params.top_p for i, row in enumerate(rows) if row.request.params.top_p != 1}
+        """Append a token to the answers of the rows from `first` on, given the rows' logits [R, V]. Rows whose answers
+        now differ branch, and finished answers leave.
+
+        Returns:
+            The complete requests.
+        """
+        branches = self._running[first:]
+        answers = [answer for branch in branches for answer in branch]
+        if len(answers) > len(branches):
+            sizes = torch.tensor([len(branch) for branch in branches], device=logits.device)
+            logits = logits.repeat_interleave(sizes, 0, output_size=len(answers))
+        noise = torch.tensor([(answer.key, len(answer.token_ids)) for answer in answers]).to(logits.device)
+        temperatures = torch.tensor([answer.request.params.temperature for answer in answers]).to(logits.device)
+        top = max(answer.request.top_logprobs for answer in answers)
+        cuts = {i: cut for i, answer in enumerate(answers) if (cut := answer.request.params.top_p) != 1}
         tokens, logprobs, top_ids, top_values = sample(logits, temperatures, noise[:, 0], noise[:, 1], top, cuts)
         best = list(zip(top_ids.tolist(), top_values.tolist(), strict=True)) if top else []
         finished: list[Request] = []
-        ended = False
-        for i, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+        for i, (answer, token, logprob) in enumerate(zip(answers, tokens.tolist(), logprobs.tolist(), strict=True)):
             if logprob != logprob:
                 raise FloatingPointError(f"the model's logits are NaN (weight version {self.version!r})")
-            if not row.version_starts or row.version_starts[-1][0] != self.version:
-                row.version_starts.append((self.version, len(row.token_ids)))
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            params = row.request.params
-            if row.request.top_logprobs:
+            if not answer.version_starts or answer.version_starts[-1][0] != self.version:
+                answer.version_starts.append((self.version, len(answer.token_ids)))
+            answer.token_ids.append(token)
+            answer.logprobs.append(logprob)
+            if answer.request.top_logprobs:
                 others = [pair for pair in zip(*best[i], strict=True) if pair[0] != token]
-                row.top_logprobs.append([(token, logprob), *others][: row.request.top_logprobs])
-            if self._stops(row, token):
-                finished += self._finish(row, "stop")
-                ended = True
-            elif len(row.token_ids) >= params.max_tokens:
-                finished += self._finish(row, "length")
-                ended = True
-        if ended:
-            self._keep([row.finish_reason is None for row in self._running])
+                answer.top_logprobs.append([(token, logprob), *others][: answer.request.top_logprobs])
+            if self._stops(answer, token):
+                finished += self._finish(answer, "stop")
+            elif len(answer.token_ids) >= answer.request.params.max_tokens:
+                finished += self._finish(answer, "length")
+        self._arrange([(row, same) for row, branch in enumerate(self._running) for same in _branches(branch)])
         return finished
 
-    def _stops(self, row: AnswerRow, token: int) -> bool:
-        """Whether the row's newest token ends its answer."""
-        params = row.request.params
+    def _stops(self, answer: Answer, token: int) -> bool:
+        """Whether the newest token ends the answer."""
+        params, tokens = answer.request.params, answer.token_ids
         if token in params.stop_token_ids or (token in self.end_token_ids and not params.ignore_eos):
             return True
-        return self.decode is not None and bool(params.stop) and ends_in_stop(row.token_ids, params.stop, self.decode)
+        return self.decode is not None and bool(params.stop) and ends_in_stop(tokens, params.stop, self.decode)
 
-    def _finish(self, row: AnswerRow, reason: FinishReason) -> list[Request]:
-        row.finish_reason = reason
-        row.request.unfinished -= 1
-        return [row.request] if row.request.unfinished == 0 else []
+    def _finish(self, answer: Answer, reason: FinishReason) -> list[Request]:
+        answer.finish_reason = reason
+        answer.request.unfinished -= 1
+        return [answer.request] if answer.request.unfinished == 0 else []
 
-    def _keep(self, keep: list[bool]) -> None:
-        """Drop running rows and close the gaps: rows from the end move into the free places."""
-        count = sum(keep)
-        holes = [i for i in range(count) if not keep[i]]
-        movers = [i for i in range(count, len(keep)) if keep[i]]
-        if holes:
-            self._cache.move(movers, holes, max(self._running[i].tokens for i in movers))
-        for hole, mover in zip(holes, movers, strict=True):
-            self._running[hole] = self._running[mover]
-        del self._running[count:]
+    def _arrange(self, branches: list[tuple[int, Branch]]) -> None:
+        """Make these the running rows, without gaps. Each comes with the row that holds its tokens, and stays there if
+        that is possible. Else it gets a copy in a free row.
+        """
+        rows: list[Branch] = [[] for _ in branches]
+        copied: list[tuple[int, Branch]] = []
+        for row, branch in branches:
+            if row < len(rows) and not rows[row]:
+                rows[row] = branch
+            else:
+                copied.append((row, branch))
+        free = [row for row, branch in enumerate(rows) if not branch]
+        for target, (_, branch) in zip(free, copied, strict=True):
+            rows[target] = branch
+        if copied:
+            self._cache.copy([row for row, _ in copied], free, max(branch[0].tokens for _, branch in copied))
+        self._running = rows
 
 
-def _shares_prompt(row: AnswerRow, previous: AnswerRow) -> bool:
-    return row.request is previous.request and not row.token_ids and not previous.token_ids
+def _are_one_row(answer: Answer, other: Answer) -> bool:
+    return answer.request is other.request and answer.token_ids == other.token_ids
+
+
+def _branches(answers: Branch) -> list[Branch]:
+    """Those that are not finished, by their newest token."""
+    by_token: dict[int, Branch] = {}
+    for answer in answers:
+        if answer.finish_reason is None:
+            by_token.setdefault(answer.token_ids[-1], []).append(answer)
+    return list(by_token.values())

@@ -28,8 +28,8 @@ class _RowLayer(DynamicLayer):
             self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
         if cache.prefill_rows is not None:
             tokens = key_states.shape[2]
-            self.keys[cache.prefill_rows, :, :tokens] = key_states[cache.prefill_sources]
-            self.values[cache.prefill_rows, :, :tokens] = value_states[cache.prefill_sources]
+            self.keys[cache.prefill_rows, :, :tokens] = key_states
+            self.values[cache.prefill_rows, :, :tokens] = value_states
             return key_states, value_states
         rows, positions = cache.decode_rows, cache.decode_positions
         self.keys[rows, :, positions] = key_states[:, :, 0]
@@ -44,7 +44,7 @@ class _RowLayer(DynamicLayer):
             new[: old.shape[0], :, : old.shape[2]] = old
             setattr(self, name, new)
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
         self.keys[targets, :, :tokens] = self.keys[sources, :, :tokens]
         self.values[targets, :, :tokens] = self.values[sources, :, :tokens]
 
@@ -56,7 +56,7 @@ class RowCache(Cache):
     and nothing moves when one joins.
 
     Call `prefill` or `decode` before the model's forward to say where its keys and values go. The rows in use are
-    always the first ones. `move` fills the gaps that finished rows leave.
+    always the first ones. `copy` makes rows that go on in several ways, and fills the gaps that finished rows leave.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -85,10 +85,9 @@ class RowCache(Cache):
             if layer.keys is not None:
                 layer.grow(rows, tokens)
 
-    def prefill(self, first_row: int, sources: torch.Tensor) -> None:
-        """The next forward has one input row per distinct prompt. Input row `sources[i]` fills row `first_row` + i."""
-        self.prefill_rows = slice(first_row, first_row + len(sources))
-        self.prefill_sources = sources
+    def prefill(self, first_row: int, rows: int) -> None:
+        """The next forward fills `rows` rows from `first_row` on."""
+        self.prefill_rows = slice(first_row, first_row + rows)
 
     def decode(self, positions: torch.Tensor, tokens: int) -> None:
         """The next forward has one token for each of the first rows. It goes to column `positions` [R] of its row, and
@@ -99,12 +98,12 @@ class RowCache(Cache):
         self.decode_rows = torch.arange(len(positions), device=positions.device)
         self.decode_tokens = tokens
 
-    def move(self, sources: list[int], targets: list[int], tokens: int) -> None:
-        """Copy the first `tokens` columns of rows `sources` to rows `targets`."""
+    def copy(self, sources: list[int], targets: list[int], tokens: int) -> None:
+        """Copy the first `tokens` columns of rows `sources`, as they are now, to rows `targets`."""
         device = self.layers[0].keys.device
         source_rows, target_rows = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for layer in self.layers:
-            layer.move(source_rows, target_rows, tokens)
+            layer.copy(source_rows, target_rows, tokens)
 
     def drop(self) -> None:
         """Free all memory. Stored values are lost."""
