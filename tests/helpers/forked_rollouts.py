@@ -55,6 +55,7 @@ def fork(descriptor: int, hides_torch: bool = True) -> Forked:
     if pid := os.fork():
         return Forked(pid)
     os._exit = posix._exit  # `forked_torchrun` has another: the trainer's own code would go on in this process
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a test may have others, which have no file
     try:
         os.setpgid(0, 0)
         frame = sys._getframe(1)
