@@ -43,7 +43,8 @@ TINY = str(TINY_QWEN3)
 DOCUMENTS = 4
 SHAPES = {
     "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4),
-    "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8),
+    "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=5),
+    "deep": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8),  # for groups of three blocks
 }
 COMMON = dict(vocab_size=1000, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
 EXPERTS = dict(head_dim=32, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96, norm_topk_prob=True)
@@ -387,10 +388,10 @@ STEPS = {
         None,
     ),
     "experts": ("qwen3_moe-small", 4, 512, 2, CHECKPOINTING["full"], None),
-    "three blocks together": ("qwen3-small", 4, 1024, 2, [], None),
-    "three blocks together, a short row": ("qwen3-small", 4, 64, 2, [], "second group's backward"),
-    "three blocks together, no checkpointing": ("llama-small", 4, 512, 2, CHECKPOINTING["none"], None),
-    "three blocks together, reduced once": ("qwen3-small", 4, 256, 3, ["--training.reduce_gradients", "step"], None),
+    "three blocks together": ("qwen3-deep", 4, 1024, 2, [], None),
+    "three blocks together, a short row": ("qwen3-deep", 4, 64, 2, [], "second group's backward"),
+    "three blocks together, no checkpointing": ("llama-deep", 4, 512, 2, CHECKPOINTING["none"], None),
+    "three blocks together, reduced once": ("qwen3-deep", 4, 256, 3, ["--training.reduce_gradients", "step"], None),
     "all blocks together": ("qwen3-small", 1, 64, 2, [], "blocks' reduction"),
     "all blocks together, reduced once": (
         "qwen3-small",
@@ -413,7 +414,7 @@ STEPS = {
 
 @pytest.mark.parametrize("case", STEPS)
 def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
-    """Weights, FSDP2's buffers, forward, backward, clipping and AdamW, two steps of several rows."""
+    """Weights, FSDP2's buffers, forward, backward, clipping and AdamW: a step of several rows after a first one."""
     name, world, tokens, rows, flags, moment = STEPS[case]
     config = read(folders[name], world, tokens, rows, *flags, monkeypatch=monkeypatch)
     config.lora.enable = case.startswith("adapters")
@@ -430,9 +431,9 @@ def test_peak_of_whole_steps(case, folders, gpu_kernels, monkeypatch):
             values, entropy = model(row, 1.0)
             return values.sum() + (entropy.sum() if config.grpo.entropy_coef else 0), {}
 
-        for _ in range(2):
+        for count in (1, rows):  # the first one makes AdamW's state
             optimizer.zero_grad()
-            accumulate_gradients(model, [row] * rows, loss_of, config.training.reduce_gradients == "step")
+            accumulate_gradients(model, [row] * count, loss_of, config.training.reduce_gradients == "step")
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
             optimizer.step()
         return model, optimizer
