@@ -13,26 +13,18 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verifiers", reason='needs verifiers: pip install "torchtitan-grpo[verifiers]"')
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from verifiers.v1.errors import ProviderError
 
 from tests.helpers import ROOT, TINY_QWEN3
 from tests.helpers.endpoint_runs import CHATML
 from tests.helpers.openenv_server import served_real
 from tests.helpers.trainer_runs import train
-from tests.helpers.verifiers_tasks.four import TASKSETS
-from tests.helpers.verifiers_tasks.lookup import served
 from torchtitan.grpo.config.job_config import Data
 from torchtitan.grpo.data.prompts import PromptSource, load_tokenizer
 from torchtitan.grpo.data.samples import Group, Prompt
 from torchtitan.grpo.endpoint.chat import Chat
 from torchtitan.grpo.engines.protocol import Completion, SamplingParams
-from torchtitan.grpo.environments.verifiers_client import Conversation
-from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.rollouts.environment import RolloutClient
 from torchtitan.grpo.rollouts.group_call import GroupCall
@@ -42,21 +34,23 @@ TASKS = "tests.helpers.verifiers_tasks"
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=60, stop_token_ids=(2,), seed=1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def verifiers_is_there() -> None:
+    """Imported here, and not where each process of the tests collects all of them: that takes seven seconds."""
+    global TASKSETS, Conversation, ProviderError, Traced, VerifiersEnvironment, served
+    pytest.importorskip("verifiers", reason='needs verifiers: pip install "torchtitan-grpo[verifiers]"')
+    from verifiers.v1.errors import ProviderError
+
+    from tests.helpers.verifiers_tasks.four import TASKSETS
+    from tests.helpers.verifiers_tasks.lookup import served
+    from tests.helpers.verifiers_tasks.traced import Traced
+    from torchtitan.grpo.environments.verifiers_client import Conversation
+    from torchtitan.grpo.environments.verifiers_v1 import VerifiersEnvironment
+
+
 def children() -> set[int]:
     found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
     return set(map(int, found.stdout.split()))
-
-
-class Traced(VerifiersEnvironment):
-    """Keeps verifiers' own record of each episode."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.episodes: list[Any] = []
-
-    async def _episode(self, *arguments: Any) -> Any:
-        self.episodes.append(await super()._episode(*arguments))
-        return self.episodes[-1]
 
 
 class Sampler:
@@ -76,7 +70,7 @@ class Sampler:
         self.calls.append((token_ids, completion))
         return [completion]
 
-    def groups(self, environment: VerifiersEnvironment, prompts: list[Prompt], limit_s: float) -> list[Group]:
+    def groups(self, environment: "VerifiersEnvironment", prompts: list[Prompt], limit_s: float) -> list[Group]:
         guarded = GuardedEnvironment(environment, "verifiers:tests")
 
         async def all_of_them() -> list[Group]:
@@ -88,7 +82,7 @@ class Sampler:
 
         return asyncio.run(all_of_them())
 
-    def prompts(self, environment: VerifiersEnvironment, count: int) -> list[Prompt]:
+    def prompts(self, environment: "VerifiersEnvironment", count: int) -> list[Prompt]:
         data = Data(source="environment", shuffle=False)
         return PromptSource(data, self.tokenizer, 0, of_environment=environment.rows).next(count)
 
