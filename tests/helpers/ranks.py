@@ -38,6 +38,7 @@ _PRELOADED = [
     "torchtitan.grpo.model.qwen3",
     "torchtitan.grpo.engines.embedded.__main__",
     "tests.helpers.forked_first",
+    "tests.helpers.forked_servers",
     "tests.helpers.frozen",  # the last one
 ]
 # A process forked after CUDA was initialised, which imports may do, cannot use it.
@@ -169,6 +170,10 @@ def _run(script: Path | str, arguments: list[str], environ: dict[str, str], cwd:
         stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    if count := int(environ.get("FORKED_SERVERS", 0)):
+        from tests.helpers import forked_servers  # it imports the package under test, as the script does
+
+        forked_servers.prepare(count)
     sys.argv = [str(script), *arguments]
     sys.path[:0] = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
     if isinstance(script, str):

@@ -102,7 +102,10 @@ def attempt(folder: Path, flags: dict[str, str | None], ranks: int = 1, timeout_
 
 
 class EndlessRun:
-    """A run that goes on until it is stopped: its process (torchrun's, or the ranks'), its folder and its log."""
+    """A run that goes on until it is stopped: its process (torchrun's, or the ranks'), its folder and its log.
+
+    Without torchrun its servers are forked: see `forked_servers`.
+    """
 
     def __init__(self, folder: Path, flags: dict[str, str | None], ranks: int, torchrun: bool) -> None:
         self.folder = folder
@@ -112,7 +115,8 @@ class EndlessRun:
         if torchrun:
             self.process = ProcessGroup(command(folder, ENDLESS | flags, ranks), self.log_path, environment())
         else:
-            self.process = Ranks(ranks, ROOT / "grpo_train.py", *own, log=self.log_path, environment=environment())
+            environ = environment() | ({} if "--rollout.urls" in flags else {"FORKED_SERVERS": "4"})
+            self.process = Ranks(ranks, ROOT / "grpo_train.py", *own, log=self.log_path, environment=environ)
 
     @property
     def log(self) -> str:
