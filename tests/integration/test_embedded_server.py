@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -335,22 +334,33 @@ def test_sigterm_ends_in_order(model_dir: Path, tmp_path: Path) -> None:
         assert server.process.wait(10) == 0
 
 
-def test_server_ends_with_its_parent(model_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model_dir), "--parent-pid"]
+def test_server_ends_with_its_parent_and_its_import_is_light(model_dir: Path, tmp_path: Path) -> None:
+    """It loads nothing of upstream but what `torchtitan_overlay` prepares: no models, no trainer."""
+    python = [sys.executable, "-X", "importtime"]  # it prints each module
+    command = [*python, "-m", "torchtitan.grpo.engines.embedded", "--model", str(model_dir), "--parent-pid"]
     script = f"""
 import os, subprocess
 server = subprocess.Popen([*{command!r}, str(os.getpid())], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-while b"serving" not in server.stdout.readline():
+while b"serving" not in (line := server.stdout.readline()):
     assert server.poll() is None
+    print(line.decode(), end="")
 print(server.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
-    pid = int(result.stdout)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False, text=True
+    )
+    *said, pid = result.stdout.splitlines()
     deadline = time.monotonic() + 15
-    while _alive(pid):
+    while _alive(int(pid)):
         assert time.monotonic() < deadline, "the server outlived its parent"
         time.sleep(0.1)
+    modules = {line.rpartition("|")[2].strip() for line in said if line.startswith("import time:")}
+    assert "torchtitan.grpo.engines.embedded.server" in modules
+    upstream = {m for m in modules if m.startswith("torchtitan.") and not m.startswith("torchtitan.grpo")}
+    assert upstream <= {"torchtitan.tools", "torchtitan.tools.logging", "torchtitan.tools.utils"} | {
+        "torchtitan.models.moe.kernels"  # an empty stand-in, see torchtitan_overlay
+    }
 
 
 def _alive(pid: int) -> bool:
@@ -528,14 +538,3 @@ def test_nan_weights_are_an_error_for_every_request(reference, tmp_path: Path) -
         with pytest.raises(EngineError, match=rf"{url}.*HTTP 500.*NaN"):
             run(generate(url, [3], SamplingParams(2, 1.0, 4)))
         assert requests.get(f"{url}/health", timeout=5).status_code == 200
-
-
-def test_import_is_light() -> None:
-    """The server loads nothing of upstream but what `torchtitan_overlay` prepares: no models, no trainer."""
-    script = "import sys, torchtitan.grpo.engines.embedded.__main__; print(*sys.modules)"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    modules = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    upstream = {m for m in modules.split() if m.startswith("torchtitan.") and not m.startswith("torchtitan.grpo")}
-    assert upstream <= {"torchtitan.tools", "torchtitan.tools.logging", "torchtitan.tools.utils"} | {
-        "torchtitan.models.moe.kernels"  # an empty stand-in, see torchtitan_overlay
-    }

@@ -141,8 +141,8 @@ def test_a_run_without_a_server_ends_with_its_address_and_why(mode, number, tmp_
 
 
 def test_a_hang_is_reported_and_ends_the_run_with_the_status_that_was_asked_for(tmp_path):
-    with endless(tmp_path / "run", {"--debug.hang_seconds": "4", "--debug.hang_exit_code": "75"}) as run:
-        (server,) = servers_of(run.folder)
+    limits = {"--debug.hang_seconds": "4", "--debug.hang_exit_code": "75"}
+    with run_and_server(tmp_path / "run", limits) as (run, server):
         os.kill(server, signal.SIGSTOP)  # the limits of requests and pushes are minutes
         assert run.process.wait(60) == 75, run.log[-3000:]
         report = run.log[run.log.index("no progress for") :]
@@ -177,6 +177,7 @@ def test_answers_without_a_reward_are_left_out_until_too_many_fail(mode, tmp_pat
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = mode | {"--reward.functions": "judges:hangs,judges:judge", "--reward.timeout_seconds": "1.0"}
+    flags |= {"--reward.workers": "2"}  # one goes on beside the one that hangs
     flags |= {"--training.steps": "100", "--metrics.samples_per_step": "1000", "--rollout.urls": embedded_url()}
     flags |= {"--rollout.request_timeout_seconds": "6", "--rollout.group_timeout_seconds": "6"}
     status, said = attempt(tmp_path / "run", flags, ranks=2)
