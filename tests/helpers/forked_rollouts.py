@@ -4,6 +4,7 @@ What is forked has torch, threads of nobody, and the same program.
 """
 
 import contextlib
+import io
 import itertools
 import os
 import posix
@@ -55,7 +56,10 @@ def fork(descriptor: int, hides_torch: bool = True) -> Forked:
     if pid := os.fork():
         return Forked(pid)
     os._exit = posix._exit  # `forked_torchrun` has another: the trainer's own code would go on in this process
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a test may have others, which have no file
+    try:
+        sys.stderr.fileno()
+    except io.UnsupportedOperation:  # capsys has put texts in their place
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     try:
         os.setpgid(0, 0)
         frame = sys._getframe(1)
