@@ -39,7 +39,6 @@ class RayNodes:
         self._before = dict(os.environ)
         own = {"RAY_AUTH_TOKEN_PATH": str(self._folder / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
         own |= {"RAY_worker_niceness": "0"}  # other tests run beside it, and take the cores from what is nice
-        own |= {"RAY_prestart_worker_first_driver": "0"}  # workers that no actor takes: each has its environment
         os.environ.update(own | environment())
         self._cluster = Cluster()
         try:
