@@ -234,7 +234,7 @@ def test_two_processes_that_are_killed_lose_no_step_and_train_none_twice(two_und
         ["pack_share", 10, "after", KILL],
         ["state", 1, "before", KILL],
     ]
-    status, said = lossy(run, TWO, losses, STARTED_ROLLOUTS=None)
+    status, said = lossy(run, TWO, losses)
     assert status == 0 and "Traceback" not in said, said[-4000:]
     assert steps(run)[-1]["rollout/process_losses"] == len(losses)
     assert [line["step"] for line in steps(run)] == list(range(1, 7))

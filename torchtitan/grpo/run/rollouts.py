@@ -202,10 +202,8 @@ class Rollouts(Absent):
 
     def take(self, step: int) -> Taken:
         with self.ledger.stage("rollout"):
-            shares, states, metrics = self._shares(step)
+            shares, metrics = self._shares(step)
             self.sleep()
-        before = {taken: kept for taken, kept in self._states.items() if taken == step - 1}
-        self._keep(before | {step: states})
         taken = Taken([], [], {}, [[] for _ in range(self.config.grpo.minibatches)], ([], [], 0), metrics)
         seconds, chosen = Counter[str](), self._chosen.setdefault(step, [])
         for (rewards, advantages, taken.servers, documents, sizes, spent_s, own_chosen), rows in shares:
@@ -285,24 +283,27 @@ class Rollouts(Absent):
     def describe(self) -> str:
         return self._processes.describe()
 
-    def _shares(self, step: int) -> tuple[list[tuple[Any, memoryview]], list[Any], dict[str, float]]:
-        """What each process says of its share and the rows of it, each one's state, and metrics of all."""
+    def _shares(self, step: int) -> tuple[list[tuple[Any, memoryview]], dict[str, float]]:
+        """What each process says of its share and the rows of it, and metrics of all."""
+        before = {taken: kept for taken, kept in self._states.items() if taken == step - 1}
         if len(self._processes.each) == 1:
             (*value, metrics), (rows, state) = self._first.call("take", step)
-            return [(value, rows)], [state], metrics
+            self._keep(before | {step: [state]})
+            return [(value, rows)], metrics
         counted = [value for value, _ in self._processes.call("take_share", step)]
         while True:
             totals = Counted.sum([Counted(*each) for each in counted]).values()
             replies = self._processes.call("pack_share", step, totals)
-            before, counted = counted, [value[-1] for value, _ in replies]
-            if counted == before:  # else a process that was lost has taken other groups
+            known, counted = counted, [value[-1] for value, _ in replies]
+            if counted == known:  # else a process that was lost has taken other groups
                 break
+        self._keep(before | {step: [files[1] for _, files in replies]})  # before the next call
         shares = [(value[:-2], files[0]) for value, files in replies]
         rewards = list(itertools.chain.from_iterable(value[0] for value, _ in shares))
         answers = [files[2] for _, files in replies]
         metrics, _ = self._first.call("metrics_of_shares", rewards, [len(part) for part in answers], file=answers)
         sums = [sum(of_shares) for of_shares in zip(*(value[-2] for value, _ in replies), strict=True)]
-        return shares, [files[1] for _, files in replies], metrics | packing_fractions(sums)
+        return shares, metrics | packing_fractions(sums)
 
     def _keep(self, states: dict[int, list[Buffer]]) -> None:
         """A step's groups are taken, or a batch of the warm start: another process would begin behind it."""
