@@ -38,8 +38,9 @@ from torchtitan.grpo.engines.protocol import EngineError, SamplingParams
 from torchtitan.grpo.engines.registry import ENGINES, make_server
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config, model_folder
+from torchtitan.grpo.evaluation.inputs import check_not_trained_on, checkpoint_of, evaluation_config
 from torchtitan.grpo.evaluation.results import RESULT, new_folder, remove_if_empty, table, write_answers, write_result
+from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.process.log_lines import init_log_lines
 from torchtitan.grpo.process.stopping import FAILED_S, end_within, run_and_exit, stop_in_time
 from torchtitan.grpo.rewards.failures import check_failures

@@ -15,7 +15,8 @@ from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.load import load_held_out
 from torchtitan.grpo.data.prompts import load_tokenizer
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config, model_folder
+from torchtitan.grpo.evaluation.inputs import check_not_trained_on, evaluation_config
+from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.servers.plan import planned_servers
 
 QUICKSTART = ["--job.config_file", str(ROOT / "train_configs" / "quickstart.toml")]

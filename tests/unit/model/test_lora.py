@@ -11,8 +11,9 @@ from torchtitan.grpo.checkpoint.adapters import BaseState
 from torchtitan.grpo.config.job_config import Lora
 from torchtitan.grpo.config.load import load_config
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.evaluation.inputs import OF_THE_RUN, model_folder
+from torchtitan.grpo.evaluation.inputs import OF_THE_RUN
 from torchtitan.grpo.model.flops import TrainingFlops
+from torchtitan.grpo.model.hf_config import model_folder
 from torchtitan.grpo.model.lora import LoraLinear, PeftNames, adapters_off, add_adapters, init_adapters, merged
 from torchtitan.grpo.model.source import resolve_model
 

@@ -13,7 +13,8 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.grpo.errors import UserError
 from torchtitan.grpo.host_memory.optimizer_states import HostOptimizerStates
 from torchtitan.grpo.host_memory.pinned import local_tensor
-from torchtitan.grpo.policy.finite import SKIPPED_IN_A_ROW_MAX, FiniteSteps, check_finite
+from torchtitan.grpo.model.finite import check_finite
+from torchtitan.grpo.policy.finite import SKIPPED_IN_A_ROW_MAX, FiniteSteps
 
 CPU = torch.device("cpu")
 

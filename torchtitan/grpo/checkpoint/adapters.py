@@ -4,15 +4,13 @@ import zlib
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.lora import Lora, is_adapter
-from torchtitan.grpo.model.peft_folder import adapter_state
-from torchtitan.grpo.model.shards import whole
-from torchtitan.grpo.weight_wire.buckets import checksum_of, combine_checksums
+from torchtitan.grpo.model.lora import Lora
+from torchtitan.grpo.model.peft_folder import adapter_state, base_checksum
 
 BASE = "base"
 """Name of `BaseState` among a checkpoint's states."""
@@ -72,13 +70,3 @@ class BaseState(Stateful):
         for key in ("rank", "alpha"):
             if saved[key] != own[key]:
                 raise UserError(f"the checkpoint's adapters have [lora] {key} = {saved[key]:g}, not {own[key]:g}")
-
-
-@torch.no_grad()
-def base_checksum(model: nn.Module) -> int:
-    """Of all frozen weights, whatever their shards: 64 bits, signed. Collective."""
-    sums: list[Tensor] = []
-    for name, value in get_model_state_dict(model).items():
-        if not is_adapter(name):
-            sums.append(checksum_of(whole(value)))
-    return combine_checksums(torch.stack(sums).tolist())

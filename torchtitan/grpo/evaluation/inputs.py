@@ -1,4 +1,4 @@
-"""Which model is evaluated, by which configuration, and that it has not trained on what is asked."""
+"""By which configuration a model is evaluated, and that it has not trained on what is asked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from torchtitan.grpo.data.load import load_held_out, load_training
 from torchtitan.grpo.data.rows import row_keys
 from torchtitan.grpo.environments.load import loaded_environments
 from torchtitan.grpo.errors import UserError
-from torchtitan.grpo.model.hf_config import adapters_alone
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -66,21 +65,6 @@ OF_THE_RUN = (
 """Sections and keys about a run's steps, processes and servers. Those of its file do not count here, those of the
 command line do."""
 _OF_THE_ENDPOINT = ("rollout.serve_port", "rollout.serve_host", "rollout.serve_key_env")
-
-
-def model_folder(path: Path) -> Path:
-    """The Hugging Face folder of a checkpoint, or `path` itself if it is one.
-
-    Raises:
-        UserError: It is neither.
-    """
-    for folder in (path / "hf", path):
-        if (folder / "config.json").is_file():
-            return folder
-    what = adapters_alone(path) or (
-        "give a checkpoint of a run with [checkpoint] export_hf, or a folder with config.json, weights and tokenizer"
-    )
-    raise UserError(f"{path} is no Hugging Face folder, and holds none as hf/: {what}")
 
 
 def checkpoint_of(folder: Path) -> Path | None:

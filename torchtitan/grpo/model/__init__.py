@@ -9,6 +9,7 @@
       weight_files.py      safetensors files of a folder, found and checked
     lora.py                `[lora]`: adapters beside frozen weights; peft_folder.py writes them as `peft` does
     shards.py              names of sharded and wrapped parameters, and a rank's part of them
+    finite.py              weights that are not finite are neither trained nor saved
     parallelize.py         ModelSource + mesh -> a model that is sharded, checkpointed, compiled
     documents.py           the documents of a packed row; which positions of equal prefixes are computed once
     replay.py              routing replay: a mixture's routers use the sampler's experts

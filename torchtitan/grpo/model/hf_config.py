@@ -70,6 +70,21 @@ def adapters_alone(folder: Path) -> str:
     return "it holds LoRA adapters without their base; merge them (docs/lora.md), or export with [lora] merge = true"
 
 
+def model_folder(path: Path) -> Path:
+    """The Hugging Face folder of a checkpoint, or `path` itself if it is one.
+
+    Raises:
+        UserError: It is neither.
+    """
+    for folder in (path / "hf", path):
+        if (folder / "config.json").is_file():
+            return folder
+    what = adapters_alone(path) or (
+        "give a checkpoint of a run with [checkpoint] export_hf, or a folder with config.json, weights and tokenizer"
+    )
+    raise UserError(f"{path} is no Hugging Face folder, and holds none as hf/: {what}")
+
+
 def _architecture(raw: dict[str, Any], where: str) -> str:
     """The supported architecture that `raw` names, by `architectures` or else by `model_type`."""
     supported = ", ".join(MODEL_TYPES)

@@ -1,4 +1,7 @@
-"""Adapters as a folder that `peft`, vLLM and SGLang load: adapter_config.json and adapter_model.safetensors."""
+"""Adapters as a folder that `peft`, vLLM and SGLang load, and which frozen weights they belong to.
+
+The folder has adapter_config.json and adapter_model.safetensors.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,11 +16,20 @@ from torchtitan.grpo.model.lora import PeftNames, is_adapter
 from torchtitan.grpo.model.shards import whole
 from torchtitan.grpo.model.source import ModelSource, share
 from torchtitan.grpo.weight_wire.adapters import peft_config
+from torchtitan.grpo.weight_wire.buckets import checksum_of, combine_checksums
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """The adapters of a model, sharded as they are, by torchtitan's names."""
     return {name: value for name, value in get_model_state_dict(model).items() if is_adapter(name)}
+
+
+@torch.no_grad()
+def base_checksum(model: nn.Module) -> int:
+    """Of all frozen weights, whatever their shards: 64 bits, signed. Collective."""
+    state = get_model_state_dict(model)
+    sums = [checksum_of(whole(value)) for name, value in state.items() if not is_adapter(name)]
+    return combine_checksums(torch.stack(sums).tolist())
 
 
 def gather_adapter(model: nn.Module) -> dict[str, Tensor]:

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from torchtitan.grpo.data.routes import RouteShape
 from torchtitan.grpo.errors import UserError, UserErrorOfAllRanks
 from torchtitan.grpo.model.families import Family, ModelArgs, get_family
+from torchtitan.grpo.model.finite import bad_weights
 from torchtitan.grpo.model.hf_config import agree, from_flavor, from_folder
 from torchtitan.grpo.model.lora import A, B, Lora, is_adapter, merged, resolve_lora
 from torchtitan.grpo.model.replay import route_shape
 from torchtitan.grpo.model.shards import fill, whole
 from torchtitan.grpo.model.tied_embedding import TiedEmbedding
 from torchtitan.grpo.model.weight_files import check_headers, not_finite, opened, weight_files
-from torchtitan.grpo.policy.finite import bad_weights
 from torchtitan.grpo.weight_wire.model_identity import ModelIdentity, identity
 
 

@@ -7,8 +7,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.finite import is_finite
 from torchtitan.grpo.model.hf_config import read_json
-from torchtitan.grpo.policy.finite import is_finite
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes of weights that can be trained, by safetensors' names."""

@@ -10,6 +10,6 @@ groups of samples, scored                       data/, rollouts/, rewards/
   kl_reward.py   with `kl_placement = "reward"`: advantages of rewards less the KL
   teacher_loss.py  with `[distill] top_k`: the divergence from a teacher's tokens
   gradients.py   forward and backward over a step's rows
-  finite.py      steps without a finite gradient are left out; weights that are not finite are not saved
+  finite.py      steps without a finite gradient are left out
   sft.py         loss and step of supervised fine-tuning, on the same rows; the warm start
 """

@@ -18,10 +18,10 @@ from torchtitan.grpo.config.resolved import resolved
 from torchtitan.grpo.data.prompts import end_token_ids, load_tokenizer
 from torchtitan.grpo.dry_run.disk import check_disk
 from torchtitan.grpo.engines.fleet import Fleet
+from torchtitan.grpo.model.finite import check_finite
 from torchtitan.grpo.model.flops import TrainingFlops
 from torchtitan.grpo.model.parallelize import parallel_dims
 from torchtitan.grpo.model.source import resolve_and_check
-from torchtitan.grpo.policy.finite import check_finite
 from torchtitan.grpo.policy.microbatch import Microbatch
 from torchtitan.grpo.policy.packing import Layout
 from torchtitan.grpo.process.channel import Buffer

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan.grpo.errors import UserError
+from torchtitan.grpo.model.finite import is_finite
 from torchtitan.grpo.model.shards import Slices
-from torchtitan.grpo.policy.finite import is_finite
 from torchtitan.grpo.weight_sync.published import PublishedTensor, PublishedWeights
 from torchtitan.grpo.weight_sync.ranks import Ranks
 from torchtitan.grpo.weight_sync.snapshot import (
